@@ -29,12 +29,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # the owner and the model
 
-# They change how a model is trained, and not what its weights compute.
+# They change how a model is trained or what its weights are called, not what they compute.
 _OF_TRAINING = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
     "recompute_granularity",
+    "hf_architecture",
     "moe_router_dtype",
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",

@@ -67,6 +67,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.models.families.llama",
         "megatron.core.models.families.qwen",
         "megatron.core.models.families.qwen_moe",
+        "megatron.core.models.families.olmo",
         "megatron.core.models.families.gemma",
         "megatron.core.models.families.smollm",
         "megatron.core.models.families.stablelm",

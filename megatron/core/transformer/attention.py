@@ -51,9 +51,11 @@ class SelfAttention(nn.Module):
         self.linear_qkv = FusedLinear(
             hidden_size, _sections(spec), bias=spec.has_qkv_bias, init_std=init_std
         )
-        norm, head_dim = spec.qk_norm, spec.head_dim
-        self.q_layernorm = build_norm(norm, head_dim) if norm is not None else None
-        self.k_layernorm = build_norm(norm, head_dim) if norm is not None else None
+        widths = (spec.head_dim, spec.head_dim)
+        if not spec.qk_norm_is_per_head:
+            widths = (spec.query_size, spec.key_value_size)
+        norms = [None if spec.qk_norm is None else build_norm(spec.qk_norm, one) for one in widths]
+        self.q_layernorm, self.k_layernorm = norms
         self.linear_proj = Linear(
             spec.query_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
         )
@@ -96,16 +98,24 @@ class SelfAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, rotary: RotaryAngles | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [batch, heads, seq, head_dim]; keys and values [batch, groups, seq, head_dim]."""
+        is_per_head = self.spec.qk_norm_is_per_head
+        if not is_per_head:
+            query, key = self._normalized(query, key)
         query, key, value = (
             rearrange(section, "batch seq (head dim) -> batch seq head dim", dim=self.spec.head_dim)
             for section in (query, key, value)
         )
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if is_per_head:
+            query, key = self._normalized(query, key)
         if rotary is not None:
             query = apply_rotary(query, rotary.cos, rotary.sin)
             key = apply_rotary(key, rotary.cos, rotary.sin)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key
+        return self.q_layernorm(query), self.k_layernorm(key)
 
     def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""

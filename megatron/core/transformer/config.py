@@ -233,6 +233,11 @@ class TransformerConfig(MoeOptions):
         False, "normalize what attention and MLP add to the residual stream, too"
     )
     qk_layernorm: bool = option(False, "normalize each head's queries and keys before the rotation")
+    qk_layernorm_across_heads: bool = option(
+        False,
+        "normalize all heads' queries as one vector, and so the keys",
+        requires="qk_layernorm",
+    )
     swiglu: bool = option(False, "gated MLP, silu(gate) * up, in place of GELU")
     gated_linear_unit: bool = option(False, "gated MLP, activation(gate) * up")
     activation_func: str | None = option(
@@ -251,6 +256,11 @@ class TransformerConfig(MoeOptions):
     )
     add_qkv_bias: bool = option(
         False, "bias in the QKV projection even under --disable-bias-linear"
+    )
+    hf_architecture: str | None = option(
+        None,
+        "model_type of the transformers library's architecture whose names weights get in its "
+        "format, where several compute the same (default: that of --hf-model, or the first)",
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "give the output layer a weight of its own"

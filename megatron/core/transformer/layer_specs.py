@@ -137,6 +137,7 @@ def _attention(
         window=window,
         sinks=Sinks(config.softmax_type),
         qk_norm=norm if config.qk_layernorm else None,
+        qk_norm_is_per_head=not config.qk_layernorm_across_heads,
         has_output_gate=config.attention_output_gate,
         softcap=config.attn_logit_softcapping,
         has_qkv_bias=config.add_bias_linear or config.add_qkv_bias,

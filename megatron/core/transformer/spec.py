@@ -149,7 +149,8 @@ class AttentionSpec:
         rotary: None leaves queries and keys unrotated.
         window: how many positions each one attends to, itself included; None: all before it.
         sinks: what the softmax adds to its denominator.
-        qk_norm: of each head's queries and keys, before the rotation.
+        qk_norm: of queries and keys, before the rotation.
+        qk_norm_is_per_head: it is one of each head; else of all heads' channels together.
         has_output_gate: the heads' outputs are multiplied by the sigmoid of a projection of the
             input, which is a section of the fused QKV weight.
         softcap: products of queries and keys become softcap * tanh(product / softcap).
@@ -164,6 +165,7 @@ class AttentionSpec:
     window: int | None = None
     sinks: Sinks = Sinks.NONE
     qk_norm: NormSpec | None = None
+    qk_norm_is_per_head: bool = True
     has_output_gate: bool = False
     softcap: float | None = None
     has_qkv_bias: bool = False

@@ -21,7 +21,7 @@ import copy
 import logging
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -201,18 +201,19 @@ def _collect(model: nn.Module) -> Contents:
 
 
 def _rows_of(
-    model: nn.Module, contents: Contents, there: Collection[str] = ()
+    model: nn.Module, contents: Contents, files: WeightFiles | None = None
 ) -> dict[str, RowMap]:
     """Where the rows of each entry lie in the tensors of the folder, by its key.
 
     Args:
-        there: the names of the folder's tensors, if it has any yet.
+        files: of the folder, if there are any yet.
     """
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
         return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
 
-    found = {f"{_PREFIX}{own}": rows for own, rows in hf_rows(model, there).items()}
+    there = ((), None) if files is None else (files.names, files.config.get("model_type"))
+    found = {f"{_PREFIX}{own}": rows for own, rows in hf_rows(model, *there).items()}
     if differing := sorted(set(keys) ^ set(found)):
         raise CheckpointError(
             f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
@@ -336,7 +337,7 @@ class _Placed(NamedTuple):
 
 def _found(model: nn.Module, contents: Contents, files: WeightFiles) -> list[_Placed]:
     """Every entry with its rows in the files. CheckpointError for weights of another model."""
-    rows = _rows_of(model, contents, files.names)
+    rows = _rows_of(model, contents, files)
     sources = _sources(model, contents, files, rows)
     return [
         _Placed(entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
@@ -354,7 +355,7 @@ def _sources(
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
     if isinstance(model, GPTModel):
-        ignored = ignored_prefixes(model)
+        ignored = ignored_prefixes(model, files.config.get("model_type"))
         unexpected = {
             name for name in unexpected if not (name.endswith(_DERIVED) or name.startswith(ignored))
         }

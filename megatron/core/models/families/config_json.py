@@ -13,8 +13,9 @@ from megatron.core.models.families.config_file import ConfigFile
 from megatron.core.models.families.fields import attention_of
 from megatron.core.models.families.gemma import GEMMA3
 from megatron.core.models.families.llama import ARCEE, LLAMA
+from megatron.core.models.families.olmo import OLMOE
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
-from megatron.core.models.families.qwen_moe import QWEN3_MOE
+from megatron.core.models.families.qwen_moe import QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from megatron.core.models.families.smollm import SMOLLM3
 from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
 from megatron.core.models.families.stablelm import STABLELM
@@ -37,6 +38,9 @@ FAMILIES = (
     GEMMA3,
     QWEN3_5,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
+    OLMOE,
 )
 
 # Fields of any architecture that change nothing in what is computed from tokens and weights: where
@@ -84,7 +88,12 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
         )
     family = families[kind]
 
-    options = {**family.options, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    options = {
+        **family.options,
+        "hf_architecture": kind,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
     known = {"vocab_size", *_HARMLESS, *family.harmless}
     for field in family.fields:
         options |= field.read(file)
@@ -107,25 +116,30 @@ def write_config(family: Family, spec: ModelSpec, vocab_size: int) -> dict[str, 
     return content | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def family_of(spec: ModelSpec) -> Family:
+def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
     """The family that computes the same as a model of this spec.
+
+    Args:
+        preferred: the model_type of the one that is taken if several do; None, or one that does
+            not: the first.
 
     Raises:
         ConfigError: naming the flags, if there is none.
     """
     candidates, errors = [], []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         try:
-            candidates.append((_differences(family, spec), family))
+            differences = _differences(family, spec)
         except ConfigError as error:  # what it would write describes no model
             errors.append(error)
+            continue
+        if not differences:
+            return family
+        candidates.append((differences, family))
     if not candidates:
         raise errors[0]
 
     differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
-    if not differences:
-        return nearest
-
     flags = ", ".join(difference.flag for difference in differences)
     expected = ", ".join(difference.expected_flag for difference in differences)
     got = ", ".join(difference.got_flag for difference in differences)

@@ -125,14 +125,17 @@ class Value(Field):
         return {} if value is None else {self.name: value}
 
 
-SIZES: tuple[Field, ...] = (
+SIZES_BUT_MLP: tuple[Field, ...] = (
     Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
-    Value("intermediate_size", "ffn_hidden_size", lambda spec: dense_of(spec).size),
     Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
     Value("num_attention_heads", "num_attention_heads", lambda spec: attention_of(spec).num_heads),
     # These two say how long sequences may be and how training begins.
     Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
     Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),
+)
+SIZES: tuple[Field, ...] = (
+    *SIZES_BUT_MLP,
+    Value("intermediate_size", "ffn_hidden_size", lambda spec: dense_of(spec).size),
 )
 
 

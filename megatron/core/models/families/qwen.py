@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.core.models.families.fields import (
     NO_BIASES,
     QKV_BIASES,
     SIZES,
     Always,
     BiasFields,
+    Field,
     HeadDim,
     HiddenActivation,
     KeyValueHeads,
@@ -84,50 +88,59 @@ def _delta_net_value(mixer: GatedDeltaNetSpec) -> RowMap:
     return RowMap("linear_attn.in_proj_qkv", start=2 * mixer.key_size)
 
 
+# What Qwen3-Next and Qwen3.5 have alike.
+GATED_ATTENTION_OPTIONS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+GATED_ATTENTION: dict[str, str | Callable[[AttentionSpec], RowMap]] = {
+    **ATTENTION,
+    **QK_NORMS,
+    "self_attention.query": _query,
+    "self_attention.gate": _gate,
+}
+DELTA_NET: dict[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = {
+    "self_attention.query": "linear_attn.in_proj_qkv",
+    "self_attention.key": _delta_net_key,
+    "self_attention.value": _delta_net_value,
+    "self_attention.z": "linear_attn.in_proj_z",
+    "self_attention.beta": "linear_attn.in_proj_b",
+    "self_attention.alpha": "linear_attn.in_proj_a",
+    "self_attention.conv1d": "linear_attn.conv1d",
+    "self_attention.decay": "linear_attn",
+    "self_attention.out_norm": "linear_attn.norm",
+    "self_attention.out_proj": "linear_attn.out_proj",
+}
+GATED_ATTENTION_FIELDS: tuple[Field, ...] = (
+    norm_eps("rms_norm_eps"),
+    TiedEmbeddings(),
+    KeyValueHeads(),
+    HeadDim(),
+    # The delta net's convolution has the same activation, which is this one here.
+    HiddenActivation(only=Activation.SILU),
+    BiasFields({NO_BIASES: {"attention_bias": False}}),
+    Always("attn_output_gate", True),
+    DeltaNetLayers(AllButEveryNth("full_attention_interval")),
+    # The library takes a quarter in all versions. Text has one position for each token, of which
+    # the three sections of `mrope` are three copies.
+    Rope(absent_share=0.25, ignored=frozenset({"mrope_section", "mrope_interleaved"})),
+)
+# Extra layers that predict further tokens, and the dtype of the delta net's state.
+GATED_ATTENTION_HARMLESS = frozenset(
+    {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
+)
+
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
-    options={
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": True,
-        "qk_layernorm": True,
-        "attention_output_gate": True,
-    },
-    fields=(
-        *_FIELDS,
-        KeyValueHeads(),
-        HeadDim(),
-        # The delta net's convolution has the same activation, which is this one here.
-        HiddenActivation(only=Activation.SILU),
-        BiasFields({NO_BIASES: {"attention_bias": False}}),
-        Always("attn_output_gate", True),
-        DeltaNetLayers(AllButEveryNth("full_attention_interval")),
-        # The library takes a quarter in all versions. Text has one position for each token, of
-        # which the three sections of `mrope` are three copies.
-        Rope(absent_share=0.25, ignored=frozenset({"mrope_section", "mrope_interleaved"})),
-    ),
+    options=GATED_ATTENTION_OPTIONS,
+    fields=(*SIZES, *GATED_ATTENTION_FIELDS),
     norms=NORMS,
-    attention={
-        **ATTENTION,
-        **QK_NORMS,
-        "self_attention.query": _query,
-        "self_attention.gate": _gate,
-    },
-    delta_net={
-        "self_attention.query": "linear_attn.in_proj_qkv",
-        "self_attention.key": _delta_net_key,
-        "self_attention.value": _delta_net_value,
-        "self_attention.z": "linear_attn.in_proj_z",
-        "self_attention.beta": "linear_attn.in_proj_b",
-        "self_attention.alpha": "linear_attn.in_proj_a",
-        "self_attention.conv1d": "linear_attn.conv1d",
-        "self_attention.decay": "linear_attn",
-        "self_attention.out_norm": "linear_attn.norm",
-        "self_attention.out_proj": "linear_attn.out_proj",
-    },
+    attention=GATED_ATTENTION,
+    delta_net=DELTA_NET,
     dense=GATED_MLP,
-    # Extra layers that predict further tokens, and the dtype of the delta net's state.
-    harmless=frozenset(
-        {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
-    ),
+    harmless=GATED_ATTENTION_HARMLESS,
+    ignored=("mtp.",),
 )

@@ -71,6 +71,7 @@ _FLAGS = {
     "mixer.window": "--window-size",
     "mixer.sinks": "--softmax-type",
     "mixer.qk_norm": "--qk-layernorm",
+    "mixer.qk_norm_is_per_head": "--qk-layernorm-across-heads",
     "mixer.has_output_gate": "--attention-output-gate",
     "mixer.softcap": "--attn-logit-softcapping",
     "mixer.has_qkv_bias": "--add-qkv-bias",
@@ -109,6 +110,7 @@ _OFF_FLAGS = (
     "--disable-bias-linear",
     "--no-rope-freq",
     "--moe-router-no-norm-topk",
+    "--qk-layernorm-across-heads",
 )
 # The flag for each kind of scaling.
 _SCALING_FLAGS = {

@@ -31,7 +31,7 @@ def hf_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         ConfigError: naming the flags, for a GPT that none of the architectures computes.
     """
     spec = model_spec(config)
-    return write_config(family_of(spec), spec, vocab_size)
+    return write_config(family_of(spec, config.hf_architecture), spec, vocab_size)
 
 
 def config_from_hf(content: Mapping[str, Any], source: str) -> tuple[TransformerConfig, int]:
@@ -62,7 +62,9 @@ def config_differences(
     return config_json.config_differences(content, source, model_spec(config), vocab_size)
 
 
-def hf_rows(model: GPTModel, there: Collection[str] = ()) -> dict[str, RowMap]:
+def hf_rows(
+    model: GPTModel, there: Collection[str] = (), architecture: str | None = None
+) -> dict[str, RowMap]:
     """Where the rows of all weights, sections of fused weights and buffers lie in the tensors of
     the transformers library, by their names in our checkpoints without "model.". Several of ours
     may lie in one of theirs.
@@ -70,11 +72,14 @@ def hf_rows(model: GPTModel, there: Collection[str] = ()) -> dict[str, RowMap]:
     Args:
         there: the names of tensors in files to load, which may have experts in more than one form;
             empty: the form that is written.
+        architecture: the files' model_type, which counts if several architectures compute what the
+            model does; None: the model's own.
 
     Raises:
         ConfigError: as `hf_config`.
     """
-    family, fused, there = family_of(model.spec), fused_weights(model), frozenset(there)
+    family = family_of(model.spec, architecture or model.config.hf_architecture)
+    fused, there = fused_weights(model), frozenset(there)
     rows: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         sections = fused.get(name)
@@ -87,11 +92,15 @@ def hf_rows(model: GPTModel, there: Collection[str] = ()) -> dict[str, RowMap]:
     }
 
 
-def ignored_prefixes(model: GPTModel) -> tuple[str, ...]:
+def ignored_prefixes(model: GPTModel, architecture: str | None = None) -> tuple[str, ...]:
     """How the names of tensors in a folder begin that the transformers library does not load into
     such a model either.
+
+    Args:
+        architecture: as for `hf_rows`.
     """
-    return family_of(model.spec).ignored_prefixes(len(model.spec.layers))
+    family = family_of(model.spec, architecture or model.config.hf_architecture)
+    return family.ignored_prefixes(len(model.spec.layers))
 
 
 def saved_buffers(model: GPTModel) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -740,7 +740,7 @@ def test_saving_has_no_whole_tensor_in_memory(tmp_path, dtype):
 # Rows that lie elsewhere in a tensor of theirs
 
 
-def stacked_rows(model: GPTModel, _there: Collection[str] = ()) -> dict[str, RowMap]:
+def stacked_rows(model: GPTModel, *_there: Any) -> dict[str, RowMap]:
     """Names of an architecture that has gate and up in one weight, two rows of each in turn."""
     places = {"gate": 0, "up": 2}
     found = {}

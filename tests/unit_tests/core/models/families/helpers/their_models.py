@@ -79,6 +79,21 @@ _QWEN3_MOE = {
     "router_aux_loss_coef": 0.02,
     "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
 }
+_QWEN3_NEXT = {
+    **_QWEN3_5,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 14,
+    # The gated norms of heads would enlarge rounding errors otherwise.
+    "rms_norm_eps": 1e-3,
+    "router_aux_loss_coef": 0.02,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
 
 # Of each architecture, models that use each field that it has. Values are never the defaults.
 CASES: dict[str, dict[str, Any]] = {
@@ -190,6 +205,31 @@ CASES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,
     },
+    "qwen3_moe windows": {**_QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5},
+    "qwen3_next": {**_QWEN3_NEXT, "mlp_only_layers": [0, 2]},
+    "qwen3_next not normalized": {
+        **_QWEN3_NEXT,
+        "norm_topk_prob": False,
+        "linear_num_value_heads": 6,
+        "num_key_value_heads": 4,
+    },
+    "qwen3_5_moe_text": {**_QWEN3_NEXT, "rope_parameters": _QWEN3_5["rope_parameters"]},
+    "olmoe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "rms_norm_eps": 1e-3,
+        "router_aux_loss_coef": 0.03,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    },
+    "olmoe normalized": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": None,
+        "norm_topk_prob": True,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "rope_parameters": YARN,
+    },
 }
 
 
@@ -228,7 +268,7 @@ class Piece(NamedTuple):
 
 def pieces(model: GPTModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
     """All rows of all tensors of ours, in pieces that are consecutive in theirs."""
-    places, fused = hf_rows(model, there), fused_weights(model)
+    places, fused = hf_rows(model, list(there)), fused_weights(model)
     tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
     for name, whole in tensors.items():
         sections = fused.get(name)
