@@ -141,13 +141,17 @@ class Family:
     ignored: tuple[str, ...] = ()
     has_even_heads: bool = False
 
-    def rows_of(
-        self,
-        own: str,
-        num_rows: int,
-        layers: tuple[LayerSpec, ...],
-        there: Collection[str] = (),
-    ) -> RowMap:
+    def as_in(self, names: Collection[str]) -> Family:
+        """The family with one form of experts: that of files with tensors of these names, or, where
+        they tell nothing, the one that is written.
+        """
+        for form in self.experts:
+            firsts = tuple(f".{matrix.rows(0, 'weight', 1).name}" for matrix in form.values())
+            if any(name.endswith(firsts) for name in names):
+                return dataclasses.replace(self, experts=(form,))
+        return dataclasses.replace(self, experts=self.experts[:1])
+
+    def rows_of(self, own: str, num_rows: int, layers: tuple[LayerSpec, ...]) -> RowMap:
         """Where one of our tensors lies in theirs.
 
         Args:
@@ -155,8 +159,6 @@ class Family:
                 "model.".
             num_rows: of it.
             layers: of the model.
-            there: the names of tensors in files. Of several forms in which files may have experts,
-                they decide; without them it is the form that is written.
 
         Raises:
             KeyError: for a module that the family does not have.
@@ -167,14 +169,12 @@ class Family:
 
         _, _, number, within = module.split(".", 3)  # decoder.layers.<number>.<within>
         prefix = f"model.layers.{number}."
-        if not within.startswith(_EXPERTS):
+        if within.startswith(_EXPERTS):
+            expert, matrix = within.removeprefix(_EXPERTS).split(".")
+            rows = self.experts[0][matrix].rows(int(expert), kind, num_rows)
+        else:
             rows = self._module_rows(within, kind, layers[int(number)].mixer)
-            return dataclasses.replace(rows, name=f"{prefix}{rows.name}")
-
-        expert, matrix = within.removeprefix(_EXPERTS).split(".")
-        forms = [form[matrix].rows(int(expert), kind, num_rows) for form in self.experts]
-        named = [dataclasses.replace(rows, name=f"{prefix}{rows.name}") for rows in forms]
-        return next((rows for rows in named if rows.name in there), named[0])
+        return dataclasses.replace(rows, name=f"{prefix}{rows.name}")
 
     def ignored_prefixes(self, num_layers: int) -> tuple[str, ...]:
         """How the names of tensors begin that the library does not load either."""

@@ -78,18 +78,16 @@ def hf_rows(
     Raises:
         ConfigError: as `hf_config`.
     """
-    family = family_of(model.spec, architecture or model.config.hf_architecture)
-    fused, there = fused_weights(model), frozenset(there)
+    family = family_of(model.spec, architecture or model.config.hf_architecture).as_in(there)
+    fused = fused_weights(model)
     rows: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         sections = fused.get(name)
         sizes = parameter.shape[:1] if sections is None else sections.sizes
         rows |= zip(section_names(name, sections), sizes, strict=True)
     rows |= {name: len(buffer) for name, buffer in saved_buffers(model).items()}
-    return {
-        own: family.rows_of(own, num_rows, model.spec.layers, there)
-        for own, num_rows in rows.items()
-    }
+    layers = model.spec.layers
+    return {own: family.rows_of(own, num_rows, layers) for own, num_rows in rows.items()}
 
 
 def ignored_prefixes(model: GPTModel, architecture: str | None = None) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,13 @@ def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
         num_rows = sum(rows for _, rows in maps)
         numel = num_rows * int(np.prod(tail, dtype=int))
         values = (np.arange(1, numel + 1) * 7 + number).astype(NUMPY[dtype])
-        theirs[name] = values.reshape(num_rows, *tail)
+        in_rows = values.reshape(num_rows, *tail)
+        theirs[name] = in_rows
+        if draw(st.booleans()):  # a stack of matrices, which ours need not begin with
+            divisors = [rows for rows in range(1, num_rows + 1) if num_rows % rows == 0]
+            matrix_rows = draw(st.sampled_from(divisors))
+            maps = [(replace(rows, matrix_rows=matrix_rows), count) for rows, count in maps]
+            theirs[name] = values.reshape(num_rows // matrix_rows, matrix_rows, *tail)
 
         for rows, num_own in maps:
             where = [
@@ -87,7 +94,7 @@ def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
             holdings: Holdings = EvenShards(shape, mesh, [dim])
             if draw(st.booleans()):
                 holdings = Replicated(shape, range(num_ranks))
-            own.append(Own(Part(rows, shape, dtype), theirs[name][where], holdings))
+            own.append(Own(Part(rows, shape, dtype), in_rows[where], holdings))
     if draw(st.booleans()):
         theirs["scalar"] = np.array(77, np.int64)
         part = Part(RowMap("scalar"), (), torch.int64)
@@ -169,6 +176,14 @@ def part(rows: RowMap, *shape: int, dtype: torch.dtype = torch.float32) -> Part:
             "differ in their rows alone",
         ),
         ([part(RowMap("a")), part(RowMap("a"))], "one part of a, a scalar, got 2"),
+        (
+            [part(RowMap("a", matrix_rows=4), 4, 3), part(RowMap("a", 4, matrix_rows=4), 2, 3)],
+            "matrices of 4 rows in a, got 6 rows",
+        ),
+        (
+            [part(RowMap("a", matrix_rows=2), 2, 3), part(RowMap("a", 2, matrix_rows=1), 2, 3)],
+            "parts of a that differ in their rows alone",
+        ),
     ],
 )
 def test_parts_that_do_not_tile_their_tensor_are_refused(parts: list[Part], message: str) -> None:

@@ -76,6 +76,36 @@ ARCHITECTURES = {
     },
     "Arcee": {"qk_layernorm": False, "swiglu": False},
     "Arcee biases": {"qk_layernorm": False, "swiglu": False, "add_bias_linear": True},
+    "Qwen3Moe": {
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": 5,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 12,
+        "moe_layer_freq": "[0,1]",
+        "moe_aux_loss_coeff": 0.01,
+    },
+    "Qwen3Next": {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "rotary_percent": 0.5,
+        "linear_attention_freq": "[1,0]",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "num_experts": 4,
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk": False,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_gate": True,
+    },
+    "Olmoe": {
+        "kv_channels": 6,
+        "qk_layernorm_across_heads": True,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 12,
+    },
 }
 
 

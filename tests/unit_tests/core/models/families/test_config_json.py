@@ -9,29 +9,38 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.models.families.config_json import read_config
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import config_differences, hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     AttentionSpec,
+    DenseSpec,
     GatedDeltaNetSpec,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
+    MoeSpec,
     RotarySpec,
+    RouterSpec,
     YarnScaling,
 )
 from tests.unit_tests.core.models.families.helpers.published import (
     GEMMA_3_1B,
     LLAMA_1_7B,
     LLAMA_3_2_1B,
+    OLMOE_1B_7B,
     PUBLISHED,
     QWEN2_5_7B,
     QWEN2_5_7B_YARN,
     QWEN3_5_27B_TEXT,
+    QWEN3_5_35B_A3B_TEXT,
     QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
     SMOLLM3_3B,
     STABLELM_2_1_6B,
     STARCODER2_3B,
@@ -79,12 +88,17 @@ def test_a_published_config_comes_back_as_it_was(name: str) -> None:
 
     again, num_rows = read_config(written, "config.json")
     assert (model_spec(again), num_rows) == (model_spec(config), vocab_size)
-    # The options, too, but for what YaRN derives from its factor.
+    # The options, too, but for what YaRN derives from its factor,
+    # and the width of an MLP that no layer has.
+    unwritten = set(UNWRITTEN)
+    if config.num_experts is not None and all(config.expert_layers()):
+        again = dataclasses.replace(again, ffn_hidden_size=config.ffn_hidden_size)
+        unwritten.add("intermediate_size")
     assert config in (again, dataclasses.replace(again, yarn_attention_factor=None))
     assert config_differences(content, "config.json", config, vocab_size) == []
     # Value by value, in the names of the version that wrote it. The null of a file is a default.
     for field, value in content.items():
-        is_described = field in written and field not in UNWRITTEN
+        is_described = field in written and field not in unwritten
         if is_described and value is not None and not field.endswith("token_id"):
             if isinstance(value, dict):
                 assert _older(value).items() <= _older(written[field]).items()
@@ -209,7 +223,113 @@ def test_starcoder_2_has_a_window_in_all_layers() -> None:
     }
 
 
+# Parameters in billions, all and those that compute a token, which their cards round.
+NUM_PARAMETERS = {
+    "Qwen3 8B": (8.19, 8.19),
+    "Qwen3 30B-A3B": (30.53, 3.35),
+    "Qwen3-Next 80B-A3B": (79.67, 3.87),
+    "Qwen3.5 35B-A3B text": (34.66, 3.45),
+    "OLMoE 1B-7B": (6.92, 1.28),
+}
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_a_published_model_has_the_parameters_that_its_card_says(name: str) -> None:
+    config, vocab_size = read_config(PUBLISHED[name], "config.json")
+    with torch.device("meta"):
+        model = GPTModel(config, vocab_size)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle = sum(
+        parameter.numel() * (1 - config.moe_router_topk / (config.num_experts or 1))
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    )
+    assert (round(total / 1e9, 2), round((total - idle) / 1e9, 2)) == NUM_PARAMETERS[name]
+
+
+def test_layers_without_experts_are_those_that_the_file_names() -> None:
+    def kinds(**changes: Any) -> list[bool]:
+        content = QWEN3_30B_A3B | {"num_hidden_layers": 6} | changes
+        return [isinstance(layer.feed_forward, MoeSpec) for layer in spec_of(content).layers]
+
+    assert kinds() == [True] * 6
+    assert kinds(decoder_sparse_step=None, mlp_only_layers=None) == [True] * 6
+    assert kinds(decoder_sparse_step=2) == [False, True] * 3
+    assert kinds(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
+    assert kinds(decoder_sparse_step=2, mlp_only_layers=[1]) == [False, False] + [False, True] * 2
+    mixed = spec_of(QWEN3_30B_A3B, mlp_only_layers=[3])
+    assert isinstance(mixed.layers[3].feed_forward, DenseSpec)
+    assert mixed.layers[3].feed_forward.size == 6144
+
+
+def test_a_routers_weights_are_a_softmax_over_the_chosen_experts_or_not_normalized() -> None:
+    def router(content: dict[str, Any]) -> RouterSpec:
+        mixture = spec_of(content).layers[0].feed_forward
+        assert isinstance(mixture, MoeSpec)
+        return mixture.router
+
+    qwen, olmo = router(QWEN3_30B_A3B), router(OLMOE_1B_7B)
+    assert (qwen.num_experts, qwen.top_k, qwen.balance_coeff) == (128, 8, 0.001)
+    assert not qwen.is_scored_first
+    assert olmo.is_scored_first
+    assert not olmo.is_normalized
+    # Version 5 writes this name for the number.
+    renamed = {name: value for name, value in QWEN3_30B_A3B.items() if name != "num_experts"}
+    assert router(renamed | {"num_local_experts": 128}) == qwen
+    assert router(QWEN3_5_35B_A3B_TEXT) == dataclasses.replace(qwen, num_experts=256), (
+        "always normalized"
+    )
+
+
+def test_a_softmax_over_all_that_is_normalized_fits_where_one_over_the_chosen_does() -> None:
+    config, vocab_size = read_config(QWEN3_30B_A3B, "config.json")
+    before = dataclasses.replace(
+        config, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1
+    )
+    written = hf_config(before, vocab_size)
+    assert written["norm_topk_prob"] is True
+    assert written["router_aux_loss_coef"] == 0.5
+    # Unless groups are chosen by these scores.
+    grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    with pytest.raises(ConfigError, match=r"^--moe-router-num-groups, --moe-router-group-topk: "):
+        hf_config(dataclasses.replace(config, **grouped), vocab_size)
+
+
+def test_architectures_that_compute_the_same_keep_their_names() -> None:
+    """Qwen3-Next and Qwen3.5 differ in how a delta net's weights lie in their files."""
+    content = QWEN3_5_35B_A3B_TEXT
+    config, vocab_size = read_config(content, "config.json")
+    assert config.hf_architecture == "qwen3_5_moe_text"
+    assert hf_config(config, vocab_size)["model_type"] == "qwen3_5_moe_text"
+    unknown = dataclasses.replace(config, hf_architecture=None)
+    assert hf_config(unknown, vocab_size)["model_type"] == "qwen3_next"
+    # One that does not fit is no preference.
+    other = dataclasses.replace(config, hf_architecture="llama")
+    assert hf_config(other, vocab_size)["model_type"] == "qwen3_next"
+
+
 REFUSED = [
+    (
+        QWEN3_30B_A3B,
+        {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}},
+        "model_type of llama, .* got 'qwen3_5_moe', a model of more than text",
+    ),
+    (
+        QWEN3_30B_A3B,
+        {"num_local_experts": 64},
+        "num_local_experts in c.json to be num_experts, 128, got 64",
+    ),
+    (QWEN3_30B_A3B, {"num_experts": 4}, "--moe-router-topk: expected at most --num-experts 4"),
+    (QWEN3_30B_A3B, {"num_experts": "8"}, "--num-experts: expected an integer"),
+    (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob in c.json to be true or false, got 1"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step .* an integer >= 1, got 0"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "mlp_only_layers .* a list of numbers of layers"),
+    (QWEN3_30B_A3B, {"n_group": 4}, "fields of qwen3_moe .* got n_group 4"),
+    (QWEN3_NEXT_80B_A3B, {"shared_expert_intermediate_size": None}, "shared_expert_.* a value"),
+    (QWEN3_5_35B_A3B_TEXT, {"norm_topk_prob": True}, "got norm_topk_prob True"),
+    (QWEN3_5_35B_A3B_TEXT, {"mlp_only_layers": [3]}, r"got mlp_only_layers \[3\]"),
+    (OLMOE_1B_7B, {"clip_qkv": 8.0}, "fields of olmoe .* got clip_qkv 8.0"),
+    (OLMOE_1B_7B, {"attention_bias": True}, "biases none in c.json, got attention_bias True"),
     (LLAMA_3_2_1B, {"model_type": "gpt2"}, "model_type of llama, .* got 'gpt2'"),
     (
         LLAMA_3_2_1B,
@@ -323,6 +443,14 @@ NEEDED = {
     "Qwen2.5 7B": ("rope_theta", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
     "Qwen3 8B": ("head_dim", "rope_theta", "num_key_value_heads", "vocab_size"),
     "Qwen3.5 27B text": ("head_dim", "linear_conv_kernel_dim", "tie_word_embeddings"),
+    "Qwen3 30B-A3B": (
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+    ),
+    "Qwen3-Next 80B-A3B": ("shared_expert_intermediate_size", "norm_topk_prob"),
+    "OLMoE 1B-7B": ("num_experts", "norm_topk_prob", "intermediate_size"),
     "Gemma 3 1B": (
         "query_pre_attn_scalar",
         "hidden_activation",
@@ -395,7 +523,7 @@ STRANGE = (
 )
 
 
-@pytest.mark.parametrize("name", ["Gemma 3 1B", "SmolLM3 3B", "Qwen3.5 27B text"])
+@pytest.mark.parametrize("name", ["Gemma 3 1B", "SmolLM3 3B", "Qwen3.5 27B text", "Qwen3 30B-A3B"])
 def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> None:
     messages = []
     for field in (*PUBLISHED[name], "rope_parameters", "rope_scaling", "layer_types"):
