@@ -142,6 +142,7 @@ _PARTS: dict[type, str] = {
 _CONSEQUENCES = {
     "--kv-channels": ("--softmax-scale",),
     "--swiglu": ("--activation-func",),
+    "--moe-router-score-function": ("--moe-router-pre-softmax", "--moe-router-no-norm-topk"),
 }
 # Flags that decide what kind of layers a model has, which is the last thing to change.
 KIND_FLAGS = ("--num-experts", "--linear-attention-freq", "--normalization", "--swiglu")

@@ -31,6 +31,9 @@ LLAMA = TransformerConfig(
 )
 
 
+MIXTURE = {"qk_layernorm": True, "num_experts": 4, "moe_ffn_hidden_size": 10}
+
+
 def changed(**fields: Any) -> TransformerConfig:
     return dataclasses.replace(LLAMA, **fields)
 
@@ -47,6 +50,15 @@ def changed(**fields: Any) -> TransformerConfig:
         ({"normalization": "LayerNorm", "rotary_percent": 0.5}, "StableLmForCausalLM"),
         ({"normalization": "LayerNorm", "swiglu": False}, "Starcoder2ForCausalLM"),
         ({"swiglu": False}, "ArceeForCausalLM"),
+        (MIXTURE, "Qwen3MoeForCausalLM"),
+        ({**MIXTURE, "moe_layer_freq": "[0,1]"}, "Qwen3MoeForCausalLM"),
+        # What concerns training alone is no architecture's.
+        ({**MIXTURE, "moe_expert_capacity_factor": 1.0}, "Qwen3MoeForCausalLM"),
+        ({**MIXTURE, "moe_router_dtype": "fp32", "moe_z_loss_coeff": 0.1}, "Qwen3MoeForCausalLM"),
+        (
+            {"qk_layernorm": True, "qk_layernorm_across_heads": True, "num_experts": 4},
+            "OlmoeForCausalLM",
+        ),
         # Llama wants a hidden size that is a multiple of the number of heads.
         ({"hidden_size": 18, "kv_channels": 6}, "SmolLM3ForCausalLM"),
     ],
@@ -126,6 +138,18 @@ def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architec
         ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"softmax_scale": 0.3}, "--softmax-scale"),
         ({"post_norm": True}, "--post-norm"),
+        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, "--qk-layernorm-across-heads"),
+        ({**MIXTURE, "moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
+        ({**MIXTURE, "moe_router_score_function": "sigmoid"}, "--moe-router-score-function"),
+        ({**MIXTURE, "moe_expert_rows": "inputs"}, "--moe-expert-rows"),
+        (
+            {**MIXTURE, "moe_router_topk_scaling_factor": 2.5},
+            "--moe-router-topk-scaling-factor",
+        ),
+        (
+            {**MIXTURE, "moe_shared_expert_intermediate_size": 8},
+            "--moe-shared-expert-intermediate-size",
+        ),
     ],
 )
 def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):

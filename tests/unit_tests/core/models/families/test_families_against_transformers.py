@@ -18,6 +18,7 @@ from megatron.core.models.families.config_json import FAMILIES
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import config_differences, config_from_hf, hf_config
 from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.router import Router
 from tests.unit_tests.core.models.families.helpers.their_models import (
     CASES,
     VOCAB,
@@ -88,6 +89,32 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     assert model_spec(config_from_hf(content_of(again), "config.json")[0]) == model_spec(config)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "num_experts" in CASES[case]])
+def test_routers_choose_the_experts_that_transformers_choose(transformers: Any, case: str) -> None:
+    theirs = their_model(transformers, case)
+    config, vocab_size = config_from_hf(content_of(theirs), "config.json")
+    model = GPTModel(config, vocab_size).eval()
+    copy_from_theirs(model, theirs)
+
+    own: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda *given: own.append(given[-1].experts))
+    for name, module in theirs.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda *given: expected.append(given[-1][-1]))
+    with torch.no_grad():
+        model(TOKENS)
+        theirs(TOKENS)
+
+    assert len(own) == len(expected) == sum(config.expert_layers()) > 0
+    for one, other in zip(own, expected, strict=True):
+        assert one.shape == (TOKENS.numel(), config.moe_router_topk)
+        assert torch.equal(one.sort(dim=1).values, other.sort(dim=1).values)
+    assert all(len(one.unique()) > config.moe_router_topk for one in own), "they differ"
+
+
 # Options that change what the same weights compute. Each must show in the logits, or the comparison
 # above would prove nothing of it.
 VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
@@ -124,6 +151,17 @@ VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
     "smollm3": ({"no_rope_freq": "[0,1,0,0]"},),
     "stablelm": ({"rotary_percent": 0.25},),
     "qwen3_5_text": ({"rotary_percent": 0.25}, {"layernorm_zero_centered_gamma": False}),
+    "qwen3_moe": (
+        {"moe_router_topk": 2},
+        {"moe_router_pre_softmax": True, "moe_router_norm_topk": False},
+        {"moe_router_topk_scaling_factor": 1.5},
+    ),
+    "qwen3_next": (
+        {"moe_router_topk": 2},
+        {"moe_router_score_function": "sigmoid"},
+        {"layernorm_zero_centered_gamma": False},
+    ),
+    "olmoe": ({"moe_router_topk": 2}, {"moe_router_norm_topk": True}),
 }
 
 
