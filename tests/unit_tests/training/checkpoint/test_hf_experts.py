@@ -18,6 +18,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
@@ -25,6 +29,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.families import config_json
 from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron_hybrid import convert_hf
 from tests.helpers.hf_models import save_model
@@ -221,6 +226,40 @@ def test_an_expert_that_is_missing_too_many_or_of_another_shape_is_one_line(
 
 
 ONE = torch.ones(12, 24)
+
+
+def test_biases_of_experts_stay_fp32_in_files_of_bf16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They move by less than a step of bf16."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    family = dataclasses.replace(
+        QWEN3_MOE,
+        options={**QWEN3_MOE.options, "moe_router_enable_expert_bias": True},
+        mixture={
+            **QWEN3_MOE.mixture,
+            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        },
+    )
+    monkeypatch.setattr(config_json, "FAMILIES", (family,))
+    config = dataclasses.replace(CONFIG, moe_router_enable_expert_bias=True)
+    model, values = plain_gpt(config), torch.arange(5.0) / 1000 + 1
+    router = model.get_submodule("decoder.layers.1.mlp.router")
+    router.get_buffer("expert_bias").copy_(values)
+    save_hf(model, tmp_path / "saved", CPU)
+    with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "0" * 16) as manager:
+        manager.save(1, collect(model), {}, name="own")
+        manager.finish()
+    checkpoint = open_checkpoint(LocalStore(tmp_path), "own")
+    export_hf(checkpoint, tmp_path / "exported", config, VOCAB)
+
+    assert digests(tmp_path / "saved") == digests(tmp_path / "exported")
+    tensors = load_file(tmp_path / "saved" / WEIGHTS)
+    assert {name for name, one in tensors.items() if one.dtype == torch.float32} == {bias}
+    assert torch.equal(tensors[bias], values)
+    other = plain_gpt(config, seed=1)
+    load_hf(other, tmp_path / "saved")
+    assert torch.equal(other.get_buffer("decoder.layers.1.mlp.router.expert_bias"), values)
 
 
 def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
