@@ -28,7 +28,12 @@ from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.models.gpt.hugging_face import hf_config
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint.hf_layout import DTYPE_NAMES, INDEX_FILE, WEIGHTS_FILE
+from megatron.training.checkpoint.hf_layout import (
+    DTYPE_NAMES,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    FileTensor,
+)
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 CONFIG_FILE = "config.json"
@@ -156,6 +161,17 @@ class WeightFiles:
         """A tensor's dtype; None for one that is unknown here."""
         wanted = self._files[name].slice(name).get_dtype()
         return next((dtype for dtype, own in DTYPE_NAMES.items() if own == wanted), None)
+
+    def differences(self, name: str, own: FileTensor) -> list[str]:
+        """What keeps a tensor from being loaded into one of ours, as clauses."""
+        found = []
+        shape, dtype = self.shape(name), self.dtype(name)
+        if shape != own.shape:
+            found.append(f"{name} has shape {shape} where the model has {own.shape}")
+        are_floats = dtype is not None and dtype.is_floating_point and own.dtype.is_floating_point
+        if dtype != own.dtype and not are_floats:
+            found.append(f"{name} is {dtype} where the model has {own.dtype}")
+        return found
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""

@@ -203,10 +203,9 @@ def _collect(model: nn.Module) -> Contents:
 def _rows_of(
     model: nn.Module, contents: Contents, files: WeightFiles | None = None
 ) -> dict[str, RowMap]:
-    """Where the rows of each entry lie in the tensors of the folder, by its key.
+    """Where the rows of each entry lie in the folder's tensors, by its key.
 
-    Args:
-        files: of the folder, if there are any yet.
+    `files` are the folder's, if there are any yet.
     """
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, GPTModel):
@@ -369,7 +368,7 @@ def _sources(
 
         sources[name] = there[0]
         for other in there:
-            problems += _differences(files, other, tensor)
+            problems += files.differences(other, tensor)
         if not problems:
             differing = [
                 other for other in there[1:] if not _are_equal(files, there[0], other, entries)
@@ -422,17 +421,6 @@ def _untied(name: str, first: str, config: Mapping[str, Any]) -> str:
             "false"
         )
     return f"{name} is not {first}, with which it is tied here"
-
-
-def _differences(files: WeightFiles, name: str, own: FileTensor) -> list[str]:
-    found = []
-    dtype = files.dtype(name)
-    if files.shape(name) != own.shape:
-        found.append(f"{name} has shape {files.shape(name)} where the model has {own.shape}")
-    is_convertible = dtype is not None and dtype.is_floating_point and own.dtype.is_floating_point
-    if dtype != own.dtype and not is_convertible:
-        found.append(f"{name} is {dtype} where the model has {own.dtype}")
-    return found
 
 
 def _are_equal(files: WeightFiles, name: str, other: str, entries: Sequence[_Placed]) -> bool:

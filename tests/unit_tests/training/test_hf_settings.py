@@ -11,6 +11,7 @@ import pytest
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config, read_yaml
 from megatron.training.config import RunConfig
+from megatron.training.hf_settings import read_folder, take_settings
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size, train_bpe
 from tests.helpers.hf_models import TEXT, VOCAB, save_model
 
@@ -63,6 +64,27 @@ def test_what_concerns_training_is_the_users(folder):
     assert (config.hidden_dropout, config.recompute_granularity) == (0.25, "full")
     assert config.init_method_std == 0.5
     assert config.attention_dropout == 0.0
+
+
+def test_how_experts_are_balanced_is_the_users_and_how_they_are_chosen_is_not(tmp_path):
+    model = read_folder(save_model(tmp_path / "model", "qwen3_moe", router_aux_loss_coef=0.01))
+    values: dict[str, object] = {}
+    assert take_settings(values, model) == []
+    assert (values["moe_aux_loss_coeff"], values["moe_router_topk"]) == (0.01, 2)
+
+    given = {
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.1,
+        "moe_router_dtype": "fp32",
+        "moe_expert_capacity_factor": 2.0,
+    }
+    values = dict(given)
+    assert take_settings(values, model) == []
+    assert {name: values[name] for name in given} == given
+    file = f"{tmp_path}/model/config.json"
+    assert take_settings({"moe_router_topk": 3}, model) == [
+        f"--moe-router-topk: expected 2, as {file} says, got 3."
+    ]
 
 
 def test_contradictions_are_refused_by_name_with_both_values_and_all_at_once(folder, tmp_path):

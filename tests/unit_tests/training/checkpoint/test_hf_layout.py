@@ -30,6 +30,7 @@ from megatron.training.checkpoint.hf_layout import (
     check_dtype,
     file_dtype,
     main_dtype,
+    row_boxes,
     runs,
     tensors_of_parts,
 )
@@ -213,3 +214,16 @@ def test_fp32_becomes_bf16_unless_something_else_is_asked_for() -> None:
     ]
     assert main_dtype(several) == torch.bfloat16
     assert main_dtype(several[:1]) is None
+
+
+def test_rows_of_a_stack_are_cut_where_a_matrix_ends() -> None:
+    rows = RowMap("a", 5, matrix_rows=4)
+    assert list(rows.ranges(1, 9)) == [(1, 3, 6), (3, 7, 8), (7, 9, 12)]
+    boxes = [there for _, there in row_boxes(rows, Box((1, 1), (8, 2)))]
+    assert boxes == [
+        Box((1, 2, 1), (1, 2, 2)),
+        Box((2, 0, 1), (1, 4, 2)),
+        Box((3, 0, 1), (1, 2, 2)),
+    ]
+    with pytest.raises(ValueError, match="matrices of at least one row, got 0"):
+        RowMap("a", matrix_rows=0)
