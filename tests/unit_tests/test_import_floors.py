@@ -52,6 +52,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.gated_delta_net",
         "megatron.core.transformer.mlp",
         "megatron.core.transformer.router",
+        "megatron.core.transformer.grouped_matmul",
         "megatron.core.transformer.experts",
         "megatron.core.transformer.moe_layer",
         "megatron.core.transformer.layer",

@@ -93,7 +93,9 @@ class MoELayer(nn.Module):
         sent = self.exchange.send(tokens[order // top_k], routing.report.load)
         outputs = self.exchange.bring_back(self.experts(sent.tokens, sent.counts), sent)
 
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         chosen = outputs[back].unflatten(0, (-1, top_k))
         weights = routing.weights.to(chosen.dtype)
         output = (chosen * weights[..., None]).sum(dim=1).view_as(hidden)
