@@ -94,22 +94,22 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx: Any, tokens: Tensor, matrices: Tensor, counts: Tensor, biases: Tensor | None
     ) -> Tensor:
         with without_autocast(tokens.device):
+            sizes = ends = None
             if _is_one_kernel(tokens, matrices):
-                groups: list[int] | Tensor = counts.cumsum(0, dtype=torch.int32)
-                output = _of_all(tokens, matrices, groups, counts, biases)
+                ends = counts.cumsum(0, dtype=torch.int32)
+                output = _of_all(tokens, matrices, ends, counts, biases)
             else:
-                groups = counts.tolist()
-                output = _of_each(tokens, matrices, groups, biases)
+                sizes = counts.tolist()
+                output = _of_each(tokens, matrices, sizes, biases)
 
-        is_list = isinstance(groups, list)
-        ctx.save_for_backward(tokens, matrices, *(() if is_list else (groups,)))
-        ctx.sizes = groups if is_list else None
+        ctx.save_for_backward(tokens, matrices, ends)
+        ctx.sizes = sizes
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, matrices, *ends = ctx.saved_tensors
+        tokens, matrices, ends = ctx.saved_tensors
         wants_tokens, wants_matrices, _, wants_biases = ctx.needs_input_grad
         grad_output = grad_output.contiguous()
         grad_tokens = grad_matrices = grad_biases = None
@@ -117,11 +117,11 @@ class _GroupedMatmul(torch.autograd.Function):
         with without_autocast(tokens.device):
             if ctx.sizes is None:
                 if wants_tokens:
-                    grad_tokens = torch._grouped_mm(grad_output, matrices.mT, offs=ends[0])
+                    grad_tokens = torch._grouped_mm(grad_output, matrices.mT, offs=ends)
                 if wants_matrices:
-                    grad_matrices = _outer_of_all(tokens, grad_output, ends[0], matrices)
+                    grad_matrices = _outer_of_all(tokens, grad_output, ends, matrices)
                 if wants_biases:
-                    grad_biases = _sums_of_all(grad_output, ends[0])
+                    grad_biases = _sums_of_all(grad_output, ends)
             else:
                 if wants_tokens:
                     grad_tokens = _of_each(grad_output, matrices.mT, ctx.sizes, None)

@@ -161,7 +161,8 @@ class Router(nn.Module):
         """The mean of the squared log-sum-exp of a token's logits. fp32."""
         if not self.spec.z_coeff or not self.training:
             return _no_loss(logits)
-        return (logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff).float()
+        loss: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
+        return loss.float()
 
 
 def _no_loss(logits: Tensor) -> Tensor:
