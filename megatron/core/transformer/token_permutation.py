@@ -167,7 +167,8 @@ def _sum_choices(rows: Tensor, order: TokenOrder, weights: Tensor | None) -> Ten
     if weights is not None:
         chosen.mul_(weights[..., None])
     # With a dtype given, autocast does not choose one.
-    return chosen.sum(1, dtype=rows.dtype)
+    total: Tensor = chosen.sum(1, dtype=rows.dtype)
+    return total
 
 
 def _row_dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
