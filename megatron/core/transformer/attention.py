@@ -108,8 +108,11 @@ class SelfAttention(nn.Module):
         if is_per_head:
             query, key = self._normalized(query, key)
         if rotary is not None:
-            query = apply_rotary(query, rotary.cos, rotary.sin)
-            key = apply_rotary(key, rotary.cos, rotary.sin)
+            is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
+            query, key = (
+                apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)
+                for part in (query, key)
+            )
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,22 +70,23 @@ def attend(
 
     Args:
         query: [batch, heads, seq, head_dim].
-        key, value: [batch, groups, seq, head_dim].
+        key: [batch, groups, seq, head_dim].
+        value: [batch, groups, seq, value_dim], where value_dim may be another width.
         learned_sinks: [heads], the sinks' logits; given if and only if they are learned.
         dropout: probability with which a weight becomes zero.
 
     Returns:
-        [batch, heads, seq, head_dim], same dtype.
+        [batch, heads, seq, value_dim], same dtype.
     """
     if spec.softcap is not None:
         return _attend_by_scores(query, key, value, spec, spec.softcap, learned_sinks, dropout)
     if spec.sinks is Sinks.NONE:
         return _attend_fused(query, key, value, spec, dropout, num_sinks=0)
 
-    head_dim = query.shape[-1]
+    value_dim = value.shape[-1]
     query, key, value = _with_sink(query, key, value, learned_sinks, spec.scale)
     output = _attend_fused(query, key, value, spec, dropout, num_sinks=1)
-    return output[:, :, 1:, :head_dim]
+    return output[:, :, 1:, :value_dim]
 
 
 def _with_sink(
@@ -201,6 +202,14 @@ def _fused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal."""
+    value_dim = value.shape[-1]
+    if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
+        # Zeros add nothing to the scores, and give channels of zeros.
+        width = max(value_dim, key.shape[-1])
+        query, key, value = (
+            F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)
+        )
+
     num_repeats = query.shape[1] // key.shape[1]
     is_grouped = num_repeats > 1
     if is_grouped and not _has_grouped_kernel(query, mask):
@@ -208,7 +217,7 @@ def _fused(
         value = value.repeat_interleave(num_repeats, dim=1)
         is_grouped = False
 
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -218,6 +227,16 @@ def _fused(
         scale=scale,
         enable_gqa=is_grouped,
     )
+    return output[..., :value_dim]
+
+
+def _wants_equal_widths(query: Tensor, value_dim: int, mask: Tensor | None) -> bool:
+    """Whether the fused kernel for these inputs takes values as wide as queries and keys only.
+
+    The kernel for the CPU does, and so does FlashAttention. Where a GPU would take the
+    memory-efficient kernel, values may have any width.
+    """
+    return _is_for_flash(query, max(query.shape[-1], value_dim), mask)
 
 
 def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
@@ -231,10 +250,15 @@ def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
     plain formula, which holds the scores of all pairs of positions; repeated keys and values are
     far smaller than that.
     """
+    return _is_for_flash(query, query.shape[-1], mask)
+
+
+def _is_for_flash(query: Tensor, head_dim: int, mask: Tensor | None) -> bool:
+    """Whether the fused kernel for heads of this width is the CPU's, or FlashAttention."""
     if query.device.type == "cpu":
         return True
     has_narrow_dtype = query.dtype.itemsize == 2
-    return has_narrow_dtype and mask is None and query.shape[-1] <= _flash_head_dim(query.device)
+    return has_narrow_dtype and mask is None and head_dim <= _flash_head_dim(query.device)
 
 
 def _flash_head_dim(device: torch.device) -> int:
@@ -256,7 +280,7 @@ def _attend_by_scores(
     """Attention whose scores are computed and capped block by block of queries."""
     seq_length = query.shape[2]
     if seq_length == 0:
-        return query
+        return F.pad(query, (0, value.shape[-1] - query.shape[-1]))
 
     outputs = []
     for start in range(0, seq_length, _SCORE_ROWS):
@@ -336,8 +360,8 @@ def _softmax(scores: Tensor, sinks: Sinks, learned_sinks: Tensor | None) -> Tens
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
-    """[batch, heads, rows, keys] and [batch, groups, keys, head_dim] -> [batch, heads, rows,
-    head_dim] in the values' dtype.
+    """[batch, heads, rows, keys] and [batch, groups, keys, value_dim] -> [batch, heads, rows,
+    value_dim] in the values' dtype.
     """
     grouped = rearrange(
         weights.to(value.dtype),

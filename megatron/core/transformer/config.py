@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.options import check_options, expect, option, resolve_default
+from megatron.core.transformer.latent_config import LatentAttentionOptions
 from megatron.core.transformer.layer_pattern import PATTERN_NOUN, layer_pattern
 from megatron.core.transformer.moe_config import MoeOptions
 from megatron.core.transformer.rotary_config import RotaryOptions
@@ -19,7 +20,7 @@ _MOST_CHANNELS = 2**24
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoeOptions, RotaryOptions):
+class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
     """The model's options, under Megatron's names and, where it has them, with its defaults.
 
     Options left at None are derived from the others once, at construction; `dataclasses.replace`
@@ -202,6 +203,7 @@ class TransformerConfig(MoeOptions, RotaryOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        self._check_latent_attention()
         self._resolve_attention()
         self._resolve_ffn()
         self._check_window()
@@ -216,15 +218,15 @@ class TransformerConfig(MoeOptions, RotaryOptions):
 
     def _resolve_attention(self) -> None:
         heads = self.num_attention_heads
-        if self.kv_channels is None:
+        if not self.multi_latent_attention:
             expect(
-                self.hidden_size % heads == 0,
+                self.kv_channels is not None or self.hidden_size % heads == 0,
                 "--hidden-size",
                 f"a multiple of --num-attention-heads ({heads}), or --kv-channels",
                 self.hidden_size,
             )
+            resolve_default(self, "kv_channels", self.hidden_size // heads)
 
-        resolve_default(self, "kv_channels", self.hidden_size // heads)
         if self.group_query_attention:
             expect(
                 self.num_query_groups is not None,
@@ -304,7 +306,9 @@ class TransformerConfig(MoeOptions, RotaryOptions):
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head: `kv_channels`, resolved."""
+        """Channels of one head's query: `kv_channels`, resolved, or those of latent attention."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         assert self.kv_channels is not None  # _resolve_attention set it
         return self.kv_channels
 
@@ -335,7 +339,15 @@ class TransformerConfig(MoeOptions, RotaryOptions):
     @property
     def rotary_dim(self) -> int:
         """Channels of each head that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def is_rotary_interleaved(self) -> bool:
+        """Not filled in, so that a config may be replaced by one of other attention."""
+        given = self.rotary_interleaved
+        return self.multi_latent_attention if given is None else given
 
     def linear_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has a gated delta net."""

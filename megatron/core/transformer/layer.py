@@ -9,12 +9,20 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.router import RouterReport
-from megatron.core.transformer.spec import AttentionSpec, FeedForward, LayerSpec, Mixer, MoeSpec
+from megatron.core.transformer.spec import (
+    FeedForward,
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mixer,
+    MoeSpec,
+)
 
 
 class TransformerLayer(nn.Module):
@@ -108,14 +116,11 @@ def _build_feed_forward(
 
 def _build_mixer(
     spec: Mixer, hidden_size: int, *, init_std: float, output_init_std: float, recomputes_core: bool
-) -> SelfAttention | GatedDeltaNet:
-    if isinstance(spec, AttentionSpec):
-        return SelfAttention(
-            spec,
-            hidden_size,
-            init_std=init_std,
-            output_init_std=output_init_std,
-            recomputes_core=recomputes_core,
-        )
-    # Selective recomputation is about attention's scores, which a delta net does not have.
-    return GatedDeltaNet(spec, hidden_size, init_std=init_std, output_init_std=output_init_std)
+) -> SelfAttention | LatentAttention | GatedDeltaNet:
+    stds = {"init_std": init_std, "output_init_std": output_init_std}
+    if isinstance(spec, GatedDeltaNetSpec):
+        # Selective recomputation is about attention's scores, which a delta net does not have.
+        return GatedDeltaNet(spec, hidden_size, **stds)
+    if isinstance(spec, LatentAttentionSpec):
+        return LatentAttention(spec, hidden_size, recomputes_core=recomputes_core, **stds)
+    return SelfAttention(spec, hidden_size, recomputes_core=recomputes_core, **stds)

@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.latent_config import yarn_mscale
 from megatron.core.transformer.spec import (
     AttentionSpec,
     Balancing,
     DenseSpec,
     DropPolicy,
     GatedDeltaNetSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
@@ -54,7 +56,7 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
         LayerSpec(
             mixer=_delta_net(config)
             if is_linear
-            else _attention(config, norm, has_window, is_unrotated),
+            else _softmax_attention(config, norm, has_window, is_unrotated),
             feed_forward=mixture if has_experts and mixture is not None else dense,
             norm=norm,
             post_norm=norm if config.post_norm else None,
@@ -123,6 +125,40 @@ def _delta_net(config: TransformerConfig) -> GatedDeltaNetSpec:
     )
 
 
+def _softmax_attention(
+    config: TransformerConfig, norm: NormSpec, has_window: bool, is_unrotated: bool
+) -> AttentionSpec | LatentAttentionSpec:
+    if config.multi_latent_attention:
+        return _latent_attention(config, norm, is_unrotated)
+    return _attention(config, norm, has_window, is_unrotated)
+
+
+def _latent_attention(
+    config: TransformerConfig, norm: NormSpec, is_unrotated: bool
+) -> LatentAttentionSpec:
+    scale = 1 / math.sqrt(config.head_dim)
+    if config.position_embedding_type == "yarn":
+        # Queries and keys, unrotated channels too, as DeepSeek-V2 and V3 are trained.
+        scale *= yarn_mscale(_yarn_factor(config), config.mscale_all_dim) ** 2
+
+    latent_norm = None
+    if config.qk_layernorm:
+        latent_norm = replace(norm, eps=config.latent_norm_epsilon or norm.eps)
+    return LatentAttentionSpec(
+        num_heads=config.num_attention_heads,
+        query_rank=config.q_lora_rank,
+        key_value_rank=config.kv_lora_rank,
+        content_dim=config.qk_head_dim,
+        rotary_dim=config.qk_pos_emb_head_dim,
+        value_dim=config.v_head_dim,
+        scale=config.softmax_scale or scale,
+        rotary=None if is_unrotated else _rotary(config, has_window=False),
+        latent_norm=latent_norm,
+        has_output_bias=config.add_bias_linear,
+        dropout=config.attention_dropout,
+    )
+
+
 def _attention(
     config: TransformerConfig, norm: NormSpec, has_window: bool, is_unrotated: bool
 ) -> AttentionSpec:
@@ -149,26 +185,22 @@ def _attention(
 
 
 def _rotary(config: TransformerConfig, has_window: bool) -> RotarySpec:
+    interleaved = config.is_rotary_interleaved
     if has_window and config.window_rotary_base is not None:
-        return RotarySpec(config.rotary_dim, config.window_rotary_base)
-    return RotarySpec(config.rotary_dim, config.rotary_base, _scaling(config))
+        return RotarySpec(config.rotary_dim, config.window_rotary_base, None, interleaved)
+    return RotarySpec(config.rotary_dim, config.rotary_base, _scaling(config), interleaved)
 
 
 def _scaling(config: TransformerConfig) -> RotaryScaling | None:
     if config.position_embedding_type == "yarn":
-        factor, length = (
-            config.yarn_rotary_scaling_factor,
-            config.yarn_original_max_position_embeddings,
-        )
-        # TransformerConfig has checked that they are given.
-        assert factor is not None
-        assert length is not None
+        length = config.yarn_original_max_position_embeddings
+        assert length is not None, "TransformerConfig has checked that it is given"
         return YarnScaling(
-            factor=factor,
+            factor=_yarn_factor(config),
             original_length=length,
             beta_fast=config.yarn_beta_fast,
             beta_slow=config.yarn_beta_slow,
-            attention_factor=config.yarn_attention_factor or 1 + 0.1 * math.log(factor),
+            attention_factor=config.yarn_attention_factor or _yarn_attention_factor(config),
             rounds_range=config.yarn_correction_range_round_to_int,
         )
     if config.use_rope_scaling:
@@ -181,3 +213,17 @@ def _scaling(config: TransformerConfig) -> RotaryScaling | None:
     if config.rotary_seq_len_interpolation_factor is not None:
         return LinearScaling(config.rotary_seq_len_interpolation_factor)
     return None
+
+
+def _yarn_attention_factor(config: TransformerConfig) -> float:
+    """What cosines and sines are multiplied by where no option says so."""
+    factor = _yarn_factor(config)
+    # The defaults of --mscale and --mscale-all-dim, which are for latent attention, give the factor
+    # of other attention.
+    return yarn_mscale(factor, config.mscale) / yarn_mscale(factor, config.mscale_all_dim)
+
+
+def _yarn_factor(config: TransformerConfig) -> float:
+    factor = config.yarn_rotary_scaling_factor
+    assert factor is not None, "TransformerConfig has checked that it is given"
+    return factor

@@ -1,8 +1,9 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half convention.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 Channel i of the first half of the rotated channels and channel i of the second half form a plane,
-which position p turns by p * frequency_i, where frequency_i = base^(-2i / rotary_dim). A scaling
-lowers some or all of the frequencies, to reach positions beyond those of the first training.
+or channels 2i and 2i + 1 where they are interleaved. Position p turns it by p * frequency_i, where
+frequency_i = base^(-2i / rotary_dim). A scaling lowers some or all of the frequencies, to reach
+positions beyond those of the first training.
 """
 
 from __future__ import annotations
@@ -96,13 +97,14 @@ def _kept_by_yarn(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
     return 1.0 - ((numbers - first) / width).clamp(0.0, 1.0)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
     """Turns the first channels of each head by its position's angles; channels beyond them pass
     unchanged.
 
     Args:
         x: [batch, seq, heads, head_dim], any floating dtype.
         cos, sin: [seq, rotary_dim / 2] fp32, rotary_dim <= head_dim.
+        is_interleaved: see `RotarySpec`.
 
     Returns:
         [batch, seq, heads, head_dim] in the dtype of x; the arithmetic is fp32.
@@ -124,8 +126,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
         )
 
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    if is_interleaved:
+        first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
+    else:
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [seq, 1, rotary_dim / 2], for all heads
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    rotated = turned.to(x.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if is_interleaved:
+        rotated = torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+    else:
+        rotated = torch.cat(turned, dim=-1).to(x.dtype)
     return torch.cat((rotated, x[..., 2 * half :]), dim=-1) if 2 * half < head_dim else rotated

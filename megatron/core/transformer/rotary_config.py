@@ -30,6 +30,11 @@ class RotaryOptions:
         more_than=1.0,
         requires="window_size",
     )
+    rotary_interleaved: bool | None = option(
+        None,
+        "turn neighbouring channels together, not those of the first half against those of the "
+        "second (default: with --multi-latent-attention only)",
+    )
     no_rope_freq: str | None = option(
         None,
         "N: every N-th layer leaves queries and keys unrotated; or a list with 1 for each layer "

@@ -129,13 +129,16 @@ class RotarySpec:
     """The rotation of queries and keys by their positions.
 
     Attributes:
-        dim: channels of each head that are rotated, the first ones.
+        dim: channels of each head that are rotated.
         base: of the wavelengths.
+        is_interleaved: neighbouring channels are turned together, 2i and 2i + 1; else channel i of
+            the first half and channel i of the second one.
     """
 
     dim: int
     base: float
     scaling: RotaryScaling | None = None
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class AttentionSpec:
         num_key_value_heads: of keys, and of values; a divisor of `num_heads`.
         head_dim: channels of one head.
         scale: what products of queries and keys are multiplied by.
-        rotary: None leaves queries and keys unrotated.
+        rotary: of the first channels of each head; None leaves queries and keys unrotated.
         window: how many positions each one attends to, itself included; None: all before it.
         sinks: what the softmax adds to its denominator.
         qk_norm: of queries and keys, before the rotation.
@@ -184,6 +187,57 @@ class AttentionSpec:
     def key_value_size(self) -> int:
         """Channels of all key heads together, and of all value heads together."""
         return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Causal self-attention whose keys and values are computed from a latent much smaller than they
+    are: multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
+
+    A head's query and key have channels that depend on the content alone, and behind them channels
+    that are rotated. The rotated channels of the key are the same for all heads, and are computed
+    from the layer's input.
+
+    Attributes:
+        query_rank: channels of the latent of the queries; None: these are computed from the layer's
+            input.
+        key_value_rank: channels of the latent of keys and values.
+        content_dim, rotary_dim: channels of a head's query and key, of either kind.
+        value_dim: channels of a head's value.
+        scale: what products of queries and keys are multiplied by.
+        rotary: None leaves the rotary channels as they are.
+        latent_norm: of each latent; None: there is none.
+        has_output_bias: of the projection of the heads' outputs, the only one that may have one.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    key_value_rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
+    scale: float
+    rotary: RotarySpec | None = None
+    latent_norm: NormSpec | None = None
+    has_output_bias: bool = False
+    dropout: float = 0.0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head's query, and of its key."""
+        return self.content_dim + self.rotary_dim
+
+    @property
+    def query_size(self) -> int:
+        """Channels of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all value heads together; also the width of the attention's output before its
+        projection.
+        """
+        return self.num_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -301,7 +355,7 @@ class MoeSpec:
     rows_are_inputs: bool = False
 
 
-Mixer = AttentionSpec | GatedDeltaNetSpec
+Mixer = AttentionSpec | LatentAttentionSpec | GatedDeltaNetSpec
 FeedForward = DenseSpec | MoeSpec
 
 

@@ -9,6 +9,7 @@ from megatron.core.transformer.spec import (
     DenseSpec,
     FeedForward,
     GatedDeltaNetSpec,
+    LatentAttentionSpec,
     Mixer,
     ModelSpec,
 )
@@ -44,6 +45,8 @@ def _mixer_forward(spec: Mixer, hidden_size: int, seq_length: int) -> int:
     """Forward operations of one mixer for one sequence."""
     if isinstance(spec, GatedDeltaNetSpec):
         return 2 * seq_length * _delta_net_products(spec, hidden_size)
+    if isinstance(spec, LatentAttentionSpec):
+        return _latent_attention_forward(spec, hidden_size, seq_length)
     return _attention_forward(spec, hidden_size, seq_length)
 
 
@@ -56,6 +59,20 @@ def _attention_forward(spec: AttentionSpec, hidden_size: int, seq_length: int) -
     twice_pairs = window * (2 * seq_length - window)
     # Two products (scores, then values) of a multiply-add for each pair.
     return 2 * projections * seq_length + 2 * twice_pairs * spec.query_size
+
+
+def _latent_attention_forward(spec: LatentAttentionSpec, hidden_size: int, seq_length: int) -> int:
+    rank, latent = spec.query_rank, spec.key_value_rank
+    if rank is None:
+        queries = hidden_size * spec.query_size
+    else:
+        queries = hidden_size * rank + rank * spec.query_size
+    keys_and_values = hidden_size * (latent + spec.rotary_dim)
+    keys_and_values += latent * (spec.num_heads * spec.content_dim + spec.value_size)
+    projections = queries + keys_and_values + spec.value_size * hidden_size
+
+    # Products of queries and keys, then of weights and values, for half of all pairs.
+    return 2 * projections * seq_length + seq_length**2 * (spec.query_size + spec.value_size)
 
 
 def _delta_net_products(spec: GatedDeltaNetSpec, hidden_size: int) -> int:

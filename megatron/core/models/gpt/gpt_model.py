@@ -18,7 +18,7 @@ from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import rotary_angles
 from megatron.core.transformer.router import RouterReport
-from megatron.core.transformer.spec import AttentionSpec, Mixer, ModelSpec, RotarySpec
+from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer, ModelSpec, RotarySpec
 
 
 class WordEmbeddings(nn.Embedding):
@@ -120,7 +120,7 @@ class TransformerBlock(nn.Module):
 
 
 def _rotary_of(mixer: Mixer) -> RotarySpec | None:
-    return mixer.rotary if isinstance(mixer, AttentionSpec) else None
+    return None if isinstance(mixer, GatedDeltaNetSpec) else mixer.rotary
 
 
 class GPTModel(nn.Module):

@@ -1,0 +1,149 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), as it is trained.
+
+Keys and values of all heads are computed from one small latent for each position, queries from
+another one or from the layer's input. The latent of keys and values is what a cache would hold; a
+forward that has all positions computes the heads' keys and values themselves.
+
+    input -- linear_q_down_proj -- q_layernorm -- linear_q_up_proj ---- query: content, rotary
+    input -- linear_kv_down_proj +- latent - kv_layernorm - linear_kv_up_proj - key: content; value
+                                 +- key: rotary, the same for all heads
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
+from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
+from megatron.core.transformer.spec import AttentionSpec, LatentAttentionSpec
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention of every position to itself and those before it.
+
+    The rows of `linear_q_up_proj`, or of `linear_q_proj` where queries have no latent, are those of
+    each head in turn, content before rotary. `linear_kv_down_proj` has the latent's rows, then
+    those of the rotary part of the key; `linear_kv_up_proj` the keys' of all heads, then the
+    values'.
+
+    Args:
+        spec: heads and arithmetic.
+        hidden_size: width of the residual stream.
+        init_std: standard deviation of the initial weights.
+        output_init_std: that of the output projection.
+        recomputes_core: a training forward keeps queries, keys and values only, and backward
+            computes the attention again.
+    """
+
+    def __init__(
+        self,
+        spec: LatentAttentionSpec,
+        hidden_size: int,
+        *,
+        init_std: float,
+        output_init_std: float,
+        recomputes_core: bool = False,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.recomputes_core = recomputes_core
+
+        def linear(in_features: int, out_features: int) -> Linear:
+            return Linear(in_features, out_features, bias=False, init_std=init_std)
+
+        def fused(in_features: int, *sections: tuple[str, int]) -> FusedLinear:
+            return FusedLinear(in_features, FusedWeight(sections), bias=False, init_std=init_std)
+
+        norm, rank, latent = spec.latent_norm, spec.query_rank, spec.key_value_rank
+        self.linear_q_proj = linear(hidden_size, spec.query_size) if rank is None else None
+        self.linear_q_down_proj = None if rank is None else linear(hidden_size, rank)
+        self.q_layernorm = None if rank is None or norm is None else build_norm(norm, rank)
+        self.linear_q_up_proj = None if rank is None else linear(rank, spec.query_size)
+
+        self.linear_kv_down_proj = fused(
+            hidden_size, ("kv_latent", latent), ("key_rotary", spec.rotary_dim)
+        )
+        self.kv_layernorm = None if norm is None else build_norm(norm, latent)
+        self.linear_kv_up_proj = fused(
+            latent, ("key", spec.num_heads * spec.content_dim), ("value", spec.value_size)
+        )
+        self.linear_proj = Linear(
+            spec.value_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
+        )
+
+        # What is left once each head has its query, key and value.
+        self._core_spec = AttentionSpec(
+            num_heads=spec.num_heads,
+            num_key_value_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+        )
+
+    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
+        """Attends within each sequence.
+
+        Args:
+            hidden: [batch, seq, hidden].
+            rotary: the angles of the seq positions; None leaves queries and keys unrotated.
+
+        Returns:
+            [batch, seq, hidden], same dtype.
+        """
+        query = self._query(hidden, rotary)
+        key, value = self._key_and_value(hidden, rotary)
+        heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if self.recomputes_core and self.training and torch.is_grad_enabled():
+            context = checkpoint(self._core_attention, *heads, use_reentrant=False)
+        else:
+            context = self._core_attention(*heads)
+
+        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
+        output: Tensor = self.linear_proj(context)
+        return output
+
+    def _query(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:
+        """[batch, seq, heads, head_dim]."""
+        if self.linear_q_proj is not None:
+            query = self.linear_q_proj(hidden)
+        else:
+            assert self.linear_q_down_proj is not None, "the constructor builds one of the two"
+            assert self.linear_q_up_proj is not None, "with the other"
+            latent = self.linear_q_down_proj(hidden)
+            if self.q_layernorm is not None:
+                latent = self.q_layernorm(latent)
+            query = self.linear_q_up_proj(latent)
+
+        query = query.unflatten(-1, (self.spec.num_heads, -1))
+        if rotary is None:
+            return query  # type: ignore[no-any-return]
+        content, turned = query.split((self.spec.content_dim, self.spec.rotary_dim), dim=-1)
+        return torch.cat((content, self._rotated(turned, rotary)), dim=-1)
+
+    def _key_and_value(self, hidden: Tensor, rotary: RotaryAngles | None) -> tuple[Tensor, Tensor]:
+        """[batch, seq, heads, head_dim] and [batch, seq, heads, value_dim]."""
+        latent, shared = self.linear_kv_down_proj.split(self.linear_kv_down_proj(hidden))
+        if self.kv_layernorm is not None:
+            latent = self.kv_layernorm(latent)
+        content, value = (
+            part.unflatten(-1, (self.spec.num_heads, -1))
+            for part in self.linear_kv_up_proj.split(self.linear_kv_up_proj(latent))
+        )
+
+        shared = shared.unsqueeze(2)  # as of one head
+        if rotary is not None:
+            shared = self._rotated(shared, rotary)
+        return torch.cat((content, shared.expand(-1, -1, self.spec.num_heads, -1)), dim=-1), value
+
+    def _rotated(self, part: Tensor, rotary: RotaryAngles) -> Tensor:
+        is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
+        return apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)
+
+    def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        dropout = self.spec.dropout if self.training else 0.0
+        return attend(query, key, value, self._core_spec, dropout=dropout)
