@@ -98,3 +98,29 @@ def test_count_of_a_mixture_follows_the_chosen_experts_and_not_their_number() ->
     assert many - few == 3 * 2 * SEQ * 32 * 60  # the router's logits
     bounded = count(num_experts=64, moe_router_topk=4, moe_expert_capacity_factor=1.0)
     assert bounded == many
+
+
+@pytest.mark.parametrize("query_rank", [None, 12])
+def test_latent_attention_counts_its_projections_and_half_of_all_pairs(
+    query_rank: int | None,
+) -> None:
+    config = TransformerConfig(
+        2,
+        32,
+        4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        multi_latent_attention=True,
+        q_lora_rank=query_rank,
+        kv_lora_rank=20,
+        qk_head_dim=6,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=7,
+    )
+    model = GPTModel(config, VOCAB)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).sum().backward()
+    products = counter.get_total_flops()  # the kernel of the CPU is none that it knows
+    pairs = 3 * 2 * (SEQ * SEQ * 4 * (10 + 7)) * BATCH
+    assert num_floating_point_operations(model.spec, VOCAB, SEQ, BATCH) == products + pairs

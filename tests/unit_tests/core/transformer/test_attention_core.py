@@ -120,6 +120,16 @@ def test_output_and_gradients_are_those_of_the_formula(
         _assert_equals_the_formula(_inputs(spec, seq_length, seed=seed), spec)
 
 
+@pytest.mark.parametrize("value_dim", [5, 13])
+@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
+def test_values_may_be_of_another_width(spec: AttentionSpec, value_dim: int) -> None:
+    query, key, value, *sinks = _inputs(spec, 20)
+    value = torch.randn(*value.shape[:3], value_dim, requires_grad=True)
+    _assert_equals_the_formula([query, key, value, *sinks], spec)
+    empty = [part[:, :, :0] for part in (query, key, value)]
+    assert _attend([*empty, *sinks], spec).shape == (2, 4, 0, value_dim)
+
+
 @pytest.mark.parametrize("window", [None, 1, 63, 200, 512, 599, 600, 601])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_blocks_of_full_size_give_the_formula(window: int | None, softcap: float | None) -> None:
@@ -292,16 +302,18 @@ def test_the_generators_state_is_kept_only_for_dropout(
 
 class FusedCalls(TorchFunctionMode):
     """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
-    are grouped in it.
+    are grouped in it; and the channels of a query and of a value.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, bool]] = []
+        self.widths: list[tuple[int, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.seen.append((args[1].shape[1], kwargs["enable_gqa"]))
+            self.widths.append((args[0].shape[-1], args[2].shape[-1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -355,6 +367,25 @@ def test_keys_of_heads_too_large_for_flash_attention_are_repeated(
     monkeypatch.setattr(core, "kinds_of_accelerators", lambda: ["meta"])
     monkeypatch.setattr(core, "driver_of", OldDriver)
     assert not _is_grouped(BASE)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths"),
+    [
+        ("meta", torch.float32, (8, 5)),
+        ("meta", torch.bfloat16, (8, 8)),
+        ("cpu", torch.float32, (8, 8)),
+        ("cpu", torch.bfloat16, (8, 8)),
+    ],
+)
+def test_values_are_widened_only_for_kernels_that_want_one_width(
+    device: str, dtype: torch.dtype, widths: tuple[int, int]
+) -> None:
+    inputs = [part.detach().to(device=device, dtype=dtype) for part in _inputs(BASE, 9)]
+    inputs[2] = inputs[2][..., :5]
+    with FusedCalls() as calls:
+        assert _attend(inputs, BASE).shape[-1] == 5
+    assert calls.widths == [widths]
 
 
 def _function_names(node: Any) -> set[str]:

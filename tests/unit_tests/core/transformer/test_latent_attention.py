@@ -109,7 +109,11 @@ def _reference(attention: LatentAttention, hidden: Tensor) -> Tensor:
     return output + weights["linear_proj.bias"] if spec.has_output_bias else output
 
 
-@pytest.mark.parametrize("spec", [SPEC, DIRECT, WIDE_VALUES, BARE], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, DIRECT, WIDE_VALUES, BARE],
+    ids=["small", "queries without a latent", "wide values, halves", "no norms, no rotation"],
+)
 def test_output_and_gradients_are_those_of_the_formulas_written_out(
     spec: LatentAttentionSpec,
 ) -> None:

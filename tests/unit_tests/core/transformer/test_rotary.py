@@ -215,3 +215,14 @@ def test_a_scaled_position_lies_where_the_unscaled_one_lay() -> None:
         angles = rotary_angles(_spec(scaling=scaling), 41, CPU)
         torch.testing.assert_close(angles.cos[:, 0], plain.cos[:, 0])
         assert not torch.allclose(angles.sin[:, -1], plain.sin[:, -1])
+
+
+def test_interleaved_channels_are_turned_as_halves_in_another_order() -> None:
+    x = torch.randn(2, 5, 3, 12, generator=torch.Generator().manual_seed(0))
+    angles = rotary_angles(_spec(8), 5, CPU)
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
+    halves = apply_rotary(x[..., order], angles.cos, angles.sin)
+    turned = apply_rotary(x, angles.cos, angles.sin, is_interleaved=True)
+    assert torch.equal(turned[..., order], halves)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    assert not torch.allclose(turned, apply_rotary(x, angles.cos, angles.sin), atol=0.1)
