@@ -240,10 +240,7 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "Other positions than rope, yarn and none are not offered; rope is the default.",
         *("learned_absolute", "mrope", "relative"),
     ),
-    _remove(
-        "--rotary-interleaved --mrope-*",
-        "Rotary embeddings turn the first half of a head's channels against the second.",
-    ),
+    _remove("--mrope-*", "A token has one position."),
     _replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
     _replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
     _replace(
@@ -266,11 +263,15 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--num-experts --moe-* --expert-* --overlap-moe-expert-parallel-comm",
         "Mixtures of experts are not offered.",
     ),
-    _remove(
-        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim",
-        "Multi-latent attention is not offered.",
+    _no_effect("--rotary-scaling-factor", "Positions are not stretched.", "1.0", "1"),
+    _replace(
+        "--rotary-scaling-factor",
+        "--position-embedding-type yarn --yarn-rotary-scaling-factor {value} "
+        "--yarn-original-max-position-embeddings 4096",
+        "Latent attention has the YaRN of other attention.",
     ),
+    _no_effect("--mla-down-proj-fusion", "It chooses kernels; the projections are the same."),
+    _remove("--cache-mla-latents", "It is for inference."),
     _remove("--mtp-*", "Multi-token prediction is not offered."),
     _replace(
         "--experimental-attention-variant",
