@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import attention_of
+from megatron.core.models.families.deepseek import DEEPSEEK_V3
+from megatron.core.models.families.fields import num_heads_of
 from megatron.core.models.families.gemma import GEMMA3
+from megatron.core.models.families.glm import GLM4_MOE
+from megatron.core.models.families.gpt_oss import GPT_OSS
 from megatron.core.models.families.llama import ARCEE, LLAMA
 from megatron.core.models.families.olmo import OLMOE
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
@@ -41,6 +44,9 @@ FAMILIES = (
     QWEN3_NEXT,
     QWEN3_5_MOE,
     OLMOE,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
 )
 
 # Fields of any architecture that change nothing in what is computed from tokens and weights: where
@@ -176,7 +182,7 @@ def config_differences(
 
 def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
     """What is different in the model that the family's file for this spec would describe."""
-    heads = attention_of(spec).num_heads
+    heads = num_heads_of(spec)
     if family.has_even_heads and spec.hidden_size % heads:
         expected = f"a multiple of {heads} heads"
         return [Difference("--hidden-size", "hidden_size", expected, spec.hidden_size)]

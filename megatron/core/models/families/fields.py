@@ -24,6 +24,7 @@ from megatron.core.transformer.spec import (
     AttentionSpec,
     DenseSpec,
     GatedDeltaNetSpec,
+    LatentAttentionSpec,
     ModelSpec,
     MoeSpec,
 )
@@ -37,6 +38,7 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "quick_gelu": Activation.QUICK_GELU,
     "relu2": Activation.SQUARED_RELU,
 }
 
@@ -63,10 +65,23 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):
             return layer.mixer
+    if any(isinstance(layer.mixer, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError(
+            "--multi-latent-attention: expected --num-experts beside it, as in every architecture "
+            "of the transformers library that has it here, got none."
+        )
     raise ConfigError(
         "--linear-attention-freq: expected at least one layer with attention, as in every "
         "architecture of the transformers library, got none."
     )
+
+
+def num_heads_of(spec: ModelSpec) -> int:
+    """The query heads of the first layer with attention of any kind. ConfigError if none has."""
+    for layer in spec.layers:
+        if isinstance(layer.mixer, LatentAttentionSpec):
+            return layer.mixer.num_heads
+    return attention_of(spec).num_heads
 
 
 def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
@@ -128,7 +143,7 @@ class Value(Field):
 SIZES_BUT_MLP: tuple[Field, ...] = (
     Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
     Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
-    Value("num_attention_heads", "num_attention_heads", lambda spec: attention_of(spec).num_heads),
+    Value("num_attention_heads", "num_attention_heads", num_heads_of),
     # These two say how long sequences may be and how training begins.
     Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
     Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),

@@ -23,7 +23,7 @@ from megatron.core.models.families.fields import Field, attention_of
 from megatron.core.models.families.layer_fields import windows_of
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.spec import (
-    AttentionSpec,
+    GatedDeltaNetSpec,
     LinearScaling,
     Llama3Scaling,
     ModelSpec,
@@ -161,7 +161,7 @@ def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool]]:
     return [
         (layer.mixer.rotary, window is not None)
         for layer, window in zip(spec.layers, windows_of(spec), strict=True)
-        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rotary is not None
+        if not isinstance(layer.mixer, GatedDeltaNetSpec) and layer.mixer.rotary is not None
     ]
 
 
@@ -184,11 +184,14 @@ class Rope(Field):
     def names(self) -> tuple[str, ...]:
         return (*_SECTIONS, *_TOP_NAMES)
 
-    def read(self, file: ConfigFile) -> dict[str, Any]:
+    def parameters(self, file: ConfigFile) -> dict[str, Any]:
+        """What a file says in all places together. ConfigError where they differ."""
         places = {name: file.section(name) for name in _SECTIONS}
         top = {name: file.get(name) for name in _TOP_NAMES}
-        parameters = _gathered(file, {**places, "the file": top})
+        return _gathered(file, {**places, "the file": top})
 
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        parameters = self.parameters(file)
         base = parameters.pop("rope_theta", self.absent_base)
         if base is None:
             raise ConfigError(f"Expected rope_theta in {file.source}, got none.")

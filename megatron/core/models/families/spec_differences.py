@@ -12,6 +12,7 @@ from megatron.core.transformer.spec import (
     AttentionSpec,
     DenseSpec,
     GatedDeltaNetSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
@@ -48,6 +49,13 @@ _FLAGS = {
     "embedding_scale": "--embedding-multiplier",
     "logit_softcap": "--final-logit-softcapping",
     "mixer": "--linear-attention-freq",
+    "mixer.query_rank": "--q-lora-rank",
+    "mixer.key_value_rank": "--kv-lora-rank",
+    "mixer.content_dim": "--qk-head-dim",
+    "mixer.rotary_dim": "--qk-pos-emb-head-dim",
+    "mixer.value_dim": "--v-head-dim",
+    "mixer.latent_norm": "--qk-layernorm",
+    "mixer.latent_norm.eps": "--latent-norm-epsilon",
     "mixer.num_heads": "--num-attention-heads",
     "mixer.num_key_value_heads": "--num-query-groups",
     "mixer.head_dim": "--kv-channels",
@@ -55,6 +63,7 @@ _FLAGS = {
     "mixer.rotary": "--position-embedding-type",
     "mixer.rotary.share": "--rotary-percent",
     "mixer.rotary.base": "--rotary-base",
+    "mixer.rotary.is_interleaved": "--rotary-interleaved",
     "mixer.rotary.scaling.linear.factor": "--rotary-seq-len-interpolation-factor",
     "mixer.rotary.scaling.llama3.factor": "--rope-scaling-factor",
     "mixer.rotary.scaling.llama3.low_freq_factor": "--rope-scaling-low-freq-factor",
@@ -128,10 +137,12 @@ _NORM_FLAGS = {
     "is_zero_centered": "--apply-layernorm-1p",
 }
 # Parts of a spec in a message: whether they are there, or the name of their kind.
-_PRESENT = ("mixer.qk_norm", "post_norm", "feed_forward.shared")
+_PRESENT = ("mixer.qk_norm", "mixer.latent_norm", "post_norm", "feed_forward.shared")
 _EXPERTS = "experts"
+_LATENT = "latent attention"
 _PARTS: dict[type, str] = {
     AttentionSpec: "attention",
+    LatentAttentionSpec: _LATENT,
     GatedDeltaNetSpec: "gated delta net",
     DenseSpec: "MLP",
     MoeSpec: _EXPERTS,
@@ -147,7 +158,13 @@ _CONSEQUENCES = {
     "--moe-router-score-function": ("--moe-router-pre-softmax", "--moe-router-no-norm-topk"),
 }
 # Flags that decide what kind of layers a model has, which is the last thing to change.
-KIND_FLAGS = ("--num-experts", "--linear-attention-freq", "--normalization", "--swiglu")
+KIND_FLAGS = (
+    "--num-experts",
+    "--multi-latent-attention",
+    "--linear-attention-freq",
+    "--normalization",
+    "--swiglu",
+)
 
 
 class Difference(NamedTuple):
@@ -186,6 +203,8 @@ def _as_given(flag: str, value: object) -> str:
         value = f"{value - 1},0"  # positions before each one
     if flag == "--moe-layer-freq":
         value = value != _EXPERTS  # without the flag all layers have them
+    if flag == "--multi-latent-attention":
+        value = value == _LATENT
     if flag == "--num-experts" and isinstance(value, str):
         value = value == _EXPERTS
 
@@ -277,6 +296,8 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
             inner = f"{path}.{field.name}" if path else field.name
             found |= _flattened(value.__dict__[field.name], inner, ignored)
 
+    if isinstance(value, LatentAttentionSpec) and value.rotary is not None:
+        del found[f"{path}.rotary.dim"]  # it is that of the mixer
     if isinstance(value, AttentionSpec) and value.rotary is not None:
         # As the flag counts it.
         del found[f"{path}.rotary.dim"]
@@ -297,6 +318,8 @@ def _canonical(router: RouterSpec) -> RouterSpec:
 def _flag_of(path: str, expected: object, got: object) -> str:
     if path == "mixer.rotary.scaling":
         return _SCALING_FLAGS[str(got or expected)]
+    if path == "mixer" and _LATENT in (expected, got):
+        return "--multi-latent-attention"
     # The networks in a mixture have what is not their size from the flags of all networks.
     of_all = path.replace(".expert.", ".").replace(".shared.", ".")
     for known in (path, of_all):

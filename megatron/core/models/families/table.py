@@ -27,11 +27,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core.models.families.fields import Field
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, Mixer
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mixer,
+)
+
+_MixerT = TypeVar("_MixerT")
 
 # Names that all of these architectures have for what is in no layer.
 _OUTER_NAMES = {
@@ -58,6 +66,11 @@ GATED_MLP = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.linear_fc2": "mlp.down_proj",
+}
+SHARED_EXPERTS = {
+    "mlp.shared_experts.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared_experts.up": "mlp.shared_experts.up_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
 PLAIN_MLP = {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
 
@@ -111,9 +124,9 @@ class Family:
         class_name: of the model with its output layer.
         options: of ours, that all of its models have.
         fields: of config.json.
-        norms, attention, delta_net, dense: its names of modules of a layer, by ours; a module that
-            it does not have is missing. One of ours that is only some rows of one of theirs has a
-            function of the mixer, whose result names their module.
+        norms, attention, latent_attention, delta_net, dense: its names of modules of a layer, by
+            ours; a module that it does not have is missing. One of ours that is only some rows of
+            one of theirs has a function of the mixer, whose result names their module.
         mixture: the same of a mixture's router and shared experts; a tensor of ours whose own name
             is another one there stands here by itself.
         experts: the forms in which files may have the matrices of experts, each by our names of
@@ -130,8 +143,11 @@ class Family:
     options: Mapping[str, Any]
     fields: tuple[Field, ...]
     norms: Mapping[str, str]
-    attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]]
     dense: Mapping[str, str]
+    attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]] = field(default_factory=dict)
+    latent_attention: Mapping[str, str | Callable[[LatentAttentionSpec], RowMap]] = field(
+        default_factory=dict
+    )
     delta_net: Mapping[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = field(
         default_factory=dict
     )
@@ -195,7 +211,11 @@ class Family:
                 return RowMap(names[within])
 
         if isinstance(mixer, AttentionSpec):
-            found = self.attention[within]
-            return RowMap(found) if isinstance(found, str) else found(mixer)
-        place = self.delta_net[within]
-        return RowMap(place) if isinstance(place, str) else place(mixer)
+            return _place(self.attention[within], mixer)
+        if isinstance(mixer, LatentAttentionSpec):
+            return _place(self.latent_attention[within], mixer)
+        return _place(self.delta_net[within], mixer)
+
+
+def _place(place: str | Callable[[_MixerT], RowMap], mixer: _MixerT) -> RowMap:
+    return RowMap(place) if isinstance(place, str) else place(mixer)

@@ -89,7 +89,10 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     assert model_spec(config_from_hf(content_of(again), "config.json")[0]) == model_spec(config)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "num_experts" in CASES[case]])
+NUMBERS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if NUMBERS_OF_EXPERTS & {*CASES[case]}])
 def test_routers_choose_the_experts_that_transformers_choose(transformers: Any, case: str) -> None:
     theirs = their_model(transformers, case)
     config, vocab_size = config_from_hf(content_of(theirs), "config.json")
@@ -102,7 +105,7 @@ def test_routers_choose_the_experts_that_transformers_choose(transformers: Any, 
         if isinstance(module, Router):
             module.register_forward_hook(lambda *given: own.append(given[-1].experts))
     for name, module in theirs.named_modules():
-        if name.endswith("mlp.gate"):
+        if name.endswith(("mlp.gate", "mlp.router")):
             module.register_forward_hook(lambda *given: expected.append(given[-1][-1]))
     with torch.no_grad():
         model(TOKENS)
@@ -113,6 +116,17 @@ def test_routers_choose_the_experts_that_transformers_choose(transformers: Any, 
         assert one.shape == (TOKENS.numel(), config.moe_router_topk)
         assert torch.equal(one.sort(dim=1).values, other.sort(dim=1).values)
     assert all(len(one.unique()) > config.moe_router_topk for one in own), "they differ"
+
+    if config.moe_router_enable_expert_bias:
+        others = own[:]
+        own.clear()
+        for name, buffer in model.named_buffers():
+            assert name.endswith("expert_bias")
+            buffer.zero_()
+        with torch.no_grad():
+            model(TOKENS)
+        same = (torch.equal(one, other) for one, other in zip(own, others, strict=True))
+        assert not all(same), "biases decide"
 
 
 # Options that change what the same weights compute. Each must show in the logits, or the comparison
@@ -150,6 +164,28 @@ VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "smollm3": ({"no_rope_freq": "[0,1,0,0]"},),
     "stablelm": ({"rotary_percent": 0.25},),
+    "deepseek_v3": (
+        {"rotary_interleaved": False},
+        {"mscale": 0.2},
+        {"mscale_all_dim": 1.0},
+        {"latent_norm_epsilon": 0.1},
+        {"moe_router_topk_scaling_factor": 1.0},
+        {"moe_router_norm_topk": False},
+        {"moe_router_num_groups": None, "moe_router_group_topk": None},
+        {"moe_router_group_topk": 3},
+    ),
+    "glm4_moe": (
+        {"rotary_percent": 0.5},
+        {"moe_router_num_groups": None, "moe_router_group_topk": None},
+    ),
+    "gpt_oss": (
+        {"activation_func_clamp_value": None},
+        {"glu_linear_offset": 0.0},
+        {"activation_func": "silu"},
+        {"window_attn_skip_freq": "[0,1,1,0]"},
+        {"moe_router_pre_softmax": True, "moe_router_norm_topk": False},
+        {"yarn_correction_range_round_to_int": True},
+    ),
     "qwen3_5_text": ({"rotary_percent": 0.25}, {"layernorm_zero_centered_gamma": False}),
     "qwen3_moe": (
         {"moe_router_topk": 2},

@@ -13,6 +13,7 @@ from megatron.core.models.families.row_map import RowMap, RowRange
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers, section_names
 from megatron.core.transformer.fused_weight import fused_weights
+from tests.unit_tests.core.models.families.helpers.mixture_cases import MIXTURE_CASES
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -198,6 +199,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": YARN,
     },
+    **MIXTURE_CASES,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_moe not normalized": {
         **_QWEN3_MOE,
@@ -247,8 +249,8 @@ def their_model(transformers: Any, case: str) -> nn.Module:
     torch.manual_seed(0)
     model = build(transformers, config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+        for tensor in model.state_dict().values():  # biases of experts are buffers
+            tensor.add_(torch.randn_like(tensor) * 0.2)
     return model.eval()
 
 
@@ -291,7 +293,8 @@ def copy_from_theirs(model: GPTModel, theirs: nn.Module) -> None:
     """Every tensor of ours, and every row of theirs once: a row that nothing takes is an error."""
     state = theirs.state_dict()
     taken = {
-        name: torch.zeros(tensor.shape[:2] if tensor.dim() == 3 else tensor.shape[:1])
+        # The biases of all experts are one tensor as their matrices are.
+        name: torch.zeros(tensor.shape[: 2 if "_proj_bias" in name or tensor.dim() == 3 else 1])
         for name, tensor in state.items()
     }
     for piece in pieces(model, state):
