@@ -64,6 +64,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.models.families.row_map",
         "megatron.core.models.families.config_file",
+        "megatron.core.models.families.quantization",
         "megatron.core.models.families.fields",
         "megatron.core.models.families.layer_fields",
         "megatron.core.models.families.moe_fields",

@@ -47,6 +47,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
+from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import (
@@ -354,6 +355,7 @@ def _sources(
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
     if isinstance(model, GPTModel):
+        refuse_quantized_tensors(unexpected, str(files.folder))
         ignored = ignored_prefixes(model, files.config.get("model_type"))
         unexpected = {
             name for name in unexpected if not (name.endswith(_DERIVED) or name.startswith(ignored))

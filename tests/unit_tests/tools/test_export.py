@@ -191,7 +191,7 @@ def test_a_folder_that_computes_otherwise_is_refused_by_name(
             "config.json to be one of default, linear, llama3, yarn, got",
         ),
         ({"hidden_act": "relu"}, "hidden_act in gpt/config.json to be one of silu, "),
-        ({"quantization_config": {"bits": 4}}, "got quantization_config {'bits': 4}"),
+        ({"quantization_config": {"bits": 4}}, "got quant_method None in quantization_config"),
         ({"model_type": "gpt2"}, "Expected a model_type of llama, qwen3, "),
     ):
         file.write_text(json.dumps({**content, **changes}))

@@ -17,6 +17,7 @@ from megatron.core.models.families.glm import GLM4_MOE
 from megatron.core.models.families.gpt_oss import GPT_OSS
 from megatron.core.models.families.llama import ARCEE, LLAMA
 from megatron.core.models.families.olmo import OLMOE
+from megatron.core.models.families.quantization import refuse_quantized_config
 from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
 from megatron.core.models.families.qwen_moe import QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 from megatron.core.models.families.smollm import SMOLLM3
@@ -81,8 +82,9 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
         source: the file, for messages.
 
     Raises:
-        ConfigError: for an architecture that is not known here; for a field that must be there and
-            is not; for a value, by its name, that asks for what a model here does not have.
+        ConfigError: for an architecture that is not known here; for quantized weights; for a field
+            that must be there and is not; for a value, by its name, that asks for what a model here
+            does not have.
     """
     file = ConfigFile(content, source)
     kind = file.wanted("model_type")
@@ -93,6 +95,7 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
             f"Expected a model_type of {', '.join(families)} in {source}, got {shown(kind)}{why}."
         )
     family = families[kind]
+    refuse_quantized_config(file)
 
     options = {
         **family.options,

@@ -31,6 +31,10 @@ from megatron.core.transformer.spec import (
 
 REQUIRED = object()  # the value of `absent` for a field that must be in the file
 
+LATENT_WITHOUT_EXPERTS = (
+    "--multi-latent-attention: expected --num-experts beside it, as in every architecture of the "
+    "transformers library that has it here, got none."
+)
 # Several names of theirs are one formula; the first one is written.
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -66,10 +70,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
         if isinstance(layer.mixer, AttentionSpec):
             return layer.mixer
     if any(isinstance(layer.mixer, LatentAttentionSpec) for layer in spec.layers):
-        raise ConfigError(
-            "--multi-latent-attention: expected --num-experts beside it, as in every architecture "
-            "of the transformers library that has it here, got none."
-        )
+        raise ConfigError(LATENT_WITHOUT_EXPERTS)
     raise ConfigError(
         "--linear-attention-freq: expected at least one layer with attention, as in every "
         "architecture of the transformers library, got none."

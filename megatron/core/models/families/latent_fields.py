@@ -19,18 +19,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import Field, Value, num_heads_of
+from megatron.core.models.families.fields import (
+    LATENT_WITHOUT_EXPERTS,
+    Field,
+    Value,
+    mixture_of,
+    num_heads_of,
+)
 from megatron.core.models.families.rope import Rope
 from megatron.core.options import ConfigError
 from megatron.core.transformer.latent_config import yarn_mscale
 from megatron.core.transformer.spec import LatentAttentionSpec, ModelSpec, YarnScaling
 
 _MSCALES = ("mscale", "mscale_all_dim")
+_MOST = 2**20  # of a weight or of YaRN's factor, far beyond any use
 _MOST_DIGITS = 17  # behind the point, of a weight that is found again
 
 
 def latent_of(spec: ModelSpec) -> LatentAttentionSpec:
-    """The latent attention of the first layer that has one. ConfigError if none has."""
+    """The latent attention of the first layer that has one. ConfigError if none has, or if no layer
+    has experts.
+    """
+    if mixture_of(spec) is None:
+        raise ConfigError(LATENT_WITHOUT_EXPERTS)
     for layer in spec.layers:
         if isinstance(layer.mixer, LatentAttentionSpec):
             return layer.mixer
@@ -116,8 +127,10 @@ class LatentRope(Field):
         value = self.rope.parameters(file).get(name)
         if value is None:
             return 0.0
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise file.error(name, "a number >= 0", value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise file.error(name, "a number", value)
+        if not 0 <= value <= _MOST:
+            raise file.error(name, f"a number >= 0 and <= {_MOST}", value)
         return float(value)
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:

@@ -341,7 +341,11 @@ REFUSED = [
     (LLAMA_3_2_1B, {"mlp_bias": True}, "biases none or everywhere .* mlp_bias True"),
     (LLAMA_3_2_1B, {"attention_bias": 1}, "attention_bias in c.json to be true or false, got 1"),
     (LLAMA_3_2_1B, {"sliding_window": 64}, "fields of llama .* got sliding_window 64"),
-    (LLAMA_3_2_1B, {"quantization_config": {"bits": 4}}, "got quantization_config {'bits': 4}"),
+    (
+        LLAMA_3_2_1B,
+        {"quantization_config": {"bits": 4}},
+        "of 16 or 32 bits beside c.json, got quant_method None .* Dequantize them with",
+    ),
     (LLAMA_3_2_1B, {"a": 1, "is_decoder": True}, "got a 1, is_decoder True"),
     (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings in c.json to be a value"),
     (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* to be 1.0, got 0.5"),
@@ -523,7 +527,17 @@ STRANGE = (
 )
 
 
-@pytest.mark.parametrize("name", ["Gemma 3 1B", "SmolLM3 3B", "Qwen3.5 27B text", "Qwen3 30B-A3B"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Gemma 3 1B",
+        "SmolLM3 3B",
+        "Qwen3.5 27B text",
+        "Qwen3 30B-A3B",
+        "DeepSeek-V3",
+        "gpt-oss-20b",
+    ],
+)
 def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> None:
     messages = []
     for field in (*PUBLISHED[name], "rope_parameters", "rope_scaling", "layer_types"):

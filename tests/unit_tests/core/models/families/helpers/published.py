@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit_tests.core.models.families.helpers.published_mixtures import PUBLISHED_MIXTURES
+
 LLAMA_3_2_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -477,4 +479,5 @@ PUBLISHED = {
     "SmolLM3 3B": SMOLLM3_3B,
     "StarCoder2 3B": STARCODER2_3B,
     "StableLM 2 1.6B": STABLELM_2_1_6B,
+    **PUBLISHED_MIXTURES,
 }
