@@ -88,6 +88,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": False,
     },
+    # Keys and values alternate in one tensor, a latent lies before the rotary key in another, and
+    # biases of experts are buffers.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "tie_word_embeddings": False,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+    # All experts' matrices are one tensor, whose rows are input channels.
+    "gpt_oss": {
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+    },
     "gemma3_text": {
         "head_dim": 8,
         "query_pre_attn_scalar": 10,
@@ -111,6 +145,9 @@ def save_model(
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             parameter.add_(1.0 if parameter.dim() == 1 else 0.0)
+        for name, tensor in model.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
     model.to(dtype).save_pretrained(folder)
     train_bpe([TEXT * 20], 300, folder / "tokenizer.json")
     return folder
