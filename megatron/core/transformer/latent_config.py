@@ -21,6 +21,7 @@ _OF_OTHER_ATTENTION = (
     "attention_output_gate",
     "add_qkv_bias",
     "rotary_percent",
+    "qk_layernorm_across_heads",
 )
 
 

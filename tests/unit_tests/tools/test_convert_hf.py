@@ -202,6 +202,10 @@ def shard_without_an_entry(folder: Path) -> None:
         (lambda folder: change_tensors(folder, model__norm__weight=None), "it lacks model.norm"),
         (lambda folder: change_tensors(folder, more=torch.ones(1)), "nothing here takes more"),
         (
+            lambda folder: change_tensors(folder, a__weight_scale_inv=torch.ones(1)),
+            "got a.weight_scale_inv, as of fp8. Dequantize them with the transformers library",
+        ),
+        (
             lambda folder: change_tensors(folder, model__norm__weight=torch.ones(23)),
             "model.norm.weight has shape (23,) where the model has (24,)",
         ),

@@ -143,6 +143,10 @@ def test_a_config_can_be_rebuilt_from_its_own_values_and_replaced() -> None:
         ({"softmax_type": "learnable"}, "--softmax-type: expected its default with --multi"),
         ({"attn_logit_softcapping": 5.0}, "--attn-logit-softcapping: expected its default"),
         ({"add_qkv_bias": True}, "--add-qkv-bias: expected its default with --multi-latent"),
+        (
+            {"qk_layernorm": True, "qk_layernorm_across_heads": True},
+            "--qk-layernorm-across-heads: expected its default with --multi-latent-attention",
+        ),
         ({"rotary_percent": 0.5}, "--rotary-percent: expected its default with --multi-latent"),
         ({"qk_pos_emb_head_dim": 5}, "--qk-pos-emb-head-dim: expected an even number of channels"),
         ({"kv_lora_rank": 0}, "--kv-lora-rank: expected an integer >= 1, got 0."),
