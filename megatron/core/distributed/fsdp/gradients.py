@@ -1,9 +1,9 @@
 """`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the
 optimizer reads.
 
-    unsharded   this rank's whole gradients, as its backward leaves them
+    unsharded   this rank's gradients of the weights in use, as its backward leaves them
     partial     their sum over microbatches, where an axis is reduced only after the last of them
-    main        reduced over all axes; what the optimizer reads
+    main        reduced over all axes but those that are kept; what the optimizer reads
 
 The gradient of a sharded parameter tells what has been summed up for it so far: nothing (None), a
 part of `main`, or, between the microbatches of a deferred reduction, a part of `partial`, with the
@@ -111,7 +111,11 @@ class GroupGradients:
         # sure that what they have does not pass for a mean.
         self._missing_value = 0.0 if self._exchanges_notes else float("nan")
 
-        partial_sums = [_as_partial(placement) for placement in placements.gradient]
+        # Ranks along a kept axis have the gradients of different rows, which nothing adds up.
+        partial_sums = [
+            placement if kept else _as_partial(placement)
+            for placement, kept in zip(placements.gradient, placements.is_kept, strict=True)
+        ]
         self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
         self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
         self.partial: DBuffer | None = None
@@ -265,8 +269,8 @@ class GroupGradients:
 
     def _axes_to_reduce(self, is_last: bool) -> list[int]:
         """The axes that a microbatch's gradients are reduced over, inner to outer."""
-        placements = self._placements.gradient
-        axes = reversed(range(len(placements)))
+        placements, is_kept = self._placements.gradient, self._placements.is_kept
+        axes = [axis for axis in reversed(range(len(placements))) if not is_kept[axis]]
         return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
 
     def _step(
