@@ -12,8 +12,10 @@ key-value head of four channels each:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -70,12 +72,17 @@ class FusedWeight:
 
     def row_range(self, name: str) -> tuple[int, int]:
         """The rows of section `name`, as (start, stop). ValueError if there is no such section."""
-        start = 0
-        for section in self.sections:
-            if section.name == name:
-                return start, start + section.num_rows
-            start += section.num_rows
-        raise ValueError(f"Expected one of the sections {self.names}, got {name!r}.")
+        if name not in self._row_ranges:
+            raise ValueError(f"Expected one of the sections {self.names}, got {name!r}.")
+        return self._row_ranges[name]
+
+    @cached_property
+    def _row_ranges(self) -> dict[str, tuple[int, int]]:
+        # Made once: experts have hundreds of sections, each of which is looked up.
+        stops = itertools.accumulate(self.sizes)
+        return {
+            s.name: (stop - s.num_rows, stop) for s, stop in zip(self.sections, stops, strict=True)
+        }
 
 
 class HasSections:

@@ -185,13 +185,13 @@ class UnevenShard(Shard):
     def window(self, first_row: int, num_rows: int) -> UnevenShard:
         """The placement of `num_rows` consecutive rows of the tensor, as a tensor of their own."""
         # This axis has only the rows that the axes to its right leave; the window may begin before
-        # them or end behind them.
+        # them or end behind them, or have none of them.
         start = max(self.first_row, first_row)
         stop = min(self.first_row + self.cut.num_rows, first_row + num_rows)
         cut = self.cut.window(start - self.first_row, max(0, stop - start))
         whole = self.whole.window(first_row, num_rows)
 
-        return UnevenShard(cut, max(0, start - first_row), self.is_leftmost, whole)
+        return UnevenShard(cut, min(start - first_row, num_rows), self.is_leftmost, whole)
 
     def flattened(self, factor: int) -> UnevenShard:
         """The placement of the tensor with `factor` rows in the place of each row."""
