@@ -261,18 +261,17 @@ class _Told:
 
     def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
         """Counts one of so many microbatches in. Returns its part of the loss to train with."""
-        names = sorted(said.auxiliary)
+        names, load = sorted(said.auxiliary), said.expert_load
         if self._is_empty:
-            self._is_empty, self.names = False, names
+            self._is_empty, self.names, self.load = False, names, load
             self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
-            self.load = None if said.expert_load is None else said.expert_load.detach()
-        elif names != self.names or (said.expert_load is None) != (self.load is None):
+        elif names != self.names or (load is None) != (self.load is None):
             raise ValueError(
                 "Expected the same losses and loads of every microbatch, got auxiliary losses "
                 f"{self.names}, then {names}, or loads in one of them only."
             )
-        elif self.load is not None:
-            self.load = self.load + said.expert_load
+        elif load is not None and self.load is not None:
+            self.load = self.load + load
 
         parts = [said.loss, *(said.auxiliary[name] for name in names)]
         parts = [part / num_microbatches for part in parts]

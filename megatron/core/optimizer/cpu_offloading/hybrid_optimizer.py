@@ -6,8 +6,8 @@
     next forward                a group's gather waits for its own weights, and for nothing else
 
 The host side takes the last groups of the network: their gradients come first in backward, and
-their weights are needed last in forward. `offload_first` names others. Host and device side give the same bits, so where a group
-lives never changes a run.
+their weights are needed last in forward. `offload_first` names groups that go before them. Host and
+device side give the same bits, so where a group lives never changes a run.
 """
 
 from __future__ import annotations
