@@ -339,12 +339,6 @@ def offloaded_numel_in_fp32(model: nn.Module, plan: OffloadPlan) -> int:
     )
 
 
-def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if isinstance(module, Experts):
-            yield from module.parameters()
-
-
 def _unit_names(model: nn.Module) -> dict[int, str]:
     """The name of the unit of each parameter that is in one, by the parameter's id."""
     return {
@@ -358,6 +352,12 @@ def _named_units(model: nn.Module) -> dict[str, nn.Module]:
     # A module that stands in several places has the first of its names, as the engine gives it.
     units = set(sharding_units(model))
     return {name: module for name, module in model.named_modules() if module in units}
+
+
+def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, Experts):
+            yield from module.parameters()
 
 
 def _build_hybrid(
