@@ -248,7 +248,6 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--moe-upcycling-granularity --moe-enable-routing-replay --moe-routing-trace-*",
         "This variant of a mixture of experts is not offered.",
     ),
-    _remove("--expert-model-parallel-size", "Expert parallelism is not offered; FSDP shards."),
     _remove("--expert-tensor-parallel-*", "Tensor parallelism is not offered; FSDP shards."),
     _remove(
         "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim "
