@@ -37,6 +37,7 @@ from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
+from megatron.core.transformer.experts import Experts
 
 # Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
@@ -301,7 +302,8 @@ def plan_offload(
         parameter_groups(model.named_parameters(), config.weight_decay),
         lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
     )
-    return build_plan(groups, config.optimizer_offload_fraction)
+    first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()
+    return build_plan(groups, config.optimizer_offload_fraction, first)
 
 
 def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
@@ -350,6 +352,12 @@ def _named_units(model: nn.Module) -> dict[str, nn.Module]:
     # A module that stands in several places has the first of its names, as the engine gives it.
     units = set(sharding_units(model))
     return {name: module for name, module in model.named_modules() if module in units}
+
+
+def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, Experts):
+            yield from module.parameters()
 
 
 def _build_hybrid(
