@@ -194,9 +194,10 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
     _replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
-    _remove(
-        "--quick-geglu --glu-linear-offset --activation-func-clamp-value",
-        "The MLP has --activation-func, with a gate under --gated-linear-unit or --swiglu.",
+    _replace(
+        "--quick-geglu",
+        "--gated-linear-unit --activation-func quick_gelu",
+        "A gate and its activation are two settings.",
     ),
     _remove(
         "--apply-residual-connection-post-layernorm --fp32-residual-connection "

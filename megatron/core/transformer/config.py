@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.options import ConfigError, check_options, expect, option, resolve_default
-from megatron.core.transformer.layer_pattern import layer_pattern
+from megatron.core.options import check_options, expect, option, resolve_default
+from megatron.core.transformer.layer_pattern import PATTERN_NOUN, layer_pattern
 from megatron.core.transformer.moe_config import MoeOptions
+from megatron.core.transformer.rotary_config import RotaryOptions
 from megatron.core.transformer.spec import Activation, Sinks
 
 # Bounds far beyond any model, within which the number of elements of a weight is an int64.
 _MOST_CHANNELS = 2**24
-_PATTERN = 'a number, or zeros and ones such as "([1]*3+[0])*6"'
 
 
 @dataclass(frozen=True)
-class TransformerConfig(MoeOptions):
+class TransformerConfig(MoeOptions, RotaryOptions):
     """The model's options, under Megatron's names and, where it has them, with its defaults.
 
     Options left at None are derived from the others once, at construction; `dataclasses.replace`
@@ -70,7 +70,7 @@ class TransformerConfig(MoeOptions):
         "N: every N-th layer attends without the window; or a list with 1 for each layer that has "
         "the window",
         requires="window_size",
-        noun=_PATTERN,
+        noun=PATTERN_NOUN,
         is_pattern=True,
     )
     softmax_type: str = option(
@@ -94,7 +94,7 @@ class TransformerConfig(MoeOptions):
         None,
         "N: all layers but every N-th have a gated delta net instead of attention; or a list with "
         "1 for each layer that has one",
-        noun=_PATTERN,
+        noun=PATTERN_NOUN,
         is_pattern=True,
     )
     linear_conv_kernel_dim: int = option(
@@ -132,92 +132,6 @@ class TransformerConfig(MoeOptions):
         ceiling=_MOST_CHANNELS,
         requires="linear_attention_freq",
     )
-    position_embedding_type: str = option(
-        "rope",
-        "how positions enter attention: rotary, rotary scaled by YaRN, or not at all",
-        choices=("rope", "yarn", "none"),
-    )
-    rotary_base: float = option(10000.0, "base of the rotary wavelengths", more_than=1.0)
-    rotary_percent: float = option(
-        1.0, "share of each head's channels that is rotated", more_than=0.0, at_most=1.0
-    )
-    window_rotary_base: float | None = option(
-        None,
-        "base of the rotary wavelengths in layers with a window, which are not scaled then "
-        "(default: as in the others)",
-        more_than=1.0,
-        requires="window_size",
-    )
-    no_rope_freq: str | None = option(
-        None,
-        "N: every N-th layer leaves queries and keys unrotated; or a list with 1 for each layer "
-        "that does",
-        noun=_PATTERN,
-        is_pattern=True,
-    )
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None, "divide positions by this (linear scaling)", at_least=1.0
-    )
-    use_rope_scaling: bool = option(False, "stretch long rotary wavelengths as Llama 3.1 does")
-    rope_scaling_factor: float = option(
-        8.0,
-        "by how much --use-rope-scaling stretches them",
-        at_least=1.0,
-        no_effect_unless="use_rope_scaling",
-    )
-    rope_scaling_low_freq_factor: float = option(
-        1.0,
-        "wavelengths are long above the original length divided by this",
-        more_than=0.0,
-        no_effect_unless="use_rope_scaling",
-    )
-    rope_scaling_high_freq_factor: float = option(
-        4.0,
-        "wavelengths are short below the original length divided by this",
-        more_than=0.0,
-        no_effect_unless="use_rope_scaling",
-    )
-    rope_scaling_original_max_position_embeddings: int = option(
-        8192,
-        "positions that the model was trained with before it was extended",
-        at_least=1,
-        no_effect_unless="use_rope_scaling",
-    )
-    yarn_rotary_scaling_factor: float | None = option(
-        None,
-        "stretch rotary wavelengths by this",
-        at_least=1.0,
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
-    yarn_original_max_position_embeddings: int | None = option(
-        None,
-        "positions that the model was trained with before it was extended",
-        at_least=1,
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
-    yarn_beta_fast: float = option(
-        32.0,
-        "wavelengths that turn more often than this over the original length are kept",
-        more_than=0.0,
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
-    yarn_beta_slow: float = option(
-        1.0,
-        "wavelengths that turn less often than this over the original length are stretched in full",
-        more_than=0.0,
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
-    yarn_attention_factor: float | None = option(
-        None,
-        "multiply cosines and sines by this (default: 1 + log(factor) / 10)",
-        more_than=0.0,
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
-    yarn_correction_range_round_to_int: bool = option(
-        True,
-        "begin and end the blending of wavelengths at whole channels",
-        no_effect_unless={"position_embedding_type": "yarn"},
-    )
     normalization: str = option(
         "LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm")
     )
@@ -239,6 +153,14 @@ class TransformerConfig(MoeOptions):
         None,
         "the MLP's activation (default: gelu; silu with --swiglu)",
         choices=tuple(kind.value for kind in Activation),
+    )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "bound of a gated MLP's gate from above and of its other half from both sides",
+        more_than=0.0,
+    )
+    glu_linear_offset: float = option(
+        0.0, "added to the half of a gated MLP that the gate multiplies, after that bound"
     )
     embedding_multiplier: float = option(
         1.0, "what word embeddings are multiplied by", more_than=0.0
@@ -274,7 +196,7 @@ class TransformerConfig(MoeOptions):
         self._resolve_ffn()
         self._check_window()
         self._check_delta_nets()
-        self._check_rotation()
+        self._check_rotation(self.head_dim, self.rotary_dim)
         self._check_moe()
         # Lists of layers are read here, too, so that a wrong one is refused with the other options.
         self.windowed_layers()
@@ -327,6 +249,17 @@ class TransformerConfig(MoeOptions):
                 self.activation_func,
             )
 
+        for flag, is_given in (
+            ("--activation-func-clamp-value", self.activation_func_clamp_value is not None),
+            ("--glu-linear-offset", self.glu_linear_offset != 0.0),
+        ):
+            expect(
+                self.is_gated or not is_given,
+                flag,
+                "--swiglu or --gated-linear-unit beside it",
+                None,
+            )
+
         gated_size = int((4 * self.hidden_size * 2 / 3) / 64) * 64
         resolve_default(
             self, "ffn_hidden_size", gated_size if self.is_gated else 4 * self.hidden_size
@@ -357,59 +290,6 @@ class TransformerConfig(MoeOptions):
                 "--linear-num-value-heads",
                 f"a multiple of --linear-num-key-heads ({keys})",
                 values,
-            )
-
-    def _check_rotation(self) -> None:
-        if self.position_embedding_type != "none":
-            expect(
-                self.rotary_dim >= 2 and self.rotary_dim % 2 == 0,
-                "--rotary-percent",
-                f"an even, positive share of the {self.head_dim} channels of a head "
-                "(--kv-channels)",
-                self.rotary_dim,
-            )
-        if self.position_embedding_type == "yarn":
-            for flag, value in (
-                ("--yarn-rotary-scaling-factor", self.yarn_rotary_scaling_factor),
-                (
-                    "--yarn-original-max-position-embeddings",
-                    self.yarn_original_max_position_embeddings,
-                ),
-            ):
-                expect(value is not None, flag, "a value with --position-embedding-type yarn", None)
-
-            slow, fast = self.yarn_beta_slow, self.yarn_beta_fast
-            expect(slow < fast, "--yarn-beta-fast", f"more than --yarn-beta-slow {slow}", fast)
-
-        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
-        expect(
-            not self.use_rope_scaling or low < high,
-            "--rope-scaling-high-freq-factor",
-            f"more than --rope-scaling-low-freq-factor {low}",
-            high,
-        )
-        self._check_one_scaling()
-
-    def _check_one_scaling(self) -> None:
-        """Wavelengths are scaled in one way, and only where something is rotated."""
-        scalings = {
-            "--use-rope-scaling": self.use_rope_scaling,
-            "--rotary-seq-len-interpolation-factor": bool(self.rotary_seq_len_interpolation_factor),
-        }
-        others = {
-            "--no-rope-freq": self.no_rope_freq is not None,
-            "--window-rotary-base": self.window_rotary_base is not None,
-        }
-        given = [flag for flag, is_given in scalings.items() if is_given]
-        if given and self.position_embedding_type == "yarn":
-            given.insert(0, "--position-embedding-type yarn")
-        if len(given) > 1:
-            raise ConfigError(f"{given[1]}: expected one scaling of rotary, got {given[0]}, too.")
-
-        given += [flag for flag, is_given in others.items() if is_given]
-        if given and self.position_embedding_type == "none":
-            raise ConfigError(
-                f"{given[0]}: expected rotary positions, got --position-embedding-type none."
             )
 
     @property

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.fused_weight import FusedWeight, HasSections
-from megatron.core.transformer.mlp import activation_of
+from megatron.core.transformer.grouped_matmul import grouped_matmul
+from megatron.core.transformer.mlp import activate, activate_gated
 from megatron.core.transformer.spec import MoeSpec
 
 
@@ -86,12 +87,8 @@ class ExpertLinear(HasSections, nn.Module):
         matrices = self.weight.unflatten(0, (len(counts), -1))
         if not self.rows_are_inputs:
             matrices = matrices.mT
-        parts = tokens.split(counts.tolist())
-        output = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
-        if self.bias is not None:
-            biases = self.bias.unflatten(0, (len(counts), -1))
-            output = output + biases.repeat_interleave(counts, dim=0, output_size=len(output))
-        return output
+        biases = None if self.bias is None else self.bias.unflatten(0, (len(counts), -1))
+        return grouped_matmul(tokens, matrices, counts, biases)
 
 
 class Experts(nn.Module):
@@ -116,18 +113,16 @@ class Experts(nn.Module):
         self.linear_fc2 = build(
             expert.size, [("linear_fc2", hidden_size)], init_std=output_init_std
         )
-        self.activation = activation_of(expert)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; for the arguments see `ExpertLinear.forward`."""
         inner = self.linear_fc1(tokens, counts)
-        if self.spec.expert.is_gated:
-            if self.spec.rows_are_inputs:
-                gate, up = inner[..., ::2], inner[..., 1::2]
-            else:
-                gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
+        expert = self.spec.expert
+        if not expert.is_gated:
+            inner = activate(expert, inner)
+        elif self.spec.rows_are_inputs:
+            inner = activate_gated(expert, inner[..., ::2], inner[..., 1::2])
         else:
-            inner = self.activation(inner)
+            inner = activate_gated(expert, *inner.chunk(2, dim=-1))
         output: Tensor = self.linear_fc2(inner, counts)
         return output

@@ -13,6 +13,9 @@ import ast
 
 from megatron.core.options import ConfigError, expect
 
+# What such an option admits, in messages.
+PATTERN_NOUN = 'a number, or zeros and ones such as "([1]*3+[0])*6"'
+
 _MOST_CHARACTERS = 2**18  # as many layers as there may be, one by one
 _MOST_OPERATIONS = 200
 _MOST_LAYERS = 2**16

@@ -38,6 +38,8 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
         activation=config.activation,
         is_gated=config.is_gated,
         has_bias=config.add_bias_linear,
+        clamp=config.activation_func_clamp_value,
+        up_offset=config.glu_linear_offset,
     )
     mixture = None if config.num_experts is None else _mixture(config, dense, config.num_experts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +16,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -22,14 +27,25 @@ def _squared_relu(x: Tensor) -> Tensor:
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: _gelu_tanh,
+    Activation.QUICK_GELU: _quick_gelu,
     Activation.SILU: F.silu,
     Activation.SQUARED_RELU: _squared_relu,
 }
 
 
-def activation_of(spec: DenseSpec) -> Callable[[Tensor], Tensor]:
-    """The function between the two linear layers."""
-    return _ACTIVATIONS[spec.activation]
+def activate(spec: DenseSpec, inner: Tensor) -> Tensor:
+    """The activation of a network without a gate."""
+    return _ACTIVATIONS[spec.activation](inner)
+
+
+def activate_gated(spec: DenseSpec, gate: Tensor, up: Tensor) -> Tensor:
+    """The activation of a gated network: see `DenseSpec`."""
+    if spec.clamp is not None:
+        gate = gate.clamp(max=spec.clamp)
+        up = up.clamp(-spec.clamp, spec.clamp)
+    if spec.up_offset:
+        up = up + spec.up_offset
+    return _ACTIVATIONS[spec.activation](gate) * up
 
 
 class MLP(nn.Module):
@@ -43,6 +59,7 @@ class MLP(nn.Module):
         self, spec: DenseSpec, hidden_size: int, *, init_std: float, output_init_std: float
     ) -> None:
         super().__init__()
+        self.spec = spec
         bias = spec.has_bias
         self.linear_fc1: Linear
         if spec.is_gated:
@@ -50,7 +67,6 @@ class MLP(nn.Module):
             self.linear_fc1 = FusedLinear(hidden_size, sections, bias, init_std=init_std)
         else:
             self.linear_fc1 = Linear(hidden_size, spec.size, bias, init_std=init_std)
-        self.activation = activation_of(spec)
         self.linear_fc2 = Linear(spec.size, hidden_size, bias, init_std=output_init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -58,8 +74,8 @@ class MLP(nn.Module):
         inner: Tensor = self.linear_fc1(hidden)
         if isinstance(self.linear_fc1, FusedLinear):
             gate, up = self.linear_fc1.split(inner)
-            inner = self.activation(gate) * up
+            inner = activate_gated(self.spec, gate, up)
         else:
-            inner = self.activation(inner)
+            inner = activate(self.spec, inner)
         output: Tensor = self.linear_fc2(inner)
         return output

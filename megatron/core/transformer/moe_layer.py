@@ -1,17 +1,32 @@
-"""MoELayer: a mixture of experts as the feed-forward network of a layer."""
+"""MoELayer: a mixture of experts as the feed-forward network of a layer.
+
+[Note: capacity] With a capacity factor an expert takes at most ceil(factor x an even share) of the
+choices of a rank's microbatch, a number known from the shapes. A choice beyond it is dropped: the
+expert does not compute the token, and the token goes without this part of its sum. The weights of
+its other experts stay as they are, as in Megatron: what an expert adds to a token does not depend
+on how many others chose the same experts. A token all of whose choices are dropped passes through
+the residual stream alone, and the shared experts.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.transformer.experts import Experts
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.router import Router, RouterReport
+from megatron.core.transformer.router import Router, RouterReport, Routing
 from megatron.core.transformer.spec import MoeSpec
+from megatron.core.transformer.token_permutation import (
+    TokenOrder,
+    combine_tokens,
+    order_by_expert,
+    order_within_capacity,
+    permute_tokens,
+)
 
 
 class Sent(NamedTuple):
@@ -84,22 +99,26 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, RouterReport]:
         """[batch, seq, hidden] -> the same, and what the router reports."""
         routing = self.router(hidden)
-        tokens = hidden.flatten(0, 1)
-        top_k = self.spec.router.top_k
+        order = self._order(routing)
 
-        # Each token as often as it has experts, in the order of these: `order` holds places in the
-        # flattened choices.
-        order = routing.experts.flatten().argsort(stable=True)
-        sent = self.exchange.send(tokens[order // top_k], routing.report.load)
+        sent = self.exchange.send(permute_tokens(hidden.flatten(0, 1), order), order.counts)
         outputs = self.exchange.bring_back(self.experts(sent.tokens, sent.counts), sent)
-
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        chosen = outputs[back].unflatten(0, (-1, top_k))
-        weights = routing.weights.to(chosen.dtype)
-        output = (chosen * weights[..., None]).sum(dim=1).view_as(hidden)
+        output = combine_tokens(outputs, routing.weights, order).view_as(hidden)
         if self.shared_experts is not None:
             output = output + self._shared(hidden)
         return output, routing.report
+
+    def _order(self, routing: Routing) -> TokenOrder:
+        """By expert, without the choices beyond the experts' capacity."""
+        factor = self.spec.capacity_factor
+        experts, load = routing.experts, routing.report.load
+        if factor is None:
+            return order_by_expert(experts, load)
+
+        capacity = max(1, math.ceil(experts.numel() / len(load) * factor))
+        return order_within_capacity(
+            experts, load, capacity, self.spec.drop_policy, routing.weights
+        )
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_experts is not None, "asked for only where there are some"

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dtypes import DTYPES
+from megatron.core.autocast import without_autocast
 from megatron.core.transformer.spec import Balancing, RouterSpec, Scores
 
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # of RouterSpec.dtype
 _TINY = 1e-20  # keeps a token's weights finite where all its scores are zero
 
 
@@ -80,20 +81,26 @@ class Router(nn.Module):
         logits = self._logits(hidden.reshape(batch * seq, width))
         chosen, weights = self._choose(logits)
 
-        load = torch.bincount(chosen.flatten(), minlength=self.spec.num_experts)
-        report = RouterReport(
-            self._balance_loss(logits, chosen, batch), self._z_loss(logits), load.detach()
-        )
+        # Not torch.bincount, for whose length an accelerator's host waits.
+        load = chosen.new_zeros(self.spec.num_experts)
+        load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        report = RouterReport(self._balance_loss(logits, chosen, batch), self._z_loss(logits), load)
         return Routing(chosen, weights, report)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """[tokens, experts], fp32 or wider."""
-        dtype = tokens.dtype if self.spec.dtype is None else DTYPES[self.spec.dtype]
+        if self.spec.dtype is None:
+            # In the compute dtype, that of autocast where it is on.
+            logits = F.linear(tokens, self.weight, self.bias)
+            return logits.float() if logits.dtype.itemsize < 4 else logits
+
+        dtype = _DTYPES[self.spec.dtype]
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
-        return logits.float() if logits.dtype.itemsize < 4 else logits
+        with without_autocast(tokens.device):
+            return F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token and their weights, both [tokens, top_k]."""
         spec = self.spec
         if not spec.is_scored_first:
             chosen = self._largest(logits)
@@ -108,7 +115,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _largest(self, scores: Tensor) -> Tensor:
-        """The experts of each token: [tokens, top_k]."""
+        """The experts of each token: [tokens, top_k]. Which ones of equal scores is `topk`'s choice
+        as it is that of the models' published code.
+        """
         spec = self.spec
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
@@ -121,27 +130,40 @@ class Router(nn.Module):
         return scores.topk(spec.top_k, dim=-1).indices
 
     def _balance_loss(self, logits: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        """Of each part of the tokens, the number of experts times the sum over them of (share of
+        the choices) x (mean score), which is 1 where all experts are chosen alike (Fedus et al.
+        2021, arXiv:2101.03961); its mean over the parts. fp32.
+
+        A part is the microbatch, or a sequence. As in Megatron and in DeepSeek-V3
+        (arXiv:2412.19437), choices are by the scores alone: a bias and groups, which balance in
+        their own way, do not hide from this loss that scores are uneven.
+        """
         spec = self.spec
         if spec.balancing is Balancing.NONE or not spec.balance_coeff or not self.training:
-            return logits.new_zeros(())
+            return _no_loss(logits)
 
-        is_softmax = spec.scores is Scores.SOFTMAX
-        scores = logits.softmax(dim=-1) if is_softmax else logits.sigmoid()
-        if not is_softmax:
+        if spec.scores is Scores.SOFTMAX:
+            scores = logits.softmax(dim=-1)
+        else:
+            scores = logits.sigmoid()
             scores = scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+        if self.expert_bias is not None or spec.num_groups > 1:
+            chosen = scores.topk(spec.top_k, dim=-1).indices
 
-        # Over all tokens as over one sequence, or over each sequence by itself.
         parts = batch if spec.balancing is Balancing.SEQUENCE else 1
-        per_part = len(logits) // parts
         counts = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        share = counts.unflatten(0, (parts, per_part)).mean(dim=1) / spec.top_k
-        mean_score = scores.unflatten(0, (parts, per_part)).mean(dim=1)
+        share = counts.unflatten(0, (parts, -1)).mean(dim=1) / spec.top_k
+        mean_score = scores.unflatten(0, (parts, -1)).mean(dim=1)
         loss = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
-        weighted: Tensor = loss * spec.balance_coeff
-        return weighted
+        return (loss * spec.balance_coeff).float()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
+        """The mean of the squared log-sum-exp of a token's logits. fp32."""
         if not self.spec.z_coeff or not self.training:
-            return logits.new_zeros(())
-        weighted: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
-        return weighted
+            return _no_loss(logits)
+        loss: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
+        return loss.float()
+
+
+def _no_loss(logits: Tensor) -> Tensor:
+    return logits.new_zeros((), dtype=torch.float32)

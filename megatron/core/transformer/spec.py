@@ -31,6 +31,7 @@ class Activation(enum.Enum):
 
     GELU = "gelu"  # exact, with erf
     GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    QUICK_GELU = "quick_gelu"  # its approximation x * sigmoid(1.702 x)
     SILU = "silu"
     SQUARED_RELU = "squared_relu"
 
@@ -221,12 +222,16 @@ class DenseSpec:
     Attributes:
         size: channels between the two.
         is_gated: the first layer has a gate and an up projection: activation(gate) * up.
+        clamp: bound of the gate from above, and of up from both sides; gated ones only.
+        up_offset: added to up after that: activation(gate) * (up + up_offset); gated ones only.
     """
 
     size: int
     activation: Activation
     is_gated: bool
     has_bias: bool
+    clamp: float | None = None
+    up_offset: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ _FLAGS = {
     "feed_forward.activation": "--activation-func",
     "feed_forward.is_gated": "--swiglu",
     "feed_forward.has_bias": "--disable-bias-linear",
+    "feed_forward.clamp": "--activation-func-clamp-value",
+    "feed_forward.up_offset": "--glu-linear-offset",
     "post_norm": "--post-norm",
 }
 # Flags that turn off what the spec's value turns on.

@@ -28,6 +28,16 @@ VOCAB, SEQ, BATCH = 48, 16, 3
             "untie_embeddings_and_output_weights": True,
         },
         {"kv_channels": 16},
+        {
+            "num_experts": 8,
+            "moe_router_topk": 3,
+            "swiglu": True,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": "[0,1]",
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_shared_expert_gate": True,
+        },
+        {"num_experts": 8, "moe_ffn_hidden_size": 24},
     ],
 )
 def test_count_is_that_of_the_matrix_products_with_attention_halved(
@@ -77,3 +87,14 @@ def test_a_gated_delta_net_costs_the_same_for_every_token() -> None:
     spec = model_spec(TransformerConfig(2, 32, 4, linear_attention_freq="[1,1]"))
     one, two = (num_floating_point_operations(spec, VOCAB, length) for length in (512, 1024))
     assert two == 2 * one
+
+
+def test_count_of_a_mixture_follows_the_chosen_experts_and_not_their_number() -> None:
+    def count(**changes: Any) -> int:
+        spec = model_spec(TransformerConfig(1, 32, 4, **changes))
+        return num_floating_point_operations(spec, VOCAB, SEQ)
+
+    few, many = (count(num_experts=number, moe_router_topk=4) for number in (4, 64))
+    assert many - few == 3 * 2 * SEQ * 32 * 60  # the router's logits
+    bounded = count(num_experts=64, moe_router_topk=4, moe_expert_capacity_factor=1.0)
+    assert bounded == many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,12 +12,18 @@ from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     Activation,
     AttentionSpec,
+    Balancing,
+    DenseSpec,
+    DropPolicy,
     GatedDeltaNetSpec,
     LinearScaling,
     Llama3Scaling,
+    MoeSpec,
     NormKind,
     NormSpec,
     RotarySpec,
+    RouterSpec,
+    Scores,
     Sinks,
     YarnScaling,
 )
@@ -156,3 +163,86 @@ def test_the_rest_of_the_options_reach_the_specs() -> None:
         Activation.GELU_TANH,
         True,
     )
+
+
+def test_a_mixture_of_experts_is_made_of_its_options() -> None:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        swiglu=True,
+        add_bias_linear=False,
+        activation_func_clamp_value=7.0,
+        glu_linear_offset=1.0,
+        num_experts=16,
+        moe_layer_freq="2",
+        moe_ffn_hidden_size=24,
+        moe_router_topk=3,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_dtype="fp64",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.01,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=0.2,
+        moe_shared_expert_intermediate_size=40,
+        moe_shared_expert_gate=True,
+        moe_expert_capacity_factor=1.5,
+        moe_token_drop_policy="position",
+        moe_expert_rows="inputs",
+    )
+    layers = [layer.feed_forward for layer in model_spec(config).layers]
+    dense = DenseSpec(128, Activation.SILU, is_gated=True, has_bias=False, clamp=7.0, up_offset=1.0)
+    assert layers[1] == layers[3] == dense
+    assert (
+        layers[0]
+        == layers[2]
+        == MoeSpec(
+            router=RouterSpec(
+                num_experts=16,
+                top_k=3,
+                scores=Scores.SIGMOID,
+                is_scored_first=True,
+                is_normalized=True,
+                scale=2.5,
+                num_groups=4,
+                top_groups=2,
+                has_expert_bias=True,
+                bias_update_rate=0.01,
+                dtype="fp64",
+                balancing=Balancing.SEQUENCE,
+                balance_coeff=0.1,
+                z_coeff=0.2,
+            ),
+            expert=replace(dense, size=24),
+            shared=replace(dense, size=40),
+            has_shared_gate=True,
+            capacity_factor=1.5,
+            drop_policy=DropPolicy.POSITION,
+            rows_are_inputs=True,
+        )
+    )
+
+
+def test_a_mixture_drops_nothing_and_balances_nothing_by_default() -> None:
+    (layer,) = model_spec(TransformerConfig(1, 64, 4, num_experts=4)).layers
+    mixture = layer.feed_forward
+    assert isinstance(mixture, MoeSpec)
+    assert mixture.expert.size == 256
+    assert (mixture.shared, mixture.capacity_factor) == (None, None)
+    router = mixture.router
+    assert (router.top_k, router.is_scored_first, router.is_normalized) == (2, False, False)
+    assert (router.balance_coeff, router.z_coeff, router.has_expert_bias) == (0.0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, "1111"), ("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0]+[1]*3", "0111")],
+)
+def test_layers_with_experts_are_counted_from_the_first(text: str | None, expected: str) -> None:
+    config = TransformerConfig(4, 64, 4, num_experts=4, moe_layer_freq=text)
+    found = [isinstance(layer.feed_forward, MoeSpec) for layer in model_spec(config).layers]
+    assert "".join(str(int(has_experts)) for has_experts in found) == expected

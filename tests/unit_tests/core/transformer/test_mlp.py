@@ -52,6 +52,7 @@ def test_swiglu_gates_with_the_first_half_of_the_rows(make_spec: Any) -> None:
             "gelu_tanh",
             lambda x: x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
         ),
+        ("quick_gelu", lambda x: x / (1 + torch.exp(-1.702 * x))),
         ("silu", lambda x: x * torch.sigmoid(x)),
         ("squared_relu", lambda x: torch.where(x > 0, x * x, 0)),
     ],
@@ -65,3 +66,18 @@ def test_every_activation_stands_with_and_without_a_gate(
     inner = F.linear(x, mlp.linear_fc1.weight)
     inner = expected(inner[..., :48]) * inner[..., 48:] if is_gated else expected(inner)
     torch.testing.assert_close(mlp(x), F.linear(inner, mlp.linear_fc2.weight), rtol=1e-4, atol=1e-5)
+
+
+def test_a_clamped_gate_is_bounded_above_and_the_other_half_on_both_sides(make_spec: Any) -> None:
+    spec = make_spec(swiglu=True, activation_func_clamp_value=0.5, glu_linear_offset=1.0)
+    mlp = _mlp(spec)
+    x = torch.randn(2, 30, 32)
+    gate, up = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias).chunk(2, dim=-1)
+    assert (gate > 0.5).any()
+    assert (gate < -0.5).any()
+    assert (up.abs() > 0.5).any()
+
+    gate = torch.minimum(gate, torch.tensor(0.5))
+    up = torch.minimum(torch.maximum(up, torch.tensor(-0.5)), torch.tensor(0.5))
+    expected = F.linear(F.silu(gate) * (up + 1), mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-5)

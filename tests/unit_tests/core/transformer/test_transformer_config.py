@@ -130,6 +130,52 @@ def test_flags_are_megatrons() -> None:
             {"swiglu": True, "activation_func": "gelu"},
             "--activation-func: expected silu, since --swiglu is given, got 'gelu'.",
         ),
+        (
+            {"activation_func_clamp_value": 7.0},
+            "--activation-func-clamp-value: expected --swiglu or --gated-linear-unit beside it",
+        ),
+        (
+            {"glu_linear_offset": 1.0},
+            "--glu-linear-offset: expected --swiglu or --gated-linear-unit beside it",
+        ),
+        (
+            {"activation_func_clamp_value": 0.0, "swiglu": True},
+            "--activation-func-clamp-value: expected a number > 0.0, got 0.0.",
+        ),
+        ({"moe_router_topk": 1}, "--num-experts: expected an integer >= 1"),
+        (
+            {"num_experts": 4, "moe_router_topk": 5},
+            "--moe-router-topk: expected at most --num-experts 4, got 5.",
+        ),
+        (
+            {"num_experts": 4, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            "--moe-router-num-groups: expected a divisor of --num-experts 4, got 3.",
+        ),
+        (
+            {"num_experts": 4, "moe_router_num_groups": 2},
+            "--moe-router-num-groups: expected --moe-router-group-topk beside it, got None.",
+        ),
+        (
+            {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
+            "--moe-router-group-topk: expected at most --moe-router-num-groups 2, got 3.",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_topk": 3,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 1,
+            },
+            "--moe-router-topk: expected at most the 2 experts of --moe-router-group-topk 1",
+        ),
+        (
+            {"num_experts": 4, "moe_layer_freq": "[1,0,1]"},
+            "--moe-layer-freq: expected a number, or zeros and ones for --num-layers 2",
+        ),
+        (
+            {"num_experts": 4, "moe_token_drop_policy": "position"},
+            "--moe-expert-capacity-factor: expected a number > 0.0, since --moe-token-drop-policy",
+        ),
         ({"rope_scaling_factor": 2.0}, "--rope-scaling-factor: expected --use-rope-scaling"),
         (
             {"position_embedding_type": "yarn"},
