@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.uneven_rows import recut
@@ -97,19 +97,20 @@ class GroupGradients:
         divisor: float,
         device: torch.device,
         note: Note,
+        exchange: NoteExchange,
     ) -> None:
         self._mesh = mesh
         self._placements = placements
         self._dtypes = dtypes
         self._divisor = divisor
         self._note = note
+        self._exchange = exchange
         self._received: set[int] = set()
 
-        self._exchanges_notes = collectives.exchanges_notes(device)
         # Ranks that exchange notes notice at once if only some of them have a gradient. Without
         # notes they notice at the end of the step, and only if the training loop asks: NaN makes
         # sure that what they have does not pass for a mean.
-        self._missing_value = 0.0 if self._exchanges_notes else float("nan")
+        self._missing_value = 0.0 if exchange.is_used else float("nan")
 
         # Ranks along a kept axis have the gradients of different rows, which nothing adds up.
         partial_sums = [
@@ -189,7 +190,8 @@ class GroupGradients:
         takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
             axes = self._axes_to_reduce(is_last)
-            return Reduction(lambda: self._tell(axes), self._notes(axes, []))
+            tell = partial(self._exchange.tell, self._note(()), axes)
+            return Reduction(tell, self._notes(axes, []))
 
         if joins:
             self._take_memory()
@@ -222,7 +224,7 @@ class GroupGradients:
         self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
 
         def work() -> None:
-            self._tell(told)
+            self._exchange.tell(self._note(()), told)
             self._carry_out(folded, steps)
 
         return Reduction(work, self._notes(told, steps))
@@ -258,7 +260,7 @@ class GroupGradients:
         ranks issue would hang, or be matched with the next one. Parameters that have been frozen
         get a gradient on no rank.
         """
-        return not self._exchanges_notes and any(
+        return not self._exchange.is_used and any(
             parameter.requires_grad for parameter in parameters
         )
 
@@ -298,12 +300,6 @@ class GroupGradients:
                 )
             if ours.data_ptr() != theirs.data_ptr():
                 ours.copy_(theirs)
-
-    def _tell(self, axes: Iterable[int]) -> None:
-        """Tells the other ranks that there is nothing to reduce here, if they exchange notes."""
-        if self._exchanges_notes:
-            for axis in axes:
-                collectives.compare_notes(self._note(()), self._mesh.get_group(axis))
 
     def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
         for index in folded:
@@ -356,7 +352,7 @@ class GroupGradients:
 
         if self._dtypes.comm.itemsize < source.dtype.itemsize:
             source = source.cast(self._dtypes.comm)
-        divisor, note = step.divisor, self._note(step.received)
+        divisor, note = step.divisor, self._exchange.ahead(self._note(step.received), axes)
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1
             # A step on the way may use the target's memory, unless that holds the sum so far.
