@@ -1,6 +1,8 @@
 """Router: which experts compute each token, and with which weights.
 
-See [Note: balance] in docs/moe.md for the losses that keep the experts' loads even.
+Nothing here makes an accelerator's host wait. Routers are no `Fp32Module`: with bf16 compute their
+weights are rounded like all others, as in the published models, of which some compute with them in
+fp32 (`RouterSpec.dtype`).
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class Router(nn.Module):
         counts = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
         share = counts.unflatten(0, (parts, -1)).mean(dim=1) / spec.top_k
         mean_score = scores.unflatten(0, (parts, -1)).mean(dim=1)
-        loss = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
+        loss: Tensor = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
         return (loss * spec.balance_coeff).float()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
