@@ -95,7 +95,7 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     # Parallelism.
     _no_effect(
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
-        "--expert-model-parallel-size --expert-tensor-parallel-size",
+        "--expert-tensor-parallel-size",
         "All ranks are data-parallel.",
         "1",
     ),

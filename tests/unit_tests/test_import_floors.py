@@ -127,6 +127,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.module",
         "megatron.core.distributed.fsdp.fsdp2_arguments",
         "megatron.core.distributed.fsdp.fully_shard",
+        "megatron.core.distributed.experts",
         "megatron.core.distributed.megatron_fsdp",
         "megatron.core.distributed.torch_fsdp2",
     ],

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.units import sharding_units
+from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.optimizer.clip_grads import (
@@ -287,7 +287,7 @@ def plan_offload(
     """Which groups of a model will be in host memory, made once, before the model is sharded.
 
     Args:
-        by_module: the entries of `sharding_units(model)`, and what they leave, go as a whole, as
+        by_module: mixtures' experts, layers without these, and what is left, go as a whole, as
             our engine has them; else each tensor goes by itself.
 
     Returns:
@@ -339,8 +339,24 @@ def offloaded_numel_in_fp32(model: nn.Module, plan: OffloadPlan) -> int:
     )
 
 
+def offloaded_numel_of_experts(model: nn.Module, plan: OffloadPlan) -> int:
+    """How many of a plan's elements on the host belong to mixtures' experts, over all ranks.
+
+    For plans by module, before the model is sharded.
+    """
+    on_host = offloaded_modules(model, plan)
+    return sum(
+        parameter.numel()
+        for experts in expert_units(model)
+        if experts in on_host
+        for parameter in experts.parameters()
+        if parameter.requires_grad
+    )
+
+
 def _unit_names(model: nn.Module) -> dict[int, str]:
-    """The name of the unit of each parameter that is in one, by the parameter's id."""
+    """The name of the innermost unit of each parameter that is in one, by the parameter's id."""
+    # Units come before those inside them, whose names are the last to be entered.
     return {
         id(parameter): name
         for name, unit in _named_units(model).items()
@@ -350,7 +366,7 @@ def _unit_names(model: nn.Module) -> dict[int, str]:
 
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:
     # A module that stands in several places has the first of its names, as the engine gives it.
-    units = set(sharding_units(model))
+    units = {*sharding_units(model), *expert_units(model)}
     return {name: module for name, module in model.named_modules() if module in units}
 
 
