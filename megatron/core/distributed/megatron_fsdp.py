@@ -65,7 +65,10 @@ def shard_model(
         )
 
     placements = build_placements(config, mesh)
-    expert_placements = build_expert_placements(placements, expert_mesh)
+    expert_placements = placements
+    if expert_mesh is not None:
+        names = expert_mesh.mesh_dim_names or ()
+        expert_placements = placements.with_kept_axis(EXPERT_AXIS, names[:-1])
     policy = MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype(config, compute_dtype),
@@ -137,22 +140,6 @@ def expert_mesh_of(
         mesh.size(),
         config.expert_model_parallel_size,
         config.num_distributed_optimizer_instances,
-    )
-
-
-def build_expert_placements(dense: Placements, expert_mesh: DeviceMesh | None) -> Placements:
-    """The placements of experts: those of other weights, `dense`, on all axes but the last one, on
-    which each rank computes with its own experts.
-    """
-    if expert_mesh is None:
-        return dense
-
-    return Placements(
-        dp_axes=expert_mesh.mesh_dim_names or (),
-        parameter=(*dense.parameter, Flat()),
-        gradient=(*dense.gradient, Flat()),
-        optimizer=(*dense.optimizer, Flat()),
-        kept_axes=(EXPERT_AXIS,),
     )
 
 
