@@ -4,15 +4,19 @@ divided over these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.distributed import experts
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,7 +25,7 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 
-VOCAB, SEQ, GLOBAL_BATCH = 31, 6, 12
+VOCAB, SEQ = 31, 6
 # A dense layer and two mixtures, of experts whose rows no number of ranks divides.
 MIXTURE = TransformerConfig(
     num_layers=3,
@@ -49,11 +53,21 @@ OFFLOADED = OptimizerConfig(
 )
 
 
+# (step, sequences) -> tokens [sequences, SEQ + 1]
+Data = Callable[[int, int], torch.Tensor]
+
+
 class Trained(NamedTuple):
-    """What steps have shown, alike on all ranks."""
+    """What steps have shown.
+
+    Attributes:
+        losses, norms: by step, alike on all ranks.
+        loads: tokens of each expert from this rank: [steps, layers with experts, experts].
+    """
 
     losses: list[float]
     norms: list[float]
+    loads: torch.Tensor
 
 
 def mixture_engine(
@@ -61,14 +75,18 @@ def mixture_engine(
     strategy: str = "optim_grads_params",
     *,
     optimizer: OptimizerConfig | None = None,
-    model: TransformerConfig = MIXTURE,
+    model: TransformerConfig | nn.Module = MIXTURE,
     compute_dtype: str = "fp32",
     **parallel: Any,
 ) -> ModuleEngine:
-    """An engine on all ranks with a model of `model`, before its first step."""
+    """An engine on all ranks, before its first step.
+
+    Args:
+        model: a model with values, or what to make one of.
+    """
     config = EngineConfig(
         OptimizerConfig() if optimizer is None else optimizer,
-        LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+        LRScheduleConfig(lr=2e-3, lr_decay_style="constant"),
         DataParallelConfig(
             data_parallel_sharding_strategy=strategy,
             expert_model_parallel_size=expert_size,
@@ -79,29 +97,48 @@ def mixture_engine(
         7,
     )
     engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
-    engine.initialize(lambda: GPTModel(model, VOCAB))
+    engine.initialize(model if isinstance(model, nn.Module) else lambda: GPTModel(model, VOCAB))
     return engine
 
 
+def any_tokens(step: int, num_sequences: int) -> torch.Tensor:
+    """A step's random tokens."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(VOCAB, (num_sequences, SEQ + 1), generator=generator)
+
+
 def train(
-    engine: ModuleEngine, steps: Iterable[int], global_batch: int = GLOBAL_BATCH
+    engine: ModuleEngine, steps: Iterable[int], num_sequences: int = 12, data: Data = any_tokens
 ) -> Trained:
-    """Steps of `global_batch` sequences, one in each microbatch, which the ranks share out."""
+    """Trains with one sequence in each microbatch, which ranks take in turns."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    trained = Trained([], [])
+    losses, norms, loads = [], [], []
+
+    def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = batch["tokens"]
+        output, report = model(tokens[:, :-1], tokens[:, 1:].contiguous(), with_routing=True)
+        loads[-1] = loads[-1] + report.load
+        loss: torch.Tensor = output.mean() + report.balance_loss + report.z_loss
+        return loss
+
     for step in steps:
-        generator = torch.Generator().manual_seed(100 + step)
-        tokens = torch.randint(VOCAB, (global_batch, 1, SEQ + 1), generator=generator)
-        result = engine.train_batch(
-            [{"tokens": own} for own in tokens[rank::num_ranks]], loss_with_balance
-        )
-        trained.losses.append(result.loss)
-        trained.norms.append(result.grad_norm)
-    return trained
+        loads.append(torch.zeros((), dtype=torch.int64))
+        own = data(step, num_sequences)[rank::num_ranks]
+        result = engine.train_batch([{"tokens": tokens[None]} for tokens in own], forward_step)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return Trained(losses, norms, torch.stack(loads))
 
 
-def loss_with_balance(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean loss of a microbatch, and what the routers add to it."""
-    tokens = batch["tokens"]
-    losses, report = model(tokens[:, :-1], tokens[:, 1:].contiguous(), with_routing=True)
-    return losses.mean() + report.balance_loss + report.z_loss
+@contextmanager
+def delayed_exchanges(seed: int) -> Iterator[None]:
+    """While open, this rank comes to every exchange of tokens after a random pause."""
+    generator = random.Random(1000 * seed + dist.get_rank())
+    exchange = experts.dist.all_to_all_single
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(generator.uniform(0, 0.004))
+        return exchange(*args, **kwargs)
+
+    with mock.patch.object(experts.dist, "all_to_all_single", late):
+        yield
