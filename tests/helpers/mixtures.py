@@ -24,6 +24,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from tests.helpers.ranks import rank_device
 
 VOCAB, SEQ = 31, 6
 # A dense layer and two mixtures, of experts whose rows no number of ranks divides.
@@ -96,7 +97,9 @@ def mixture_engine(
         compute_dtype,
         7,
     )
-    engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+    kind, index = rank_device().type, rank_device().index or 0
+    device = Device(kind, index)
+    engine = build_engine(config, device, build_mesh(kind, dist.get_world_size()))
     engine.initialize(model if isinstance(model, nn.Module) else lambda: GPTModel(model, VOCAB))
     return engine
 
@@ -117,7 +120,7 @@ def train(
     def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = batch["tokens"]
         output, report = model(tokens[:, :-1], tokens[:, 1:].contiguous(), with_routing=True)
-        loads[-1] = loads[-1] + report.load
+        loads[-1] = loads[-1] + report.load.cpu()
         loss: torch.Tensor = output.mean() + report.balance_loss + report.z_loss
         return loss
 
