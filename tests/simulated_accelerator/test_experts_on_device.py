@@ -14,7 +14,11 @@ import torch.distributed as dist
 from megatron.core.distributed.experts import ExpertExchange
 from tests.helpers.mixtures import OFFLOADED, Trained, mixture_engine, train
 from tests.helpers.ranks import on_ranks, rank_device, run_ranks
-from tests.simulated_accelerator.helpers.behaviours import Behaviour, all_behaviours
+from tests.simulated_accelerator.helpers.behaviours import (
+    LANES_LAST,
+    Behaviour,
+    all_behaviours,
+)
 
 pytestmark = pytest.mark.sim
 
@@ -47,8 +51,8 @@ def _expected(is_offloaded: bool) -> Trained:
     return run_ranks(2, _on_cpu, is_offloaded)[0]
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
-@all_behaviours()
+@pytest.mark.parametrize("is_offloaded", [True, pytest.param(False, marks=pytest.mark.wide)])
+@all_behaviours(LANES_LAST)
 def test_experts_divided_over_devices_give_the_numbers_of_the_cpu(behaviour, is_offloaded):
     expected = _expected(is_offloaded)
     ranks = run_ranks(2, _on_device, is_offloaded, behaviour, device="sim")

@@ -88,6 +88,10 @@ def test_losses_of_several_instances_equal_those_of_one_rank(
     _check(2, num_microbatches, **parallel)
 
 
+def test_losses_under_fsdp2_which_keeps_experts_in_their_layers_equal_those_of_one_rank():
+    _check(1, 3, use_torch_fsdp2=True)
+
+
 def test_losses_with_recomputation_equal_those_of_one_rank():
     _check(2, 3, model=RECOMPUTED)
 
