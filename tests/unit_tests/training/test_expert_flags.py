@@ -32,7 +32,7 @@ def _refusal(flags: str, world_size: int) -> str:
             f"--num-experts 8 {SIZE} 4 --num-distributed-optimizer-instances 2",
             f"{SIZE}: expected a divisor of 2 rank(s) of each of 2 instances, got 4.",
         ),
-        (f"--num-experts 8 {SIZE} 0", f"{SIZE}: expected an integer >= 1, got '0'."),
+        (f"--num-experts 8 {SIZE} 0", f"{SIZE}: expected an integer >= 1, got 0."),
         (
             f"{SIZE} 2",
             f"--num-experts: expected an integer >= 1, since {SIZE} is given, got None.",
