@@ -23,8 +23,10 @@ as far, and a lane only waits for the same work on other ranks' lanes, in the or
 queued, and for copies and updates of its own rank, which wait for nobody. So this rank gets on, and
 with it all.
 
-Messages cannot be taken for each other's either: each group has connections of its own, and in each
-one thread communicates at a time.
+Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
+of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives, and
+NCCL runs a communicator's collectives in the order of their issue. That order is the program's: on
+an accelerator, work is issued by the thread that puts it on a lane.
 
 On a GPU the collectives of several NCCL communicators run side by side on several streams. Each
 rank's host issues them in one order, the same everywhere, but devices may begin them in another.
@@ -97,12 +99,14 @@ class ExpertExchange:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         journey = _Journey(self._group, num_leaving, num_coming)
-        received = _Send.apply(tokens, order, place, journey)
+        apply: Any = _Send.apply  # torch declares it without types
+        received: Tensor = apply(tokens, order, place, journey)
         return Sent(received, coming.sum(0), (order, place, journey))
 
     def bring_back(self, outputs: Tensor, sent: Sent) -> Tensor:
         """See `TokenExchange.bring_back`."""
-        output: Tensor = _BringBack.apply(outputs, *sent.way_back)
+        apply: Any = _BringBack.apply
+        output: Tensor = apply(outputs, *sent.way_back)
         return output
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.distributed.fsdp import FsdpModule
+from megatron.core.dtensors import local_tensor
+from megatron.core.host_memory import HostNeed
+from megatron.core.optimizer import host_preflight
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.transformer.experts import Experts
 from tests.helpers.engine_contents import Contents, contents_of, differing
@@ -150,3 +155,24 @@ def test_offloaded_training_with_delays_equals_training_on_the_device_to_the_bit
 @pytest.mark.parametrize("expert_size", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_delays_change_no_bit(expert_size):
     _check_bits(4, expert_size, {"optimizer": OptimizerConfig(clip_grad=0.5)})
+
+
+def _asked_and_held(expert_size: int, strategy: str) -> tuple[int, int]:
+    """Elements of main weights that host memory is asked for before there are any, and held."""
+    asked: list[HostNeed] = []
+    original = host_preflight.check_memory_on_all_ranks
+
+    def recorded(needs: Sequence[HostNeed], *others: Any) -> None:
+        asked.extend(need for need in needs if need.what == "main weights")
+        original(needs, *others)
+
+    with mock.patch.object(host_preflight, "check_memory_on_all_ranks", recorded):
+        engine = mixture_engine(expert_size, strategy, optimizer=OFFLOADED)
+    held = [local_tensor(parameter).numel() for parameter in engine.model.parameters()]
+    return sum(need.nbytes for need in asked) // 4, sum(held)
+
+
+@pytest.mark.parametrize(("expert_size", "strategy"), [(2, "no_shard"), (1, "no_shard")])
+def test_host_memory_is_asked_for_a_ranks_own_experts(expert_size, strategy):
+    for asked, held in run_ranks(2, _asked_and_held, expert_size, strategy):
+        assert asked == held
