@@ -24,9 +24,9 @@ queued, and for copies and updates of its own rank, which wait for nobody. So th
 with it all.
 
 Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
-of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives, and
-NCCL runs a communicator's collectives in the order of their issue. That order is the program's: on
-an accelerator, work is issued by the thread that puts it on a lane.
+of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives,
+and NCCL runs a communicator's collectives in the order of their issue. That order is the program's:
+on an accelerator, work is issued by the thread that puts it on a lane.
 
 On a GPU the collectives of several NCCL communicators run side by side on several streams. Each
 rank's host issues them in one order, the same everywhere, but devices may begin them in another.
