@@ -260,8 +260,7 @@ class Call {
       const auto sources = from.toTensorVector(), targets = to.toTensorVector();
       for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(sources[i]);
     } else if (to.toTensor().defined() && from.toTensor().defined()) {
-      // By-products that only a kernel's own backward reads may be empty on one device, as embedding_bag's are.
-      if ((from.toTensor().numel() == 0) == (to.toTensor().numel() == 0)) to.toTensor().copy_(from.toTensor());
+      to.toTensor().copy_(from.toTensor());
     }
   }
 
