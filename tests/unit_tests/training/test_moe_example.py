@@ -44,7 +44,10 @@ def test_the_sizes_are_those_that_its_comment_states(config: RunConfig):
     total = sum(p.numel() for p in model.parameters())
     used = total - experts * 14 // 16
     text = (ROOT / "examples" / "moe_cpu.yaml").read_text()
-    assert f"about {total / 1e6:.1f} million parameters, of which a token uses {used / 1e6:.1f}" in text
+    assert (
+        f"about {total / 1e6:.1f} million parameters, of which a token uses {used / 1e6:.1f}"
+        in text
+    )
 
 
 def test_experts_are_offloaded_and_nothing_else(config: RunConfig):
@@ -57,7 +60,9 @@ def test_experts_are_offloaded_and_nothing_else(config: RunConfig):
 
 
 def test_both_ways_of_balancing_end_below_the_goal_in_the_results_of_the_plot():
-    runs = json.loads((ROOT / "benchmarks" / "results" / "expert_balance_2026-11-23.json").read_text())
+    runs = json.loads(
+        (ROOT / "benchmarks" / "results" / "expert_balance_2026-11-23.json").read_text()
+    )
     ends = {label: sum(run["expert_load_cv"][-25:]) / 25 for label, run in runs.items()}
     assert ends["balance loss"] < 0.3 > ends["expert bias"]
     assert ends["no balancing"] > 0.6
