@@ -53,10 +53,14 @@ def test_the_sizes_are_those_that_its_comment_states(config: RunConfig):
 def test_experts_are_offloaded_and_nothing_else(config: RunConfig):
     with torch.device("meta"):
         model = GPTModel(config.model, 4096)
-    plan = plan_offload(model, config.optimizer, by_module=False)
+    plan = plan_offload(model, config.optimizer)
     assert plan is not None
-    assert any(group.is_on_host for group in plan.groups)
-    assert all(group.goes_first for group in plan.groups if group.is_on_host)
+    on_host = [group.name for group in plan.groups if group.is_on_host]
+    assert on_host == [f"decoder.layers.{number}.mlp.experts" for number in (1, 2, 3)]
+
+
+def test_two_ranks_divide_the_experts(config: RunConfig):
+    assert config.parallel.expert_model_parallel_size == 2
 
 
 def test_both_ways_of_balancing_end_below_the_goal_in_the_results_of_the_plot():
