@@ -23,6 +23,7 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.health.exits import (
@@ -34,7 +35,7 @@ from megatron.training.health.exits import (
 )
 from megatron.training.launch import Launch
 from megatron.training.pretrain import Outcome, pretrain
-from megatron.training.step import Batch
+from megatron.training.step import Batch, ForwardStep, ModelLoss
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 _SECONDS_TO_SAY_IT = 10.0
@@ -45,6 +46,26 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The mean cross entropy over all tokens of a microbatch."""
     losses: torch.Tensor = model(batch["tokens"], batch["labels"])  # [batch, seq] fp32
     return losses.mean()
+
+
+def forward_step_of(spec: ModelSpec) -> ForwardStep:
+    """The forward step of models with this spec: with what routers report, if there are any."""
+    routers = [mixture.router for mixture in spec.mixtures]
+    if not routers:
+        return forward_step
+    has_balance = any(router.balance_coeff for router in routers)
+    has_z = any(router.z_coeff for router in routers)
+
+    def forward_step_with_experts(model: nn.Module, batch: Batch) -> ModelLoss:
+        losses, report = model(batch["tokens"], batch["labels"], with_routing=True)
+        auxiliary: dict[str, torch.Tensor] = {}
+        if has_balance:
+            auxiliary["balance"] = report.balance_loss
+        if has_z:
+            auxiliary["z"] = report.z_loss
+        return ModelLoss(losses.mean(), auxiliary, report.load)
+
+    return forward_step_with_experts
 
 
 def run(argv: Sequence[str]) -> Outcome:
@@ -68,14 +89,13 @@ def run(argv: Sequence[str]) -> Outcome:
             config.data, num_samples, tokenizer.vocab_size, config.training.seed
         )
 
+    spec = model_spec(config.model)
     return pretrain(
         config,
         model_provider=model_provider,
         datasets_provider=datasets_provider,
-        forward_step=forward_step,
-        flops_per_sequence=num_floating_point_operations(
-            model_spec(config.model), vocab_size, config.data.seq_length
-        ),
+        forward_step=forward_step_of(spec),
+        flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )
 
 

@@ -8,6 +8,8 @@ from megatron.core.process_groups import inherit_timeouts
 
 DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
+# Of experts: those of one place in different groups of ranks, and the groups that have all experts.
+EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
 
 
 def build_mesh(device_kind: str, data_parallel_size: int) -> DeviceMesh:
@@ -36,7 +38,40 @@ def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: 
         )
 
     shape = (num_instances, data_parallel_size // num_instances)
-    mesh = init_device_mesh(device_kind, shape, mesh_dim_names=(OUTER_AXIS, INNER_AXIS))
+    return _build(device_kind, shape, (OUTER_AXIS, INNER_AXIS))
+
+
+def build_expert_mesh(
+    device_kind: str, data_parallel_size: int, expert_size: int, num_instances: int = 1
+) -> DeviceMesh:
+    """A mesh for the experts of a mixture, over the ranks of `build_mesh` or `build_hybrid_mesh`.
+
+    Its last axis has `expert_size` consecutive ranks, which divide the experts among themselves and
+    exchange tokens. The ranks of the axis before it hold the same experts, of which each has a
+    part, in one instance of hybrid sharding. With several instances these are the first axis. Eight
+    ranks, expert size 2:
+
+        1 instance, (edp 4, ep 2)            2 instances, (dp_outer 2, edp 2, ep 2)
+        0 1 | 2 3 | 4 5 | 6 7                0 1 | 2 3 || 4 5 | 6 7
+
+    Raises:
+        ValueError: if the ranks of an instance cannot be divided into groups of `expert_size`.
+    """
+    unit = expert_size * num_instances
+    if data_parallel_size % unit:
+        raise ValueError(
+            f"Expected an expert-parallel size that divides {data_parallel_size} ranks, got "
+            f"{expert_size} in {num_instances} instance(s)."
+        )
+
+    shape, names = (data_parallel_size // unit, expert_size), (EXPERT_DATA_AXIS, EXPERT_AXIS)
+    if num_instances > 1:
+        return _build(device_kind, (num_instances, *shape), (OUTER_AXIS, *names))
+    return _build(device_kind, shape, names)
+
+
+def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    mesh = init_device_mesh(device_kind, shape, mesh_dim_names=names)
     for axis in range(mesh.ndim):
         inherit_timeouts(mesh.get_group(axis))
     return mesh

@@ -28,8 +28,9 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import RunConfig
+from megatron.training.flag_rows import Given, Ruling
 from megatron.training.hf_settings import read_folder, take_settings
-from megatron.training.megatron_flags import Given, Ruling, answer
+from megatron.training.megatron_flags import answer
 from megatron.training.settings_file import Setting, read_settings
 from megatron.training.tokenizer import TokenizerConfig
 

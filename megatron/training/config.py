@@ -296,6 +296,7 @@ class RunConfig:
             f"a divisor of {world_size} rank(s)",
             num_instances,
         )
+        self._check_experts(world_size // num_instances)
         expect(
             bool(self.parallel.use_megatron_fsdp)
             or not self.optimizer.overlap_optimizer_with_forward,
@@ -320,6 +321,24 @@ class RunConfig:
                 f"--{dtype}: expected --use-megatron-fsdp, which keeps the main weights in fp32, "
                 "got none."
             )
+
+    def _check_experts(self, num_ranks: int) -> None:
+        """ConfigError unless the ranks of an instance can divide themselves, and the experts."""
+        size, num_experts = self.parallel.expert_model_parallel_size, self.model.num_experts
+        instances = self.parallel.num_distributed_optimizer_instances
+        where = "" if instances == 1 else f" of each of {instances} instances"
+        expect(
+            num_ranks % size == 0,
+            "--expert-model-parallel-size",
+            f"a divisor of {num_ranks} rank(s){where}",
+            size,
+        )
+        expect(
+            num_experts is None or num_experts % size == 0,
+            "--expert-model-parallel-size",
+            f"a divisor of --num-experts {num_experts}",
+            size,
+        )
 
     def _check_fp16(self) -> None:
         if not self.training.fp16:

@@ -117,6 +117,8 @@ class TrainEngine(Protocol):
 
         Args:
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
+            forward_step: gives the loss of a microbatch, as a tensor or as a `ModelLoss`, whose
+                auxiliary losses are trained with and whose expert loads move expert biases.
             votes: called after the backward; the result holds the sums of its numbers over ranks.
             mark: called with each phase of the step as it begins.
 

@@ -32,6 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     offloaded_modules,
     offloaded_numel_in_fp32,
+    offloaded_numel_of_experts,
     plan_offload,
 )
 from megatron.core.optimizer.host_preflight import HostPart, check_host_memory_for
@@ -334,21 +335,25 @@ class ModuleEngine:
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
         numel_in_fp32: int = 0,
+        numel_of_experts: int = 0,
     ) -> None:
         """Refuses a plan that the host has no room for.
 
         Args:
             grad_dtype, weight_dtype: of what travels, but for `numel_in_fp32` elements.
+            numel_of_experts: elements that are cut as experts are.
         """
         if plan is None or not plan.host_numel:
             return
 
         config, fp32 = self.config, torch.float32
         num_shards = config.parallel.num_optimizer_shards(self.mesh.size())
+        num_expert_shards = config.parallel.num_expert_shards(self.mesh.size())
         main_dtype = DTYPES[config.optimizer.main_params_dtype]
-        others = (plan.host_numel - numel_in_fp32) // num_shards
+        experts = numel_of_experts // num_expert_shards
+        others = (plan.host_numel - numel_in_fp32 - numel_of_experts) // num_shards
         parts = [
-            HostPart(others, main_dtype, grad_dtype, weight_dtype),
+            HostPart(others + experts, main_dtype, grad_dtype, weight_dtype),
             HostPart(numel_in_fp32 // num_shards, fp32, fp32, fp32),
         ]
         check_host_memory_for(parts, config.optimizer, self._num_local_ranks, self.mesh)
@@ -363,7 +368,8 @@ class MegatronEngine(ModuleEngine):
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
         grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
         in_fp32 = 0 if plan is None else offloaded_numel_in_fp32(model, plan)
-        self._check_host_memory(plan, grad_dtype, compute_dtype, in_fp32)
+        of_experts = 0 if plan is None else offloaded_numel_of_experts(model, plan)
+        self._check_host_memory(plan, grad_dtype, compute_dtype, in_fp32, of_experts)
 
         megatron_fsdp.shard_model(
             model,

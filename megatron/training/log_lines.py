@@ -9,8 +9,11 @@ short   at most 100 columns with the time in front; for terminals:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from megatron.training.expert_load import CV, IDLE, WORST_CV
 
 
 class Memory(NamedTuple):
@@ -30,6 +33,7 @@ class Interval:
         seconds: of a step, without evaluations and saves; the mean.
         tokens_per_second: over all devices.
         tflops: TFLOP/s of one device.
+        auxiliary: other losses of the last step by name.
     """
 
     record: dict[str, Any]
@@ -40,6 +44,7 @@ class Interval:
     tokens_per_second: float
     tflops: float
     memory: Memory
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds_left(self) -> float:
@@ -60,13 +65,23 @@ def long_line(interval: Interval) -> str:
         f"learning rate: {record['learning_rate']:.6E}",
         f"global batch size: {interval.global_batch_size}",
         f"lm loss: {interval.loss:.6E}",
+        *(f"{name} loss: {loss:.6E}" for name, loss in interval.auxiliary.items()),
         *([f"loss scale: {record['loss_scale']:.1f}"] if "loss_scale" in record else []),
         f"grad norm: {record['grad_norm']:.3f}",
         *([f"num zeros: {record['num_zeros']}"] if "num_zeros" in record else []),
+        *_experts(record),
         f"number of skipped iterations: {record['skipped_iterations']:3}",
         f"number of nan iterations: {record['nan_iterations']:3}",
     ]
     return " | ".join(parts) + " |"
+
+
+def _experts(record: dict[str, Any]) -> list[str]:
+    """How even the experts' loads are: in the mean of the layers, and in the worst one."""
+    if CV not in record:
+        return []
+    cv = f"expert load cv: {record[CV]:.3f} (max {record[WORST_CV]:.3f})"
+    return [cv, f"idle experts: {record[IDLE]}"]
 
 
 def short_line(interval: Interval) -> str:
@@ -76,6 +91,7 @@ def short_line(interval: Interval) -> str:
         f"{record['iteration']:{width}}/{interval.train_iters}",
         f"loss {_loss(interval.loss)}",
         f"grad {_digits(record['grad_norm'])}",
+        *([f"cv {record[WORST_CV]:.2f}"] if WORST_CV in record else []),
         f"lr {_rate(record['learning_rate'])}",
         f"{_thousands(interval.tokens_per_second)} tok/s",
         f"mem {_gibibytes(interval.memory)} GiB",
@@ -83,6 +99,7 @@ def short_line(interval: Interval) -> str:
     ]
     # The rare ones come last, where they may run over the edge.
     rare = {
+        "idle": record.get(IDLE) or None,
         "scale": record.get("loss_scale"),
         "zeros": record.get("num_zeros"),
         "skipped": record["skipped_iterations"] or None,

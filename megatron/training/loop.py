@@ -173,7 +173,7 @@ class Loop:
 
         self._report(result)
         if config.training.check_for_nan_in_loss and not result.is_finite:
-            raise NonFiniteLossError(number, result.bad_ranks, result.loss)
+            raise NonFiniteLossError(number, result.bad_ranks, result.total_loss)
         return result
 
     def _votes(self) -> Votes:

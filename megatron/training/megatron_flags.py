@@ -13,69 +13,17 @@ shows this table.
 
 from __future__ import annotations
 
-import enum
-import fnmatch
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.log import printable
+from megatron.training.flag_rows import SHOWN, Given, MegatronFlags, Ruling
 
-_SHOWN = 200  # characters of a given flag in a message
 _MOST_DIGITS = 20  # of a number of samples
 # Words of `MegatronFlags.use` that the user fills in: a path, a number.
 _BLANKS = frozenset(("FILE", "N"))
-
-
-class Given(NamedTuple):
-    """A flag with its values, as a command line or a YAML file gives it."""
-
-    flag: str  # with its dashes
-    values: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return printable(" ".join((self.flag, *self.values)), _SHOWN)
-
-
-class Ruling(enum.Enum):
-    """What becomes of a flag of Megatron-LM's."""
-
-    NO_EFFECT = "changes nothing here, and is accepted"
-    REMOVE = "asks for what is not offered, or would be misread"
-    REPLACE = "is called otherwise here"
-
-
-@dataclass(frozen=True)
-class MegatronFlags:
-    """Flags of Megatron-LM's that have one answer.
-
-    Attributes:
-        names: the flags; `*` stands for any characters.
-        why: one sentence.
-        values: the answer is for these alone; empty: for all.
-        use: what to write instead. {value} is the flag's own, {iterations} what its number of
-            samples makes. FILE and N are for the user to fill in.
-        unless: the answer does not hold where this option, a field's name, is on.
-    """
-
-    names: tuple[str, ...]
-    ruling: Ruling
-    why: str
-    values: tuple[str, ...] = ()
-    use: str = ""
-    unless: str | None = None
-
-    def covers(self, given: Given, settings: Mapping[str, Any]) -> bool:
-        """Whether this answers `given`, beside the run's other settings by field name."""
-        if self.values and " ".join(given.values) not in self.values:
-            return False
-        if self.unless is not None and settings.get(self.unless):
-            return False
-        # What is ignored is not looked at: two words after it are one too many.
-        if self.ruling is Ruling.NO_EFFECT and not self.values and len(given.values) > 1:
-            return False
-        return any(fnmatch.fnmatchcase(given.flag, name) for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -97,7 +45,7 @@ class Answer:
         return not _BLANKS.intersection(self.use)
 
     def __str__(self) -> str:
-        written = printable(shlex.join(self.use), _SHOWN)
+        written = printable(shlex.join(self.use), SHOWN)
         action = f"use {written} instead" if self.use else "remove it"
         return f"{self.given}: {action}. {self.why}"
 
@@ -147,7 +95,7 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     # Parallelism.
     _no_effect(
         "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size "
-        "--expert-model-parallel-size --expert-tensor-parallel-size",
+        "--expert-tensor-parallel-size",
         "All ranks are data-parallel.",
         "1",
     ),
@@ -259,10 +207,46 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--num-layers-at-end-in-bf16 --te-precision-config-file --keep-fp8-transpose-cache",
         "Compute in fp8 or fp4 is not offered; --bf16 is.",
     ),
-    _remove(
-        "--num-experts --moe-* --expert-* --overlap-moe-expert-parallel-comm",
-        "Mixtures of experts are not offered.",
+    # Mixtures of experts.
+    _no_effect(
+        "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap "
+        "--moe-single-grouped-* --moe-use-grouped-tensor --use-grouped-gemm-for-shared-expert "
+        "--moe-pad-expert-input-to-capacity --moe-paged-stash --moe-paged-stash-*",
+        "Tokens are sorted by expert once and computed without padding, by the fastest kernel.",
     ),
+    _no_effect(
+        "--moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms "
+        "--moe-flex-dispatcher-* --moe-hybridep-* --moe-permute-fusion-into-hybridep "
+        "--moe-ncclep-zero-copy --overlap-moe-expert-parallel-comm "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "Tokens travel in one way, by all-to-all.",
+    ),
+    _no_effect(
+        "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype",
+        "Tokens travel in the compute dtype.",
+        "bf16",
+    ),
+    _no_effect(
+        "--moe-router-padding-for-*",
+        "It is for fp8 and fp4, which are not offered: nothing is padded.",
+    ),
+    _remove(
+        "--moe-router-load-balancing-type",
+        "aux_loss balances experts over a microbatch, seq_aux_loss over a sequence.",
+        *("sinkhorn", "global_aux_loss"),
+    ),
+    _replace(
+        "--moe-layer-recompute", "--recompute-granularity full", "Layers are recomputed whole."
+    ),
+    _remove(
+        "--moe-apply-probs-on-input --moe-input-jitter-eps --moe-latent-size "
+        "--moe-expert-rank-capacity-factor --moe-router-force-* --moe-router-quantile-* "
+        "--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size "
+        "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype --moe-use-upcycling "
+        "--moe-upcycling-granularity --moe-enable-routing-replay --moe-routing-trace-*",
+        "This variant of a mixture of experts is not offered.",
+    ),
+    _remove("--expert-tensor-parallel-*", "Tensor parallelism is not offered; FSDP shards."),
     _no_effect("--rotary-scaling-factor", "Positions are not stretched.", "1.0", "1"),
     _replace(
         "--rotary-scaling-factor",

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
 from megatron.training.health.jsonl import JsonLines
 from megatron.training.log_lines import (
     Interval,
@@ -55,6 +56,12 @@ class LoggingConfig:
         0,
         "1: report at each log line how long the offloaded optimizer's lanes took",
         choices=(0, 1),
+    )
+    moe_per_layer_logging: bool = option(
+        False,
+        "report the load of each expert in the JSONL, and how even each layer's are in TensorBoard",
+        requires="num_experts",
+        may_change=True,
     )
     progress_bar: bool = option(
         True, "show a progress bar, where the output is a terminal", may_change=True
@@ -102,7 +109,7 @@ class LoggingConfig:
 
 
 class Sink(Protocol):
-    """Writes records: a `kind` ("train", "eval" or "timing") and flat plain data with an
+    """Writes records: a `kind` ("train", "eval" or "timing") and plain data by name with an
     `iteration`.
     """
 
@@ -319,8 +326,10 @@ class Metrics:
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "loss": result.loss,
+            **{f"{name}_loss": value for name, value in result.auxiliary.items()},
             "grad_norm": result.grad_norm,
             **_optional_values(result),
+            **load_record(result.expert_load, with_experts=self._config.moe_per_layer_logging),
             "learning_rate": learning_rate,
             "elapsed_ms": seconds * _MILLISECONDS,
             "tokens_per_second": tokens_per_second,
@@ -333,7 +342,7 @@ class Metrics:
 
         self._bar.update()
         if iteration % self._config.log_interval == 0:
-            logger.info("%s", self._interval_line(record))
+            logger.info("%s", self._interval_line(record, result.auxiliary))
             self._restart_interval()
 
     def timings(self, timings: OffloadTimings, iteration: int) -> None:
@@ -411,7 +420,7 @@ class Metrics:
         self._num_steps = 0
         self._interval_start = self._clock()
 
-    def _interval_line(self, record: dict[str, Any]) -> str:
+    def _interval_line(self, record: dict[str, Any], auxiliary: Mapping[str, float]) -> str:
         """The line for the steps since the last one: means of the loss and the time, the rest as
         of now.
         """
@@ -422,6 +431,7 @@ class Metrics:
             train_iters=self._rates.train_iters,
             global_batch_size=self._rates.global_batch_size,
             loss=sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            auxiliary=auxiliary,
             seconds=seconds,
             tokens_per_second=tokens_per_second,
             tflops=tflops,
@@ -448,8 +458,13 @@ def _optional_values(result: StepResult) -> dict[str, float]:
 def _scalars(kind: str, record: dict[str, Any]) -> dict[str, float]:
     """A record's numbers under the names that TensorBoard and Weights & Biases show."""
     group = record.get("split", kind)
-    return {
+    scalars = {
         f"{group}/{key}": value
         for key, value in record.items()
         if key != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
+    # A curve for each layer is many: only where each expert's load is asked for, too.
+    if LOAD in record:
+        by_layer = enumerate(record[CV_BY_LAYER])
+        scalars |= {f"{group}/expert_load_cv_of_layer_{n}": value for n, value in by_layer}
+    return scalars

@@ -93,7 +93,7 @@ def pretrain(
             own parameters in `reset_parameters`.
         datasets_provider: builds the training, validation and test datasets with at least the given
             numbers of samples.
-        forward_step: (model, microbatch) -> the microbatch's mean loss.
+        forward_step: (model, microbatch) -> the microbatch's mean loss, or a `ModelLoss`.
         flops_per_sequence: forward and backward, for the throughput that is logged.
 
     Raises:

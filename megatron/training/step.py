@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,12 +21,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
+from megatron.core.transformer.expert_bias import update_expert_bias
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
 
 Batch = dict[str, torch.Tensor]
-# (model, one microbatch) -> mean loss of the microbatch, scalar fp32, differentiable
-ForwardStep = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+class ModelLoss(NamedTuple):
+    """What a forward step has to say about a microbatch, if that is more than one loss.
+
+    Attributes:
+        loss: the mean loss of the microbatch, which is reported: scalar, fp32, differentiable.
+        auxiliary: further losses by name, times their weights: scalars, fp32. Backward is of the
+            sum of all losses; each is reported by itself. The same names on every rank and in every
+            microbatch.
+        expert_load: tokens that chose each expert, from which expert biases are moved:
+            [layers with experts, experts] int64; None in a model without experts.
+    """
+
+    loss: torch.Tensor
+    auxiliary: Mapping[str, torch.Tensor] = {}
+    expert_load: torch.Tensor | None = None
+
+
+# (model, one microbatch) -> its mean loss, scalar fp32, differentiable; or that and more
+ForwardStep = Callable[[nn.Module, Batch], "torch.Tensor | ModelLoss"]
 # called with each phase of a step as it begins: batch, forward, backward (for each microbatch),
 # agree, step
 Mark = Callable[[Phase], None]
@@ -36,20 +56,30 @@ Mark = Callable[[Phase], None]
 class StepResult:
     """The outcome of one training step; the same on every rank."""
 
-    loss: float  # mean over the global batch, before the step
+    loss: float  # mean over the global batch, before the step; without auxiliary losses
     grad_norm: float  # global L2 norm, unscaled, before clipping
-    is_skipped: bool  # nothing was stepped, because the loss or the norm was not finite
-    bad_ranks: tuple[int, ...]  # ranks whose own loss was not finite
+    is_skipped: bool  # nothing was stepped, because a loss or the norm was not finite
+    bad_ranks: tuple[int, ...]  # ranks of which a loss was not finite
     votes: tuple[float, ...]  # summed over ranks
     loss_scale: float | None = None  # of the next step; None: the loss is not scaled
     num_zeros: int | None = None  # zeros among the elements of all gradients; None: not asked for
     num_samples: int = 0  # in the global batch
     learning_rate: float = 0.0  # of this step
+    # Means over the global batch, by the names of `ModelLoss.auxiliary`.
+    auxiliary: dict[str, float] = field(default_factory=dict)
+    # Tokens of the global batch that chose each expert: [layers with experts, experts] int64, on
+    # the host. Left out of comparisons, in which a tensor is no truth value.
+    expert_load: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def total_loss(self) -> float:
+        """The sum of all losses: what backward was of."""
+        return self.loss + sum(self.auxiliary.values())
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss is finite."""
-        return math.isfinite(self.loss)
+        """Whether all losses are finite."""
+        return math.isfinite(self.total_loss)
 
 
 @dataclass
@@ -90,10 +120,11 @@ def train_step(
     mark: Mark = unmarked,
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
+    Where the forward steps count expert loads, expert biases are moved with it.
 
-    If the loss or the gradient norm is not finite on any rank, no rank changes its weights or its
-    optimizer; the loss scaler of fp16, if there is one, counts an overflow. The result is unscaled.
-    Gradients are cleared before the function returns.
+    If a loss or the gradient norm is not finite on any rank, no rank changes its weights, its
+    expert biases or its optimizer; the loss scaler of fp16, if there is one, counts an overflow.
+    The result is unscaled. Gradients are cleared before the function returns.
 
     Args:
         microbatches: this rank's; every tensor has its samples in the first dimension, and all
@@ -105,29 +136,31 @@ def train_step(
             Nothing has been stepped.
     """
     model.train()
-    # fp64: the mean over ranks and microbatches must not depend on how many of either there are.
-    loss, num_samples = torch.zeros((), dtype=torch.float64, device=device), 0
+    told, num_samples = _Told(device), 0
     for number in range(num_microbatches):
         mark(Phase.BATCH)
         batch = _to_device(_next(microbatches, number, num_microbatches), device)
         num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
             mark(Phase.FORWARD)
-            mean_loss = forward_step(model, batch) / num_microbatches
+            said = _as_model_loss(forward_step(model, batch))
             mark(Phase.BACKWARD)
-            optimizer.scale_loss(mean_loss).backward()
-        loss += mean_loss.detach()
+            optimizer.scale_loss(told.add(said, num_microbatches)).backward()
 
     mark(Phase.AGREE)
-    agreed, planned = _agree_and_plan(model, optimizer, loss, votes, mesh)
-    bad_ranks = _ranks_with_bad_loss(loss, mesh) if agreed.num_bad else ()
+    agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
+    bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
     norm, *zeros = agreed.measures
-    has_stepped = optimizer.step(norm if math.isfinite(agreed.loss_sum) else math.nan, planned)
+    is_finite = math.isfinite(sum(agreed.loss_sums))
+    has_stepped = optimizer.step(norm if is_finite else math.nan, planned)
+    if has_stepped and agreed.load is not None:
+        update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
+    loss, *auxiliary = (total / mesh.size() for total in agreed.loss_sums)
     return StepResult(
-        loss=agreed.loss_sum / mesh.size(),
+        loss=loss,
         grad_norm=norm,
         is_skipped=not has_stepped,
         bad_ranks=bad_ranks,
@@ -135,6 +168,8 @@ def train_step(
         loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
         num_samples=num_samples * mesh.size(),
+        auxiliary=dict(zip(told.names, auxiliary, strict=True)),
+        expert_load=agreed.load,
     )
 
 
@@ -148,20 +183,23 @@ def evaluate(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> float:
-    """The mean loss over `num_microbatches` microbatches of every rank, without dropout; the same
-    on every rank.
+    """The mean loss over `num_microbatches` microbatches of every rank, without auxiliary losses
+    and dropout; the same on every rank.
     """
     was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     try:
         for number in range(num_microbatches):
-            loss += forward_step(
-                model, _to_device(_next(microbatches, number, num_microbatches), device)
-            )
+            batch = _to_device(_next(microbatches, number, num_microbatches), device)
+            loss += _as_model_loss(forward_step(model, batch)).loss
     finally:
         model.train(was_training)
     return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
+
+
+def _as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
+    return said if isinstance(said, ModelLoss) else ModelLoss(said)
 
 
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
@@ -204,20 +242,64 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
+class _Told:
+    """What this rank's forward steps have said so far, on the device.
+
+    Attributes:
+        names: of the auxiliary losses, in the order that all ranks have.
+        losses: means over the microbatches: the loss, then the auxiliary ones; [] fp64 each.
+        load: tokens of each expert: [layers with experts, experts] int64, or None.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.names: list[str] = []
+        # fp64: the mean over ranks and microbatches must not depend on how many of either there
+        # are.
+        self.losses = [torch.zeros((), dtype=torch.float64, device=device)]
+        self.load: torch.Tensor | None = None
+        self._is_empty = True
+
+    def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
+        """Counts one of so many microbatches in. Returns its part of the loss to train with."""
+        names, load = sorted(said.auxiliary), said.expert_load
+        if self._is_empty:
+            self._is_empty, self.names, self.load = False, names, load
+            self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
+        elif names != self.names or (load is None) != (self.load is None):
+            raise ValueError(
+                "Expected the same losses and loads of every microbatch, got auxiliary losses "
+                f"{self.names}, then {names}, or loads in one of them only."
+            )
+        elif load is not None and self.load is not None:
+            self.load = self.load + load
+
+        parts = [said.loss, *(said.auxiliary[name] for name in names)]
+        parts = [part / num_microbatches for part in parts]
+        for total, part in zip(self.losses, parts, strict=True):
+            total += part.detach()
+        return sum(parts[1:], start=parts[0])
+
+    @property
+    def is_bad(self) -> torch.Tensor:
+        """Whether a loss is not finite: [] bool."""
+        return ~torch.isfinite(torch.stack(self.losses)).all()
+
+
 class _Agreed(NamedTuple):
     """What all ranks know at the end of a step."""
 
-    loss_sum: float
-    num_bad: float  # ranks whose loss is not finite
+    loss_sums: tuple[float, ...]  # the loss, then the auxiliary ones
+    num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
+    load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
     measures: tuple[float, ...]  # gradient norm and, if asked for, zeros among the gradients
 
 
 def _agree_and_plan(
     model: nn.Module,
     optimizer: DistributedOptimizer,
-    loss: torch.Tensor,
+    told: _Told,
     votes: Callable[[], tuple[float, ...]],
     mesh: DeviceMesh,
 ) -> tuple[_Agreed, PlannedStep | None]:
@@ -226,18 +308,18 @@ def _agree_and_plan(
     own_votes = votes()
     context = context_of(model)
     digest = 0 if context is None else context.history.digest
-    shared = _agree(loss, measures, own_votes, mesh, digest)
+    shared = _agree(told, measures, own_votes, mesh, digest)
 
     # While the device still computes the norm: after the transfer it would wait for Python.
     planned = _plan(optimizer)
-    agreed = _read(shared, len(own_votes), mesh)
+    agreed = _read(shared, told, len(own_votes), mesh)
     if context is not None:
         context.compare_digests(agreed.digests, mesh.get_group())
     return agreed, planned
 
 
 def _agree(
-    loss: torch.Tensor,
+    told: _Told,
     measures: Sequence[torch.Tensor | None],
     own_votes: Sequence[float],
     mesh: DeviceMesh,
@@ -248,37 +330,46 @@ def _agree(
     The measures (fp64; None is left out) are equal on all ranks already; the rest takes one
     all-reduce.
     """
-    is_bad = (~torch.isfinite(loss)).double()
+    loss = told.losses[0]
+    is_bad = told.is_bad.to(loss.dtype)
     votes = [torch.full_like(loss, vote) for vote in own_votes]
 
     # A place for each rank, where the others add zero. Kernels fill the numbers in, since a copy
     # from the host would wait for the device.
     digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
     digests[mesh.get_local_rank()].fill_(digest)
-    shared = torch.cat([torch.stack([loss, is_bad, *votes]), digests])
+
+    # fp64 counts tokens exactly, up to 2**53.
+    load = [] if told.load is None else [told.load.flatten().to(loss)]
+    shared = torch.cat([torch.stack([*told.losses, is_bad, *votes]), digests, *load])
     with issuing("all-reduce of the step's loss and votes", shared):
         dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
     return torch.cat([shared, *known])
 
 
-def _read(scalars: torch.Tensor, num_votes: int, mesh: DeviceMesh) -> _Agreed:
+def _read(scalars: torch.Tensor, told: _Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Copies what the ranks agreed on to the host: the step's only synchronisation."""
-    loss_sum, num_bad, *rest = scalars.tolist()
-    num_shared = num_votes + mesh.size()
+    num_loads = 0 if told.load is None else told.load.numel()
+    sizes = [len(told.losses), 1, num_votes, mesh.size(), num_loads]
+    on_host = scalars.cpu()
+    losses, num_bad, votes, digests, load, measures = on_host.split(
+        [*sizes, len(on_host) - sum(sizes)]
+    )
     return _Agreed(
-        loss_sum,
-        num_bad,
-        tuple(rest[:num_votes]),
-        tuple(rest[num_votes:num_shared]),
-        tuple(rest[num_shared:]),
+        tuple(losses.tolist()),
+        float(num_bad),
+        tuple(votes.tolist()),
+        tuple(digests.tolist()),
+        None if told.load is None else load.long().view(told.load.shape),
+        tuple(measures.tolist()),
     )
 
 
-def _ranks_with_bad_loss(loss: torch.Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks whose own loss is not finite. A collective: all ranks call it, or none does."""
-    flags = torch.zeros(mesh.size(), dtype=torch.float64, device=loss.device)
-    flags[mesh.get_local_rank()] = float(not torch.isfinite(loss))
+def _ranks_with_bad_loss(told: _Told, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of which a loss is not finite. A collective: all ranks call it, or none does."""
+    flags = torch.zeros(mesh.size(), dtype=torch.float64, device=told.losses[0].device)
+    flags[mesh.get_local_rank()] = told.is_bad.double()
     with issuing("all-reduce of who has a bad loss", flags):
         dist.all_reduce(flags, group=mesh.get_group())
     return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)

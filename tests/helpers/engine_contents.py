@@ -40,4 +40,5 @@ def differing(one: Contents, other: Contents) -> list[str]:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    # Of replicas, `full_tensor` is the local one.
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

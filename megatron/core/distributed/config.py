@@ -39,6 +39,13 @@ class DataParallelConfig:
         "what is sharded over those groups besides: nothing (HSDP), or optimizer states (HFSDP)",
         choices=("no_shard", "optim"),
     )
+    expert_model_parallel_size: int = option(
+        1,
+        "ranks that divide the experts of each mixture among themselves and exchange tokens",
+        at_least=1,
+        requires="num_experts",
+        no_effect_unless="use_megatron_fsdp",
+    )
     megatron_fsdp_main_grads_dtype: str | None = option(
         None,
         "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, "
@@ -106,6 +113,10 @@ class DataParallelConfig:
             self.num_distributed_optimizer_instances if is_outer_replicated else 1
         )
 
+    def num_expert_shards(self, world_size: int) -> int:
+        """As `num_optimizer_shards`, for the states of experts."""
+        return max(self.expert_model_parallel_size, self.num_optimizer_shards(world_size))
+
     @property
     def engine(self) -> str:
         """What a log calls the engine."""
@@ -113,7 +124,12 @@ class DataParallelConfig:
             return "PyTorch FSDP2"
         if not self.use_megatron_fsdp:
             return "unsharded"
+
+        experts = ""
+        if self.expert_model_parallel_size > 1:
+            experts = f", experts divided by {self.expert_model_parallel_size}"
         if self.num_distributed_optimizer_instances > 1:
             kind = "HFSDP" if self.outer_dp_sharding_strategy == "optim" else "HSDP"
-            return f"Megatron-FSDP ({kind}, {self.num_distributed_optimizer_instances} instances)"
-        return f"Megatron-FSDP ({self.data_parallel_sharding_strategy})"
+            instances = self.num_distributed_optimizer_instances
+            return f"Megatron-FSDP ({kind}, {instances} instances{experts})"
+        return f"Megatron-FSDP ({self.data_parallel_sharding_strategy}{experts})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +16,21 @@ from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.distributed.units import sharding_units
+from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
-from megatron.core.mesh import INNER_AXIS, OUTER_AXIS, build_hybrid_mesh
+from megatron.core.mesh import (
+    EXPERT_AXIS,
+    INNER_AXIS,
+    OUTER_AXIS,
+    build_expert_mesh,
+    build_hybrid_mesh,
+)
 
 
 def shard_model(
@@ -36,7 +44,9 @@ def shard_model(
     main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[nn.Module] = (),
 ) -> None:
-    """Shards `model` in place: one module for each layer, one for what remains (embedding, head).
+    """Shards `model` in place: one module for each mixture's experts, one for each layer without
+    these, one for what remains (embedding, head). With expert parallelism, experts are divided over
+    the ranks, and tokens travel to them: see experts.py.
 
     Args:
         model: usually on meta. Real parameters become the main weights; buffers stay.
@@ -45,15 +55,20 @@ def shard_model(
         reset_parameters: gives a module with parameters on meta its initial weights; see
             `fully_shard_context`.
         main_params_dtype: dtype of the main weights.
-        offloaded: the units, `model` for what remains, whose main weights are in host memory from
+        offloaded: the modules, `model` for what remains, whose main weights are in host memory from
             the start.
     """
+    expert_mesh = expert_mesh_of(config, mesh, device)
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(
             device.kind, mesh.size(), config.num_distributed_optimizer_instances
         )
 
     placements = build_placements(config, mesh)
+    expert_placements = placements
+    if expert_mesh is not None:
+        names = expert_mesh.mesh_dim_names or ()
+        expert_placements = placements.with_kept_axis(EXPERT_AXIS, names[:-1])
     policy = MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype(config, compute_dtype),
@@ -61,27 +76,32 @@ def shard_model(
         compute_dtype=compute_dtype,
     )
 
-    with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
-        for unit in sharding_units(model):
-            fully_shard(
-                unit,
-                mesh,
-                placements,
-                policy,
-                reshard_after_forward=config.megatron_fsdp_reshard_after_forward,
-                offload_policy=OffloadPolicy(main_weights_on_host=unit in offloaded),
-            )
+    def shard(module: nn.Module, mesh: DeviceMesh, placements: Placements, **how: Any) -> None:
+        offload_policy = OffloadPolicy(main_weights_on_host=module in offloaded)
+        fully_shard(module, mesh, placements, policy, offload_policy=offload_policy, **how)
 
-        fully_shard(
-            model,
-            mesh,
-            placements,
-            policy,
-            # Its backward begins where its forward ends: weights freed in between would only be
-            # gathered again.
-            reshard_after_forward=False,
-            offload_policy=OffloadPolicy(main_weights_on_host=model in offloaded),
-        )
+    reshard_after_forward = config.megatron_fsdp_reshard_after_forward
+    with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
+        # Experts before the layers they are in: a module takes the parameters that modules inside
+        # it have left.
+        for experts in expert_units(model):
+            shard(
+                experts,
+                mesh if expert_mesh is None else expert_mesh,
+                expert_placements,
+                # Each rank's gradients are sums over the tokens of `expert_model_parallel_size`
+                # ranks, and averages over the groups of so many.
+                grad_divisor=config.expert_model_parallel_size,
+                reshard_after_forward=reshard_after_forward,
+            )
+        for unit in sharding_units(model):
+            shard(unit, mesh, placements, reshard_after_forward=reshard_after_forward)
+        # Its backward begins where its forward ends: weights freed in between would only be
+        # gathered again.
+        shard(model, mesh, placements, reshard_after_forward=False)
+
+    if expert_mesh is not None:
+        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS))
 
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
@@ -102,6 +122,24 @@ def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements
         parameter=(Replicate(), Flat()),
         gradient=(Partial("avg"), Flat()),
         optimizer=(outer, Flat()),
+    )
+
+
+def expert_mesh_of(
+    config: DataParallelConfig, mesh: DeviceMesh, device: Device
+) -> DeviceMesh | None:
+    """The mesh of experts that are divided over ranks; None if they are not.
+
+    Args:
+        mesh: one axis, over all ranks.
+    """
+    if config.expert_model_parallel_size == 1:
+        return None
+    return build_expert_mesh(
+        device.kind,
+        mesh.size(),
+        config.expert_model_parallel_size,
+        config.num_distributed_optimizer_instances,
     )
 
 

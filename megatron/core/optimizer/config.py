@@ -115,6 +115,12 @@ class OptimizerConfig:
         at_most=1,
         no_effect_unless="optimizer_cpu_offload",
     )
+    optimizer_offload_experts_first: bool = option(
+        False,
+        "offload the experts of mixtures before anything else, from the last layer on",
+        requires="num_experts",
+        no_effect_unless="optimizer_cpu_offload",
+    )
     overlap_cpu_optimizer_d2h_h2d: bool = option(
         False,
         "move gradients down during backward, and weights up, beside the update of others",

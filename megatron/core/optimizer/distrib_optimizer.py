@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.units import sharding_units
+from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.optimizer.clip_grads import (
@@ -37,6 +37,7 @@ from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
+from megatron.core.transformer.experts import Experts
 
 # Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
@@ -286,7 +287,7 @@ def plan_offload(
     """Which groups of a model will be in host memory, made once, before the model is sharded.
 
     Args:
-        by_module: the entries of `sharding_units(model)`, and what they leave, go as a whole, as
+        by_module: mixtures' experts, layers without these, and what is left, go as a whole, as
             our engine has them; else each tensor goes by itself.
 
     Returns:
@@ -301,7 +302,8 @@ def plan_offload(
         parameter_groups(model.named_parameters(), config.weight_decay),
         lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
     )
-    return build_plan(groups, config.optimizer_offload_fraction)
+    first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()
+    return build_plan(groups, config.optimizer_offload_fraction, first)
 
 
 def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
@@ -337,8 +339,24 @@ def offloaded_numel_in_fp32(model: nn.Module, plan: OffloadPlan) -> int:
     )
 
 
+def offloaded_numel_of_experts(model: nn.Module, plan: OffloadPlan) -> int:
+    """How many of a plan's elements on the host belong to mixtures' experts, over all ranks.
+
+    For plans by module, before the model is sharded.
+    """
+    on_host = offloaded_modules(model, plan)
+    return sum(
+        parameter.numel()
+        for experts in expert_units(model)
+        if experts in on_host
+        for parameter in experts.parameters()
+        if parameter.requires_grad
+    )
+
+
 def _unit_names(model: nn.Module) -> dict[int, str]:
-    """The name of the unit of each parameter that is in one, by the parameter's id."""
+    """The name of the innermost unit of each parameter that is in one, by the parameter's id."""
+    # Units come before those inside them, whose names are the last to be entered.
     return {
         id(parameter): name
         for name, unit in _named_units(model).items()
@@ -348,8 +366,14 @@ def _unit_names(model: nn.Module) -> dict[int, str]:
 
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:
     # A module that stands in several places has the first of its names, as the engine gives it.
-    units = set(sharding_units(model))
+    units = {*sharding_units(model), *expert_units(model)}
     return {name: module for name, module in model.named_modules() if module in units}
+
+
+def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, Experts):
+            yield from module.parameters()
 
 
 def _build_hybrid(

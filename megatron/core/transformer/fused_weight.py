@@ -12,10 +12,10 @@ key-value head of four channels each:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -78,10 +78,10 @@ class FusedWeight:
 
     @cached_property
     def _row_ranges(self) -> dict[str, tuple[int, int]]:
-        # Kept, because a mixture of experts has a thousand sections, each of which is asked for.
-        ends = accumulate(self.sizes)
+        # Made once: experts have hundreds of sections, each of which is looked up.
+        stops = itertools.accumulate(self.sizes)
         return {
-            name: (end - size, end) for (name, size), end in zip(self.sections, ends, strict=True)
+            s.name: (stop - s.num_rows, stop) for s, stop in zip(self.sections, stops, strict=True)
         }
 
 

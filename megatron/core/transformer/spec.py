@@ -403,3 +403,9 @@ class ModelSpec:
     dropout: float
     init_std: float
     output_init_std: float
+
+    @property
+    def mixtures(self) -> tuple[MoeSpec, ...]:
+        """The feed-forward networks that are mixtures of experts, in the order of the layers."""
+        networks = (layer.feed_forward for layer in self.layers)
+        return tuple(network for network in networks if isinstance(network, MoeSpec))

@@ -32,7 +32,7 @@ from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.phases import Phase
-from megatron.training.step import Batch, ForwardStep
+from megatron.training.step import Batch, ForwardStep, ModelLoss
 
 logger = logging.getLogger(__name__)
 
@@ -203,10 +203,13 @@ class Injections:
         if not due:
             return forward_step
 
-        def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor:
+        def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
             while due:
                 self._tell(due.pop(), Phase.FORWARD, iteration)
-            return forward_step(model, batch) * math.nan
+            said = forward_step(model, batch)
+            if isinstance(said, ModelLoss):
+                return said._replace(loss=said.loss * math.nan)
+            return said * math.nan
 
         return poisoned
 

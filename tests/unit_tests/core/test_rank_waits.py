@@ -158,6 +158,7 @@ def _norm(mesh: DeviceMesh) -> None:
 def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]]]:
     """(the beginning of what it says, a call) of each function in which a rank waits for others."""
     group, loss = mesh.get_group(), torch.ones((), dtype=torch.float64)
+    told = step._Told(torch.device("cpu"))
     own, whole = torch.ones(2), torch.ones(4)
     how = collectives.Reduction(is_average=False)
     launch, cpu = Launch(), Device("cpu")
@@ -178,11 +179,11 @@ def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]
         "compare_notes": ("exchange of notes", lambda: collectives.compare_notes([1], group)),
         "_agree": (
             "all-reduce of the step's loss and votes",
-            lambda: step._agree(loss, [], [0.0], mesh),
+            lambda: step._agree(told, [], [0.0], mesh),
         ),
         "_ranks_with_bad_loss": (
             "all-reduce of who has a bad loss",
-            lambda: step._ranks_with_bad_loss(loss, mesh),
+            lambda: step._ranks_with_bad_loss(told, mesh),
         ),
         "_sum_over_ranks": (
             "all-reduce of the evaluation's loss",

@@ -10,7 +10,8 @@ import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_command_line
-from megatron.training.megatron_flags import MEGATRON_FLAGS, MegatronFlags, Ruling
+from megatron.training.flag_rows import MegatronFlags, Ruling
+from megatron.training.megatron_flags import MEGATRON_FLAGS
 from tests.helpers.doc_commands import commands_in, section_of
 
 

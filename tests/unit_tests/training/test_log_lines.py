@@ -176,3 +176,21 @@ def test_the_long_line_is_megatrons():
         "learning rate: 1.487062E-03 | global batch size: 8 | lm loss: 4.696198E+00 | "
         "grad norm: 0.880 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
+
+
+WITH_EXPERTS = {"expert_load_cv": 0.2142, "expert_load_cv_max": 0.5198, "idle_experts": 3}
+
+
+def test_the_lines_of_a_mixture_say_how_even_its_loads_are():
+    interval = of(**WITH_EXPERTS, auxiliary={"balance": 0.010214})
+    line = short_line(interval)
+    assert line == (
+        "200/500  loss 4.6962  grad 0.880  cv 0.52  lr 1.49e-3  5421 tok/s  mem 0.45 GiB  "
+        "eta 1m53s  idle 3"
+    )
+    assert len(TIME + line.removesuffix("  idle 3")) <= COLUMNS
+    assert "idle" not in short_line(of(interval, idle_experts=0))
+
+    line = long_line(interval)
+    assert "| lm loss: 4.696198E+00 | balance loss: 1.021400E-02 | grad norm:" in line
+    assert "| expert load cv: 0.214 (max 0.520) | idle experts: 3 | number of skipped" in line

@@ -12,7 +12,8 @@ import pytest
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_command_line, parse_config, read_yaml
 from megatron.training.config import RunConfig
-from megatron.training.megatron_flags import MEGATRON_FLAGS, Given, Ruling, answer
+from megatron.training.flag_rows import Given, Ruling
+from megatron.training.megatron_flags import MEGATRON_FLAGS, answer
 from megatron_hybrid import pretrain_gpt
 
 MINIMAL = [

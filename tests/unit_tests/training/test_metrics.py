@@ -369,8 +369,8 @@ def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_one(now, shown, monk
 
 
 def exact_line(line):
-    return lambda metrics, record: (
-        f"{line(metrics, record)} {[loss.hex() for loss in metrics._losses]}"
+    return lambda metrics, *arguments: (
+        f"{line(metrics, *arguments)} {[loss.hex() for loss in metrics._losses]}"
     )
 
 

@@ -18,6 +18,7 @@ chunks alone.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class Holdings(Protocol):
     """How one tensor lies on the ranks."""
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        """The chunks of the tensor that have elements, in the same order on every rank.
+        """The chunks of the tensor that have elements, in the order of their offsets.
 
         Args:
             rank: only this rank's, in time that does not grow with the number of ranks.
@@ -130,14 +131,24 @@ class FlatShards:
         """The chunks of a tensor; with `rank`, only its own."""
         if rank is None:
             return self._all_holdings[tensor]
+        if rank not in self._held_by:
+            self._held_by[rank] = self._holdings_of(rank)
+        return self._held_by[rank].get(tensor, ())
+
+    @cached_property
+    def _held_by(self) -> dict[int, dict[int, tuple[Holding, ...]]]:
+        """The one chunk of each tensor, by rank, for ranks that have been asked about."""
+        return {}
+
+    def _holdings_of(self, rank: int) -> dict[int, tuple[Holding, ...]]:
         place = self.mesh.place(rank)
         if place is None:
-            return ()
+            return {}
 
         # Places that differ by a multiple of the number of pieces hold the same piece.
         piece, ranks = self._piece(place % self._num_pieces)
-        chunk = self.layout.chunk(tensor, piece)
-        return (self._holding(chunk, ranks),) if chunk.num_rows else ()
+        chunks = self.layout.chunks(piece)
+        return {chunk.tensor: (self._holding(chunk, ranks),) for chunk in chunks}
 
 
 class FlatTensor:
@@ -160,13 +171,26 @@ class Section:
         self._num_rows = num_rows
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
+        # An expert is one of hundreds of sections: not every one looks at every rank's chunk.
+        whole = self._whole.holdings(rank)
+        first = bisect.bisect_right(whole, self._first_row, key=_stop_row)
+        last = bisect.bisect_left(whole, self._first_row + self._num_rows, key=_first_row)
+
         found = []
-        for offsets, sizes, ranks in self._whole.holdings(rank):
+        for offsets, sizes, ranks in whole[first:last]:
             start = max(offsets[0] - self._first_row, 0)
             stop = min(offsets[0] + sizes[0] - self._first_row, self._num_rows)
             if start < stop:
                 found.append(Holding((start, *offsets[1:]), (stop - start, *sizes[1:]), ranks))
         return found
+
+
+def _first_row(holding: Holding) -> int:
+    return holding.offsets[0]
+
+
+def _stop_row(holding: Holding) -> int:
+    return holding.offsets[0] + holding.sizes[0]
 
 
 class EvenShards:
@@ -190,13 +214,21 @@ class EvenShards:
         self._sharded_dims = tuple(sharded_dims)
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        indices: list[Sequence[int]] = [range(size) for size in self._mesh.shape]
-        if rank is not None:
-            place = self._mesh.place(rank)
-            if place is None:
-                return ()
-            indices = [(index,) for index in self._mesh.coordinate(place)]
+        if rank is None:
+            return self._all_holdings
+        place = self._mesh.place(rank)
+        if place is None:
+            return ()
+        return self._holdings([(index,) for index in self._mesh.coordinate(place)])
 
+    @cached_property
+    def _all_holdings(self) -> list[Holding]:
+        # Made once: many sections may be rows of this tensor.
+        found = self._holdings([range(size) for size in self._mesh.shape])
+        return sorted(found, key=lambda holding: holding.offsets)
+
+    def _holdings(self, indices: Sequence[Sequence[int]]) -> list[Holding]:
+        """The chunks at these indices of each axis."""
         # On an axis that replicates, all ranks hold what the first one does.
         cuts = [
             (0,) if dim is None else own

@@ -7,6 +7,7 @@ names its sections.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ def collect(
     contents = Contents(groups, plain, collector.names)
     keys = [entry.key for entry in contents.entries]
     if len(set(keys)) < len(keys):
-        doubled = sorted({key for key in keys if keys.count(key) > 1})
+        doubled = sorted(key for key, count in Counter(keys).items() if count > 1)
         raise ValueError(
             f"Expected one tensor for each name in a checkpoint, got several for {doubled}."
         )
@@ -116,19 +117,20 @@ class _Collector:
         self._model = model
         self._rank = rank
         self._ranks = range(world_size)
-        self._fused = fused_weights(model)
+        fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
         # Most layers have equal layouts: what is computed for one of them serves all.
         self._alike: dict[FlatShards, FlatShards] = {}
         self._places: dict[torch.Tensor, _Place] = {}
         self._fqns: dict[torch.Tensor, str] = {}
+        self._sections: dict[torch.Tensor, list[_Section]] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
 
         for fqn, parameter in model.named_parameters():
-            sections = _sections(fqn, parameter, self._fused.get(fqn))
+            self._sections[parameter] = _sections(fqn, parameter, fused.get(fqn))
             self._places[parameter] = self._place(parameter)
             self._fqns[parameter] = fqn
-            self.names[parameter] = [section.name for section in sections]
+            self.names[parameter] = [section.name for section in self._sections[parameter]]
 
     def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
         """Weights that the optimizer does not update; all, if there is none."""
@@ -224,17 +226,17 @@ class _Collector:
         self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
     ) -> list[Entry]:
         """The entries, one per section, of a weight or of a state that lies as the weight does."""
-        fqn, place, shape = self._fqns[parameter], self._places[parameter], tuple(parameter.shape)
+        place, shape, dtype = self._places[parameter], tuple(parameter.shape), values.dtype
         found = []
-        for section in _sections(fqn, parameter, self._fused.get(fqn)):
+        for section in self._sections[parameter]:
             key = f"{prefix}{section.name}{suffix}"
             if section.num_rows is None:
-                saved_as = SavedAs(key, values.dtype, shape, place.holdings)
+                saved_as = SavedAs(key, dtype, shape, place.holdings)
                 found.append(Entry(saved_as, place.offsets, values, parameter))
                 continue
 
             holdings: Holdings = Section(place.holdings, section.first_row, section.num_rows)
-            saved_as = SavedAs(key, values.dtype, (section.num_rows, *shape[1:]), holdings)
+            saved_as = SavedAs(key, dtype, (section.num_rows, *shape[1:]), holdings)
             # The rows of the section that this rank holds; it may hold none.
             begin = max(place.offsets[0], section.first_row)
             end = min(place.offsets[0] + place.sizes[0], section.first_row + section.num_rows)

@@ -193,7 +193,9 @@ class FsdpContext:
         }
 
         _name_groups(roots, managed)
-        _check_replicas(_alive(self._groups.values()))
+        groups = _alive(self._groups.values())
+        _share_notes(groups)
+        _check_replicas(groups)
         follow_optimizers(self)
         self.is_finalized = True
 
@@ -432,6 +434,19 @@ def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
                     f"{group.name or 'the model'}: seed all ranks alike, or load one rank's "
                     "weights on the others."
                 )
+
+
+def _share_notes(groups: Sequence[FsdpParameterGroup]) -> None:
+    """Has groups with kept axes compare notes over the mesh of those without, so that they meet."""
+
+    def key(group: FsdpParameterGroup) -> tuple[int, tuple[int, ...]]:
+        num_axes = group.mesh.ndim - len(group.placements.kept_axes)
+        return num_axes, tuple(group.mesh.mesh.flatten().tolist())
+
+    others = {key(group): group.mesh for group in groups if not group.placements.kept_axes}
+    for group in groups:
+        if group.placements.kept_axes and key(group) in others:
+            group.notes.compare_over(others[key(group)])
 
 
 def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:

@@ -153,7 +153,8 @@ def fully_shard(
         RuntimeError: meta parameters that nothing initialises; an inner module that has run; a
             rank outside the mesh.
         ValueError: a module or parameter that is sharded already; placements that do not fit the
-            mesh, or none for more than two axes; a divisor that is not positive; two policies.
+            mesh, or none for more than two axes; rows that kept axes do not divide; a divisor that
+            is not positive; two policies.
         TypeError: a parameter that is not a float, or is another library's DTensor.
         NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
     """
@@ -170,6 +171,7 @@ def fully_shard(
 
     context = construction.context
     owned, device = _checked_parameters(module, context), context.device
+    _check_rows(owned, placements, mesh)
     first = context.next_number(mesh)
     groups = [
         FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
@@ -327,6 +329,18 @@ def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> Non
             raise ValueError(
                 f"Expected parameters with rows and elements, got {name} of "
                 f"{tuple(original.shape)}."
+            )
+
+
+def _check_rows(owned: Sequence[OwnedParameter], placements: Placements, mesh: DeviceMesh) -> None:
+    """ValueError for rows that the ranks of kept axes cannot divide."""
+    num_blocks = placements.num_blocks(mesh)
+    for parameter in owned:
+        if parameter.original.shape[0] % num_blocks:
+            raise ValueError(
+                f"Expected rows that the {num_blocks} ranks of the kept axes "
+                f"{placements.kept_axes} divide, got {parameter.fqns[0]} of "
+                f"{tuple(parameter.original.shape)}."
             )
 
 

@@ -1,9 +1,9 @@
 """`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the
 optimizer reads.
 
-    unsharded   this rank's whole gradients, as its backward leaves them
+    unsharded   this rank's gradients of the weights in use, as its backward leaves them
     partial     their sum over microbatches, where an axis is reduced only after the last of them
-    main        reduced over all axes; what the optimizer reads
+    main        reduced over all axes but those that are kept; what the optimizer reads
 
 The gradient of a sharded parameter tells what has been summed up for it so far: nothing (None), a
 part of `main`, or, between the microbatches of a deferred reduction, a part of `partial`, with the
@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.uneven_rows import recut
@@ -97,21 +97,26 @@ class GroupGradients:
         divisor: float,
         device: torch.device,
         note: Note,
+        exchange: NoteExchange,
     ) -> None:
         self._mesh = mesh
         self._placements = placements
         self._dtypes = dtypes
         self._divisor = divisor
         self._note = note
+        self._exchange = exchange
         self._received: set[int] = set()
 
-        self._exchanges_notes = collectives.exchanges_notes(device)
         # Ranks that exchange notes notice at once if only some of them have a gradient. Without
         # notes they notice at the end of the step, and only if the training loop asks: NaN makes
         # sure that what they have does not pass for a mean.
-        self._missing_value = 0.0 if self._exchanges_notes else float("nan")
+        self._missing_value = 0.0 if exchange.is_used else float("nan")
 
-        partial_sums = [_as_partial(placement) for placement in placements.gradient]
+        # Ranks along a kept axis have the gradients of different rows, which nothing adds up.
+        partial_sums = [
+            placement if kept else _as_partial(placement)
+            for placement, kept in zip(placements.gradient, placements.is_kept, strict=True)
+        ]
         self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
         self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
         self.partial: DBuffer | None = None
@@ -185,7 +190,8 @@ class GroupGradients:
         takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
             axes = self._axes_to_reduce(is_last)
-            return Reduction(lambda: self._tell(axes), self._notes(axes, []))
+            tell = partial(self._exchange.tell, self._note(()), axes)
+            return Reduction(tell, self._notes(axes, []))
 
         if joins:
             self._take_memory()
@@ -218,7 +224,7 @@ class GroupGradients:
         self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
 
         def work() -> None:
-            self._tell(told)
+            self._exchange.tell(self._note(()), told)
             self._carry_out(folded, steps)
 
         return Reduction(work, self._notes(told, steps))
@@ -254,7 +260,7 @@ class GroupGradients:
         ranks issue would hang, or be matched with the next one. Parameters that have been frozen
         get a gradient on no rank.
         """
-        return not self._exchanges_notes and any(
+        return not self._exchange.is_used and any(
             parameter.requires_grad for parameter in parameters
         )
 
@@ -265,8 +271,8 @@ class GroupGradients:
 
     def _axes_to_reduce(self, is_last: bool) -> list[int]:
         """The axes that a microbatch's gradients are reduced over, inner to outer."""
-        placements = self._placements.gradient
-        axes = reversed(range(len(placements)))
+        placements, is_kept = self._placements.gradient, self._placements.is_kept
+        axes = [axis for axis in reversed(range(len(placements))) if not is_kept[axis]]
         return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
 
     def _step(
@@ -294,12 +300,6 @@ class GroupGradients:
                 )
             if ours.data_ptr() != theirs.data_ptr():
                 ours.copy_(theirs)
-
-    def _tell(self, axes: Iterable[int]) -> None:
-        """Tells the other ranks that there is nothing to reduce here, if they exchange notes."""
-        if self._exchanges_notes:
-            for axis in axes:
-                collectives.compare_notes(self._note(()), self._mesh.get_group(axis))
 
     def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
         for index in folded:
@@ -352,7 +352,7 @@ class GroupGradients:
 
         if self._dtypes.comm.itemsize < source.dtype.itemsize:
             source = source.cast(self._dtypes.comm)
-        divisor, note = step.divisor, self._note(step.received)
+        divisor, note = step.divisor, self._exchange.ahead(self._note(step.received), axes)
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1
             # A step on the way may use the target's memory, unless that holds the sum so far.

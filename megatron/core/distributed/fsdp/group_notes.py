@@ -1,12 +1,22 @@
 """What ranks tell each other about the collectives of a parameter group.
 
 For how notes travel, see collectives' [Note: notes].
+
+[Note: notes of other meshes] Ranks that disagree notice only if their notes meet. Suppose one rank
+leaves out its experts, and goes on to gather the next layer: its note goes to all ranks, while a
+rank that does gather its experts waits for a note among the few ranks that have the same ones. Both
+would wait for ever. So groups with kept axes compare their notes over the mesh that the other
+groups of the model have, axis by axis, and only then communicate over their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 
 _GATHER, _REDUCE = 1, 2  # the first number of a note; the second is the group's
@@ -53,3 +63,43 @@ def _place(index: int, words: Sequence[int]) -> tuple[int, int]:
 def _is_in_mask(words: Sequence[int], index: int) -> bool:
     word, bit = _place(index, words)
     return bool(words[word] >> bit & 1)
+
+
+class NoteExchange:
+    """Over which ranks the notes of a parameter group are compared.
+
+    Attributes:
+        is_used: whether ranks exchange notes at all.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """
+        Args:
+            mesh: of the group's collectives.
+            device: of what they send.
+        """
+        self.is_used = collectives.exchanges_notes(device)
+        self._mesh = mesh
+        self._is_over_own_mesh = True
+
+    def compare_over(self, mesh: DeviceMesh) -> None:
+        """Compares over the axes of another mesh from now on, whose numbers are those of the own
+        one. See [Note: notes of other meshes].
+        """
+        self._mesh, self._is_over_own_mesh = mesh, False
+
+    def ahead(self, note: Sequence[int], axes: Iterable[int]) -> Sequence[int] | None:
+        """The note for collectives over these axes to carry; None if it has been compared."""
+        if self._is_over_own_mesh:
+            return note
+        self.tell(note, axes)
+        return None
+
+    def tell(self, note: Sequence[int], axes: Iterable[int]) -> None:
+        """Compares the note over these axes, if ranks exchange notes.
+
+        Raises:
+            MismatchError: another rank has another note.
+        """
+        for axis in axes if self.is_used else ():
+            collectives.compare_notes(note, self._mesh.get_group(axis))

@@ -17,6 +17,18 @@ alignment is lcm(6, 4, 2) = 12:
 P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: it starts
 with those in the gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to the
 end.
+
+[Note: blocks] Experts are divided among ranks before anything else is: with expert parallelism of
+2, the first half of every tensor's rows belongs to the ranks of the first two experts, and the
+second half to the others. The buffer of such tensors is a row of equal *blocks*, each with its part
+of every tensor, laid out alike. Shapes P0 (4, 2) and P1 (8, 1), 2 blocks on 4 ranks:
+
+    offset  0       4       8       12      16
+            |P0 0,1 |P1 0-3 |P0 2,3 |P1 4-7 |
+            |rank 0 |rank 1 |rank 2 |rank 3 |
+            |--- block 0 ---|--- block 1 ---|
+
+A mesh's last axis cuts first, so one of as many ranks as there are blocks cuts between them.
 """
 
 from __future__ import annotations
@@ -66,11 +78,14 @@ class GlobalLayout:
     """
 
     tensor_shapes: tuple[tuple[int, ...], ...]
-    tensor_to_offset: tuple[int, ...]  # elements
-    size: int  # elements, padding included
+    tensor_to_offset: tuple[int, ...]  # elements, in each block
+    size: int  # elements of all blocks, padding included
+    num_blocks: int = 1  # see [Note: blocks]
 
     @classmethod
-    def build(cls, shapes: Iterable[Sequence[int]], dp_size: int) -> GlobalLayout:
+    def build(
+        cls, shapes: Iterable[Sequence[int]], dp_size: int, num_blocks: int = 1
+    ) -> GlobalLayout:
         """Lays out tensors of these shapes for `dp_size` ranks. See [Note: alignment].
 
         Tensors of at least one alignment unit come first, in their order. The gap behind one that
@@ -78,19 +93,36 @@ class GlobalLayout:
         what is left of it is filled with tensors smaller than a unit, the largest first. Small
         tensors that found no gap come last.
 
+        Args:
+            num_blocks: see [Note: blocks]. Each block is laid out for its share of the ranks.
+
         Raises:
-            ValueError: for a scalar, for rows without elements, for a `dp_size` below 1.
+            ValueError: for a scalar, for rows without elements, for a `dp_size` below 1; for ranks
+                or rows that blocks do not divide.
         """
         if dp_size < 1:
             raise ValueError(f"Expected at least one rank, got {dp_size}.")
+        if num_blocks < 1 or dp_size % num_blocks:
+            raise ValueError(
+                f"Expected a number of blocks that divides {dp_size} ranks, got {num_blocks}."
+            )
 
         tensor_shapes = tuple(tuple(shape) for shape in shapes)
-        packer = _Packer(tensor_shapes)
+        packer = _Packer(tuple(_block_shape(shape, num_blocks) for shape in tensor_shapes))
         packer.place_large_tensors()
         packer.append_small_tensors()
         # The end is padded as well, so that every rank's piece is as long and as aligned.
-        size = _round_up(packer.end, packer.alignment * dp_size)
-        return cls(tensor_shapes, tuple(packer.offsets), size)
+        block_numel = _round_up(packer.end, packer.alignment * (dp_size // num_blocks))
+        return cls(tensor_shapes, tuple(packer.offsets), block_numel * num_blocks, num_blocks)
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of each block, padding included."""
+        return self.size // self.num_blocks
+
+    def block_rows(self, tensor: int) -> int:
+        """Rows of a tensor in each block."""
+        return self.tensor_shapes[tensor][0] // self.num_blocks
 
     @cached_property
     def alignment(self) -> int:
@@ -100,14 +132,18 @@ class GlobalLayout:
     @cached_property
     def gaps(self) -> tuple[FlatRange, ...]:
         """The padding: ranges of the whole buffer where no tensor lies, in order."""
-        taken = sorted((offset, self.numel(i)) for i, offset in enumerate(self.tensor_to_offset))
+        taken = sorted(
+            (offset, self.numel(i) // self.num_blocks)
+            for i, offset in enumerate(self.tensor_to_offset)
+        )
         found, end = [], 0
-        for offset, numel in [*taken, (self.size, 0)]:
+        for offset, numel in [*taken, (self.block_numel, 0)]:
             if offset > end:
                 found.append(FlatRange(end, offset - end))
             end = max(end, offset + numel)
 
-        return tuple(found)
+        begins = (block * self.block_numel for block in range(self.num_blocks))
+        return tuple(FlatRange(begin + gap.start, gap.numel) for begin in begins for gap in found)
 
     @cached_property
     def _by_offset(self) -> tuple[list[int], list[int]]:
@@ -155,12 +191,16 @@ class GlobalLayout:
         return piece
 
     def chunks(self, piece: FlatRange) -> list[Chunk]:
-        """The rows that lie in a piece, tensor by tensor, without tensors that have none there."""
+        """The rows that lie in a piece, tensor by tensor, without tensors that have none there.
+
+        ValueError as from `chunk`.
+        """
         offsets, tensors = self._by_offset
+        begin = self._block_of(piece) * self.block_numel
 
         # Of the tensors that begin before the piece, only the last can reach into it.
-        first = max(bisect.bisect_right(offsets, piece.start) - 1, 0)
-        last = bisect.bisect_left(offsets, piece.stop)
+        first = max(bisect.bisect_right(offsets, piece.start - begin) - 1, 0)
+        last = bisect.bisect_left(offsets, piece.stop - begin)
         found = (self.chunk(tensor, piece) for tensor in sorted(tensors[first:last]))
         return [chunk for chunk in found if chunk.num_rows]
 
@@ -169,10 +209,11 @@ class GlobalLayout:
 
         Raises:
             ValueError: if the piece cuts through a row of the tensor, which those of `local_range`
-                never do.
+                never do, or if it is in several blocks, where its rows are not consecutive.
         """
-        begin = self.tensor_to_offset[tensor]
-        start, numel = piece.overlap(FlatRange(begin, self.numel(tensor)))
+        block = self._block_of(piece)
+        begin = block * self.block_numel + self.tensor_to_offset[tensor]
+        start, numel = piece.overlap(FlatRange(begin, self.numel(tensor) // self.num_blocks))
         if not numel:
             return Chunk(tensor, 0, 0, 0)
 
@@ -184,7 +225,20 @@ class GlobalLayout:
                 f"Expected a piece cut between rows of tensor {tensor} ({row} elements each), got "
                 f"{piece}."
             )
+        first_row += block * self.block_rows(tensor)
         return Chunk(tensor, first_row, num_rows, start - piece.start)
+
+    def _block_of(self, piece: FlatRange) -> int:
+        """The block in which a piece lies. ValueError if it lies in several."""
+        if self.num_blocks == 1 or not piece.numel:
+            return 0
+        block = piece.start // self.block_numel
+        if piece.stop > (block + 1) * self.block_numel:
+            raise ValueError(
+                f"Expected a piece inside one of {self.num_blocks} blocks of {self.block_numel} "
+                f"elements, got {piece}: the axis that divides the blocks stays Flat."
+            )
+        return block
 
 
 class _Packer:
@@ -254,6 +308,17 @@ def row_numel(shape: Sequence[int]) -> int:
             f"Expected a tensor with rows of at least one element, got shape {tuple(shape)}."
         )
     return row
+
+
+def _block_shape(shape: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
+    """The shape of a tensor's part in each block. ValueError for rows that blocks do not divide."""
+    if num_blocks == 1:
+        return shape
+
+    row_numel(shape)  # a scalar has no rows to divide
+    if not shape[0] or shape[0] % num_blocks:
+        raise ValueError(f"Expected rows that {num_blocks} blocks divide, got shape {shape}.")
+    return (shape[0] // num_blocks, *shape[1:])
 
 
 def _round_up(value: int, multiple: int) -> int:

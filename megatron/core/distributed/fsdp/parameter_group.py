@@ -27,9 +27,10 @@ from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
+from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
@@ -60,6 +61,7 @@ class FsdpParameterGroup:
         name: of the module, for messages; known once the context is complete.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
+        notes: how ranks notice that they are about to do different things.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
@@ -89,6 +91,7 @@ class FsdpParameterGroup:
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
+        self.notes = NoteExchange(mesh, device.torch_device)
         self._device = device
         on_host = offload is not None and offload.main_weights_on_host
         self._is_on_host = self.requires_grad and on_host
@@ -105,7 +108,7 @@ class FsdpParameterGroup:
         self._main_grad_read: Event | None = None
 
         shapes = [parameter.original.shape for parameter in owned]
-        self.layout = GlobalLayout.build(shapes, mesh.size())
+        self.layout = GlobalLayout.build(shapes, mesh.size(), placements.num_blocks(mesh))
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
         self.fsdp_parameters = [
@@ -340,6 +343,7 @@ class FsdpParameterGroup:
             divisor,
             self._device.torch_device,
             partial(group_notes.reduction_note, self.number),
+            self.notes,
         )
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
@@ -425,18 +429,18 @@ class FsdpParameterGroup:
         self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
-        note = group_notes.gather_note(self.number)
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
         if is_stale:
             self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
         if is_scattered:
-            self.post_optimizer_model_weight.redistribute(
-                self.placements.parameter, out=self.model_weight, note=note
-            )
+            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
         if self.is_gathered:
-            self.model_weight.redistribute(
-                self.unsharded_weight.placements, out=self.unsharded_weight, note=note
-            )
+            self._redistribute(self.model_weight, self.unsharded_weight)
+
+    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
+        axes = axes_to_move(source.placements, target.placements)
+        note = self.notes.ahead(group_notes.gather_note(self.number), axes)
+        source.redistribute(target.placements, out=target, note=note)
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees, by parameter or by buffer."""

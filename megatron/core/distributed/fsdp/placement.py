@@ -13,6 +13,7 @@ the whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -117,12 +118,20 @@ class Placements:
     | optim_grads_params (3)   | Flat              | Flat             | Flat              |
     | HSDP  (outer, inner)     | Replicate, Flat   | Partial, Flat    | Replicate, Flat   |
     | HFSDP (outer, inner)     | Replicate, Flat   | Partial, Flat    | Flat, Flat        |
+
+    On a *kept* axis weights stay cut even in use: each rank's module computes with rows of its own,
+    the experts that this rank holds. All three are Flat there, and gradients are reduced over the
+    other axes only. Kept axes are the last ones, which cut first; see layout's [Note: blocks].
+
+    Attributes:
+        kept_axes: those of `dp_axes` that are kept, by the names or numbers that they have there.
     """
 
     dp_axes: tuple[int | str, ...]  # names of the mesh's axes, or numbers, from the end if negative
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
     optimizer: tuple[Placement, ...]
+    kept_axes: tuple[int | str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dp_axes", tuple(self.dp_axes))
@@ -165,6 +174,23 @@ class Placements:
                 f"placement is Shard(0), got gradient={self.gradient} and "
                 f"optimizer={self.optimizer}."
             )
+        self._check_kept_axes()
+
+    def _check_kept_axes(self) -> None:
+        object.__setattr__(self, "kept_axes", tuple(self.kept_axes))
+        num_others = len(self.dp_axes) - len(self.kept_axes)
+        if self.kept_axes != self.dp_axes[max(num_others, 0) :]:
+            raise ValueError(
+                "Expected the kept axes to be the last ones of dp_axes, in the same order, got "
+                f"kept_axes={self.kept_axes} of dp_axes={self.dp_axes}."
+            )
+        for name in ("parameter", "gradient", "optimizer"):
+            placements = getattr(self, name)
+            if not all(sharded_axes(placements[num_others:])):
+                raise ValueError(
+                    f"Expected Flat as {name} placement of the kept axes {self.kept_axes}, which "
+                    f"cut everything, got {placements}."
+                )
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
@@ -194,6 +220,40 @@ class Placements:
             gradient=(Partial("avg"), Flat()),
             optimizer=(Replicate(), Flat()),
         )
+
+    def with_kept_axis(
+        self, axis: int | str, other_axes: Sequence[int | str] | None = None
+    ) -> Placements:
+        """The same strategy on a mesh with one more axis, the last one, which is kept.
+
+        Args:
+            axis: the new axis.
+            other_axes: what the axes before it are called on that mesh; default: as here.
+        """
+        others = self.dp_axes if other_axes is None else tuple(other_axes)
+        return Placements(
+            (*others, axis),
+            (*self.parameter, Flat()),
+            (*self.gradient, Flat()),
+            (*self.optimizer, Flat()),
+            (*self.kept_axes, axis),
+        )
+
+    @property
+    def is_kept(self) -> tuple[bool, ...]:
+        """For each of `dp_axes` whether it is kept."""
+        num_others = len(self.dp_axes) - len(self.kept_axes)
+        return (False,) * num_others + (True,) * len(self.kept_axes)
+
+    @property
+    def in_use(self) -> tuple[Placement, ...]:
+        """The placements of the weights that modules compute with."""
+        return tuple(Flat() if kept else Replicate() for kept in self.is_kept)
+
+    def num_blocks(self, mesh: DeviceMesh) -> int:
+        """Into how many parts the kept axes of the data-parallel mesh divide every tensor."""
+        sizes = zip(mesh.shape, self.is_kept, strict=True)
+        return math.prod(size for size, kept in sizes if kept)
 
     @property
     def defers_reduction(self) -> bool:

@@ -8,7 +8,7 @@ none. Nine rows of 4 elements that begin at offset 8 of a buffer of 64, on two r
              |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
              |------------------ rank 0 --------------|---------- rank 1 ---------|
 
-`RowCut` holds the five integers from which any rank's rows follow. PyTorch asks a placement for
+`RowCut` holds the integers from which any rank's rows follow. PyTorch asks a placement for
 them by `_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` answers correctly
 too, and with it DCP's planner and `set_model_state_dict`.
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout
+from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout, row_numel
 
 
 class RowCut(NamedTuple):
@@ -35,6 +35,10 @@ class RowCut(NamedTuple):
         offset: where the first of these rows begins in the range, in elements.
         piece_numel: elements of each piece.
         num_pieces: pieces in the range.
+        num_blocks: equal parts of the range, each with equally many rows; see layout's
+            [Note: blocks]. With more than one, `offset` is that of a block's first row in it.
+        block_rows: rows in each block, where there are several.
+        first_row: of these `num_rows`, among the rows of all blocks, where there are several.
     """
 
     num_rows: int
@@ -42,23 +46,49 @@ class RowCut(NamedTuple):
     offset: int
     piece_numel: int
     num_pieces: int
+    num_blocks: int = 1
+    block_rows: int = 0
+    first_row: int = 0
 
     @classmethod
     def of(
         cls, layout: GlobalLayout, tensor: int, flat_range: FlatRange, num_pieces: int
     ) -> RowCut:
-        """The cut of a layout's tensor where `flat_range` is divided into `num_pieces`."""
-        chunk = layout.chunk(tensor, flat_range)
-        shape = layout.tensor_shapes[tensor]
-        row = layout.numel(tensor) // shape[0]
+        """The cut of a layout's tensor where `flat_range` is divided into `num_pieces`.
 
-        return cls(chunk.num_rows, row, chunk.offset, flat_range.numel // num_pieces, num_pieces)
+        Args:
+            flat_range: some whole blocks of the layout, or a part of one.
+        """
+        row = row_numel(layout.tensor_shapes[tensor])
+        piece_numel = flat_range.numel // num_pieces
+        if flat_range.numel <= layout.block_numel:
+            chunk = layout.chunk(tensor, flat_range)
+            return cls(chunk.num_rows, row, chunk.offset, piece_numel, num_pieces)
+
+        blocks, rows = flat_range.numel // layout.block_numel, layout.block_rows(tensor)
+        offset = layout.tensor_to_offset[tensor]
+        return cls(rows * blocks, row, offset, piece_numel, num_pieces, blocks, rows)
 
     def bound(self, piece: int) -> int:
         """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
-        # Rounded up. Pieces before the first row give less than 0, those behind the last too much.
-        rows = -(-(piece * self.piece_numel - self.offset) // self.row_numel)
-        return min(max(rows, 0), self.num_rows)
+        begin = piece * self.piece_numel
+        if self.num_blocks == 1:
+            return self._rows_before(begin, self.num_rows)
+
+        # The end of the last block is no block's beginning.
+        block = min(begin // self._block_numel, self.num_blocks - 1)
+        inside = self._rows_before(begin - block * self._block_numel, self.block_rows)
+        return min(max(block * self.block_rows + inside - self.first_row, 0), self.num_rows)
+
+    def _rows_before(self, place: int, num_rows: int) -> int:
+        """How many of a block's rows begin before a place in it, in elements."""
+        # Rounded up. Places before the first row give less than 0, those behind the last too much.
+        rows = -(-(place - self.offset) // self.row_numel)
+        return min(max(rows, 0), num_rows)
+
+    @property
+    def _block_numel(self) -> int:
+        return self.piece_numel * self.num_pieces // self.num_blocks
 
     def rows(self, piece: int) -> range:
         """The rows in a piece."""
@@ -66,15 +96,40 @@ class RowCut(NamedTuple):
 
     def flattened(self, factor: int) -> RowCut:
         """The same cut, with `factor` rows in the place of each row."""
-        return self._replace(num_rows=self.num_rows * factor, row_numel=self.row_numel // factor)
+        return self._replace(
+            num_rows=self.num_rows * factor,
+            row_numel=self.row_numel // factor,
+            block_rows=self.block_rows * factor,
+            first_row=self.first_row * factor,
+        )
 
     def grouped(self, factor: int) -> RowCut:
         """The same cut, with one row in the place of `factor` rows, which no cut may separate."""
-        return self._replace(num_rows=self.num_rows // factor, row_numel=self.row_numel * factor)
+        return self._replace(
+            num_rows=self.num_rows // factor,
+            row_numel=self.row_numel * factor,
+            block_rows=self.block_rows // factor,
+            first_row=self.first_row // factor,
+        )
+
+    def can_group(self, factor: int) -> bool:
+        """Whether no cut, and no end of a block, separates rows that `grouped` makes one of."""
+        return not (self.block_rows % factor or self.first_row % factor) and not any(
+            bound % factor for bound in self.bounds
+        )
 
     def window(self, first_row: int, num_rows: int) -> RowCut:
         """The same cut of some of these rows alone, as rows of a tensor of their own."""
-        return self._replace(num_rows=num_rows, offset=self.offset + first_row * self.row_numel)
+        if self.num_blocks == 1:
+            return self._replace(num_rows=num_rows, offset=self.offset + first_row * self.row_numel)
+
+        first_row += self.first_row
+        block, inside = divmod(first_row, self.block_rows)
+        if inside + num_rows > self.block_rows:
+            return self._replace(num_rows=num_rows, first_row=first_row)
+        # The other blocks have none of these rows, so nothing repeats.
+        offset = block * self._block_numel + self.offset + inside * self.row_numel
+        return RowCut(num_rows, self.row_numel, offset, self.piece_numel, self.num_pieces)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -130,13 +185,13 @@ class UnevenShard(Shard):
     def window(self, first_row: int, num_rows: int) -> UnevenShard:
         """The placement of `num_rows` consecutive rows of the tensor, as a tensor of their own."""
         # This axis has only the rows that the axes to its right leave; the window may begin before
-        # them or end behind them.
+        # them or end behind them, or have none of them.
         start = max(self.first_row, first_row)
         stop = min(self.first_row + self.cut.num_rows, first_row + num_rows)
         cut = self.cut.window(start - self.first_row, max(0, stop - start))
         whole = self.whole.window(first_row, num_rows)
 
-        return UnevenShard(cut, max(0, start - first_row), self.is_leftmost, whole)
+        return UnevenShard(cut, min(start - first_row, num_rows), self.is_leftmost, whole)
 
     def flattened(self, factor: int) -> UnevenShard:
         """The placement of the tensor with `factor` rows in the place of each row."""
@@ -148,7 +203,7 @@ class UnevenShard(Shard):
         some of them.
         """
         # All bounds, not this rank's own: ranks must come to the same answer.
-        if any(bound % factor for bound in self._bounds):
+        if not self.whole.can_group(factor):
             return None
         cut, whole = self.cut.grouped(factor), self.whole.grouped(factor)
         return UnevenShard(cut, self.first_row // factor, self.is_leftmost, whole)
@@ -171,7 +226,7 @@ class UnevenShard(Shard):
         if axis != other_axis:
             return False
 
-        # Tensors with rows of different sizes may be cut alike without the same five integers.
+        # Tensors with rows of different sizes may be cut alike without the same integers.
         return self.whole == other.whole or self._bounds == other._bounds
 
     def __hash__(self) -> int:

@@ -5,7 +5,8 @@
     model                  parameter     compute weights between uses
     post_optimizer_model   optimizer     the part of `model` that this rank's main weights become,
                                          a view of it
-    unsharded              Replicate     compute weights in use
+    unsharded              in_use        compute weights in use: all rows, or, where axes are kept,
+                                         this rank's block of them
 
 Buffers that would hold the same are one.
 """
@@ -17,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device
@@ -74,8 +74,8 @@ class WeightBuffers(NamedTuple):
             post_optimizer_model = main
 
         unsharded = model
-        if model.range.numel < layout.size:
-            unsharded = allocate([Replicate()] * mesh.ndim, dtype)
+        if model.range.numel < layout.block_numel:
+            unsharded = allocate(placements.in_use, dtype)
         return cls(main, model, post_optimizer_model, unsharded)
 
 

@@ -7,7 +7,7 @@ optimizer finds its groups again and compares them with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -105,9 +105,22 @@ def groups_of(
     return list(groups.values())
 
 
-def build_plan(groups: Sequence[OffloadGroup], fraction: float) -> OffloadPlan:
-    """The plan of these groups; see `OffloadPlan.build`."""
-    return OffloadPlan.build([(group.name, group.global_numel) for group in groups], fraction)
+def build_plan(
+    groups: Sequence[OffloadGroup], fraction: float, first: Iterable[nn.Parameter] = ()
+) -> OffloadPlan:
+    """The plan of these groups; see `OffloadPlan.build`.
+
+    Args:
+        first: parameters whose groups go first.
+    """
+    named = [(group.name, group.global_numel) for group in groups]
+    own = {id(parameter) for parameter in first}
+    indexes = [
+        index
+        for index, group in enumerate(groups)
+        if any(id(parameter) in own for parameter in group.parameters)
+    ]
+    return OffloadPlan.build(named, fraction, indexes)
 
 
 def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:

@@ -6,8 +6,8 @@
     next forward                a group's gather waits for its own weights, and for nothing else
 
 The host side takes the last groups of the network: their gradients come first in backward, and
-their weights are needed last in forward. Host and device side give the same bits, so where a group
-lives never changes a run.
+their weights are needed last in forward. `offload_first` names groups that go before them. Host and
+device side give the same bits, so where a group lives never changes a run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
 
 from megatron.core.dtensors import check_whole
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
@@ -96,8 +97,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
         num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
         records_timings: clocks for `timings`.
-        plan: of these parameters, made before they were sharded; `offload_fraction` then has no
-            effect.
+        plan: of these parameters, made before they were sharded; `offload_fraction` and
+            `offload_first` then have no effect.
+        offload_first: parameters whose groups go to the host before any other, such as those of
+            every `Experts`; from the last of them on.
         kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes
             than AdamW are theirs: not in the slabs, nor counted before.
 
@@ -133,6 +136,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_local_ranks: int | None = None,
         records_timings: bool = False,
         plan: OffloadPlan | None = None,
+        offload_first: Iterable[nn.Parameter] = (),
         **kwargs: Any,
     ) -> None:
         settings = HybridSettings(
@@ -158,7 +162,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         self._device = device_of([*self._parameters()])
         groups = groups_of(self.param_groups)
-        self.plan = build_plan(groups, offload_fraction) if plan is None else plan
+        self.plan = plan or build_plan(groups, offload_fraction, offload_first)
         sides = sides_of(self.plan, groups)
         buckets = buckets_of(sides.on_host, settings)
         allocator = HostAllocator(self._device, buckets, settings)

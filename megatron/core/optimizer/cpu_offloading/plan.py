@@ -10,13 +10,16 @@ fraction of 0.5:
 
     group    embedding   layers.0   layers.1   layers.2   head
     side     device      device     host       host       host    30 of 50: half or more
+
+Some groups may go first: the experts of mixtures, which hold most elements and compute least for
+each of them. The host then takes the last of these, and others only once it has all of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -30,6 +33,7 @@ class PlannedGroup(NamedTuple):
     name: str
     numel: int  # of the whole group, over all ranks, without padding
     is_on_host: bool
+    goes_first: bool = False  # to the host, before any group that does not
 
     @property
     def side(self) -> str:
@@ -38,17 +42,27 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The side of every group, in forward order: first the device's, then the host's."""
+    """The side of every group, in forward order.
+
+    On the host are the last groups of those that go first, and the last of the others if the host
+    has all that go first.
+    """
 
     groups: tuple[PlannedGroup, ...]
 
     @classmethod
-    def build(cls, groups: Sequence[tuple[str, int]], fraction: float) -> OffloadPlan:
-        """Puts the fewest groups at the end of the network on the host that hold `fraction` of all
-        elements or more.
+    def build(
+        cls,
+        groups: Sequence[tuple[str, int]],
+        fraction: float,
+        first: Collection[int] = (),
+    ) -> OffloadPlan:
+        """Puts the fewest groups on the host that hold `fraction` of all elements or more: from the
+        end of the network on, those that go first before the others.
 
         Args:
             groups: name and global element count of each, in forward order; of 0 elements too.
+            first: the indexes of those that go first.
             fraction: from 0 (none) to 1 (all). A float is taken for the decimal number that it
                 prints as: 0.1 is a tenth. Its binary value is a little more, which would cost a
                 group where a tenth is met exactly.
@@ -59,10 +73,11 @@ class OffloadPlan:
         for name, numel in groups:
             if numel < 0:
                 raise ValueError(f"Expected at least 0 elements in group {name!r}, got {numel}.")
-        first = _first_on_host([numel for _, numel in groups], _exact(fraction))
+        own = frozenset(first)
+        on_host = _on_host([numel for _, numel in groups], _exact(fraction), own)
         return cls(
             tuple(
-                PlannedGroup(name, numel, index >= first)
+                PlannedGroup(name, numel, index in on_host, index in own)
                 for index, (name, numel) in enumerate(groups)
             )
         )
@@ -92,10 +107,14 @@ class OffloadPlan:
         return self.host_numel / self.total_numel if self.total_numel else 0.0
 
     def __str__(self) -> str:
-        """A table for a log: a line a group, long runs of one side as one line, and the totals."""
+        """A table for a log: a line a group, long runs of one side as one line, and the totals.
+
+        Groups that go first stand below the others: between them they would cut runs short.
+        """
+        ordered = sorted(self.groups, key=lambda group: group.goes_first)
         rows = [
             row
-            for _, run in itertools.groupby(self.groups, key=lambda g: g.is_on_host)
+            for _, run in itertools.groupby(ordered, key=lambda g: (g.goes_first, g.is_on_host))
             for row in _rows([*run])
         ]
         rows.append(_Row("on the device", self.device_numel, "device"))
@@ -134,13 +153,15 @@ def _exact(fraction: float) -> Fraction:
     return Fraction(str(fraction))
 
 
-def _first_on_host(numels: Sequence[int], fraction: Fraction) -> int:
-    """The beginning of the smallest suffix that holds `fraction` of all elements."""
-    # All includes empty groups at the front, which the loop would leave out.
+def _on_host(numels: Sequence[int], fraction: Fraction, first: frozenset[int]) -> frozenset[int]:
+    """The groups on the host, by index."""
+    # All includes empty groups, which the loop would leave out.
     if fraction == 1:
-        return 0
-    wanted, first, held = fraction * sum(numels), len(numels), 0
+        return frozenset(range(len(numels)))
+
+    order = sorted(range(len(numels)), key=lambda index: (index not in first, -index))
+    wanted, held, taken = fraction * sum(numels), 0, 0
     while held < wanted:
-        first -= 1
-        held += numels[first]
-    return first
+        held += numels[order[taken]]
+        taken += 1
+    return frozenset(order[:taken])

@@ -180,9 +180,17 @@ def _save_counted(root: str, setting: Setting) -> Saved:
 
 
 @needs_linux
-@pytest.mark.parametrize(("strategy", "fraction"), list(itertools.product(STRATEGIES, (None, 0.5))))
-def test_not_a_byte_leaves_a_rank_that_saves(tmp_path, strategy, fraction):
-    for saved in run_ranks(NUM_RANKS, _save_counted, str(tmp_path), Setting(strategy, fraction)):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *itertools.starmap(Setting, itertools.product(STRATEGIES, (None, 0.5))),
+        Setting(expert_size=2),
+        Setting(HFSDP, 0.5, expert_size=2),
+    ],
+    ids=str,
+)
+def test_not_a_byte_leaves_a_rank_that_saves(tmp_path, setting):
+    for saved in run_ranks(NUM_RANKS, _save_counted, str(tmp_path), setting):
         assert saved.num_bytes == 0
         assert saved.num_bytes_beside == saved.num_bytes_of_training > 0
         assert saved.names == [checkpoint_name(4)]
@@ -277,7 +285,15 @@ def _plan_counted(setting: Setting) -> tuple[int, int]:
 
 @needs_linux
 @pytest.mark.parametrize(
-    "setting", [Setting(), Setting(HSDP, 0.5), Setting("no_shard"), Setting(HFSDP, 1.0)], ids=str
+    "setting",
+    [
+        Setting(),
+        Setting(HSDP, 0.5),
+        Setting("no_shard"),
+        Setting(HFSDP, 1.0),
+        Setting("optim", 0.5, expert_size=4),
+    ],
+    ids=str,
 )
 def test_chunks_come_to_a_state_dict_for_pytorch_without_communication(setting):
     for num_bytes, num_items in run_ranks(NUM_RANKS, _plan_counted, setting):

@@ -89,6 +89,7 @@ class Setting(NamedTuple):
     is_tied: bool = True
     compute_dtype: torch.dtype = torch.float32
     optimizer: tuple[tuple[str, Any], ...] = ()  # further fields of OptimizerConfig
+    expert_size: int | None = None  # of a model with experts; None: it has none
 
     def __str__(self) -> str:
         parts = [self.strategy, f"offload={self.fraction}", "fused" if self.is_fused else "unfused"]
@@ -96,6 +97,8 @@ class Setting(NamedTuple):
             "tied" if self.is_tied else "untied",
             str(self.compute_dtype).removeprefix("torch."),
         ]
+        if self.expert_size is not None:
+            parts.append(f"ep{self.expert_size}")
         return "-".join([*parts, *(f"{name}={value}" for name, value in self.optimizer)])
 
 
@@ -153,6 +156,9 @@ def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB)
         untie_embeddings_and_output_weights=not setting.is_tied,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # Each token goes to all experts: what is sent depends on no values.
+        num_experts=None if setting.expert_size is None else 4,
+        moe_router_topk=2 if setting.expert_size is None else 4,
     )
     with torch.device("meta"):
         model = GPTModel(config, vocab_size)
@@ -163,12 +169,17 @@ def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB)
     return model
 
 
-def data_parallel(strategy: str) -> DataParallelConfig:
+def data_parallel(strategy: str, expert_size: int | None = None) -> DataParallelConfig:
+    size = 1 if expert_size is None else expert_size
     if strategy in SHARDING_STRATEGIES:
-        return DataParallelConfig(data_parallel_sharding_strategy=strategy)
+        return DataParallelConfig(
+            data_parallel_sharding_strategy=strategy, expert_model_parallel_size=size
+        )
     outer = {HSDP: "no_shard", HFSDP: "optim"}[strategy]
     return DataParallelConfig(
-        num_distributed_optimizer_instances=2, outer_dp_sharding_strategy=outer
+        num_distributed_optimizer_instances=2,
+        outer_dp_sharding_strategy=outer,
+        expert_model_parallel_size=size,
     )
 
 
@@ -208,7 +219,7 @@ class Trained:
             self.model,
             build_mesh("cpu", self.world_size),
             DEVICE,
-            data_parallel(setting.strategy),
+            data_parallel(setting.strategy, setting.expert_size),
             compute_dtype=setting.compute_dtype,
             reset_parameters=seeded_reset(self.model, torch.device("cpu"), seed),
             offloaded=offloaded_modules(self.model, plan),

@@ -155,3 +155,99 @@ def test_a_layout_for_another_number_of_ranks_is_refused():
         layout.chunks(FlatRange(1, 4))
     with pytest.raises(ValueError, match="Expected at least one rank, got 0"):
         GlobalLayout.build([(4, 2)], 0)
+
+
+# Blocks
+
+
+@st.composite
+def blocked(draw) -> tuple[list[tuple[int, ...]], tuple[int, ...], int]:
+    """(shapes whose rows some blocks divide, a mesh whose last axis the blocks are, how many)."""
+    num_blocks = draw(st.integers(1, 4))
+    rows = st.integers(1, 6).map(lambda number: number * num_blocks)
+    columns = st.lists(st.integers(1, 6), min_size=0, max_size=2)
+    shape = st.tuples(rows, columns).map(lambda pair: (pair[0], *pair[1]))
+    shapes = draw(st.lists(shape, min_size=1, max_size=6))
+    others = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    return shapes, (*others, num_blocks), num_blocks
+
+
+def test_the_worked_example_of_blocks():
+    layout = GlobalLayout.build([(4, 2), (8, 1)], 4, num_blocks=2)
+    assert (layout.tensor_to_offset, layout.size) == ((0, 4), 16)
+    held = [
+        [(c.tensor, c.first_row, c.num_rows, c.offset) for c in layout.chunks(FlatRange(start, 4))]
+        for start in range(0, 16, 4)
+    ]
+    assert held == [[(0, 0, 2, 0)], [(1, 0, 4, 0)], [(0, 2, 2, 0)], [(1, 4, 4, 0)]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(blocked())
+def test_every_block_is_laid_out_as_its_rows_alone_would_be(drawn):
+    shapes, mesh, num_blocks = drawn
+    layout = GlobalLayout.build(shapes, math.prod(mesh), num_blocks)
+    alone = GlobalLayout.build(
+        [(rows // num_blocks, *row) for rows, *row in shapes], math.prod(mesh) // num_blocks
+    )
+    assert layout.tensor_to_offset == alone.tensor_to_offset
+    assert layout.block_numel == alone.size
+    assert layout.alignment == alone.alignment
+    assert [gap.start % alone.size for gap in layout.gaps] == [
+        gap.start for gap in alone.gaps
+    ] * num_blocks
+
+
+@settings(max_examples=200, deadline=None)
+@given(blocked(), st.integers(0, 2))
+def test_every_rank_has_rows_of_its_block_and_every_row_has_its_ranks(drawn, num_replicated):
+    shapes, mesh, num_blocks = drawn
+    is_sharded = (*(axis >= num_replicated for axis in range(len(mesh) - 1)), True)
+    layout = GlobalLayout.build(shapes, math.prod(mesh), num_blocks)
+    num_replicas = math.prod(size for size, cuts in zip(mesh, is_sharded, strict=True) if not cuts)
+
+    held = {(tensor, row): 0 for tensor, shape in enumerate(shapes) for row in range(shape[0])}
+    for coordinate in coordinates(mesh):
+        piece = layout.local_range(mesh, is_sharded, coordinate)
+        found = layout.chunks(piece)
+        assert found == [
+            chunk for i in range(len(shapes)) if (chunk := layout.chunk(i, piece)).num_rows
+        ]
+        for tensor, first_row, num_rows, offset in found:
+            rows_of_block = shapes[tensor][0] // num_blocks
+            assert coordinate[-1] * rows_of_block <= first_row
+            assert first_row + num_rows <= (coordinate[-1] + 1) * rows_of_block
+            assert offset + num_rows * row_numel(shapes[tensor]) <= piece.numel
+            for row in range(first_row, first_row + num_rows):
+                held[tensor, row] += 1
+    assert set(held.values()) == {num_replicas}
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHAPES, st.integers(1, 9))
+def test_one_block_is_no_blocks(shapes, dp_size):
+    assert GlobalLayout.build(shapes, dp_size, num_blocks=1) == GlobalLayout.build(shapes, dp_size)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dp_size", "num_blocks", "message"),
+    [
+        ([(4, 2), (6, 3)], 8, 4, r"Expected rows that 4 blocks divide, got shape \(6, 3\)"),
+        ([(0, 2)], 2, 2, r"Expected rows that 2 blocks divide, got shape \(0, 2\)"),
+        ([()], 2, 2, r"Expected a tensor with rows .*, got shape \(\)"),
+        ([(4, 2)], 6, 4, "Expected a number of blocks that divides 6 ranks, got 4"),
+        ([(4, 2)], 6, 0, "Expected a number of blocks that divides 6 ranks, got 0"),
+    ],
+)
+def test_what_blocks_do_not_divide_is_refused(shapes, dp_size, num_blocks, message):
+    with pytest.raises(ValueError, match=message):
+        GlobalLayout.build(shapes, dp_size, num_blocks)
+
+
+def test_a_piece_of_several_blocks_is_refused():
+    layout = GlobalLayout.build([(4, 2), (8, 1)], 4, num_blocks=2)
+    for ask in (layout.chunks, lambda piece: layout.chunk(1, piece)):
+        with pytest.raises(
+            ValueError, match=r"inside one of 2 blocks of 8 elements, got .*start=4"
+        ):
+            ask(FlatRange(4, 8))

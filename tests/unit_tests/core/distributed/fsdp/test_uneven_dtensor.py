@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,19 +19,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from tests.helpers.ranks import on_ranks, run_ranks
 
 # Weight and bias of a layer: the bias ends up on one rank, the weight is cut in the middle.
-SHAPES = [(17, 8), (17,), (5, 2, 3)]
+SHAPES = [(18, 8), (18,), (6, 2, 3)]
 LINE, HYBRID, FULLY = [Flat()], [Replicate(), Flat()], [Flat(), Flat()]
 MESHES = [
-    pytest.param(2, (2,), LINE, id="line of 2"),
-    pytest.param(3, (3,), LINE, id="line of 3", marks=pytest.mark.wide),
-    pytest.param(4, (2, 2), HYBRID, id="hybrid", marks=pytest.mark.wide),
-    pytest.param(4, (2, 2), FULLY, id="fully"),
+    pytest.param(2, (2,), LINE, 1, id="line of 2"),
+    pytest.param(3, (3,), LINE, 1, id="line of 3", marks=pytest.mark.wide),
+    pytest.param(4, (2, 2), HYBRID, 1, id="hybrid", marks=pytest.mark.wide),
+    pytest.param(4, (2, 2), FULLY, 1, id="fully", marks=pytest.mark.wide),
+    pytest.param(4, (2, 2), FULLY, 2, id="blocks"),
 ]
 
 
@@ -39,22 +42,29 @@ def on_meshes(function: Callable[..., None]) -> Callable[..., None]:
     mesh.
     """
 
-    def on_ranks(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
-        function(*distributed(mesh_shape, placements))
+    def on_ranks(*cut: Any) -> None:
+        function(*distributed(*cut))
 
-    def test(world_size, mesh_shape, placements):
-        run_ranks(world_size, on_ranks, mesh_shape, placements)
+    def test(world_size, mesh_shape, placements, num_blocks):
+        run_ranks(world_size, on_ranks, mesh_shape, placements, num_blocks)
 
-    return pytest.mark.parametrize(("world_size", "mesh_shape", "placements"), MESHES)(test)
+    names = ("world_size", "mesh_shape", "placements", "num_blocks")
+    return pytest.mark.parametrize(names, MESHES)(test)
 
 
 def distributed(
-    mesh_shape: tuple[int, ...], placements: list[Any], dtype: torch.dtype = torch.float32
+    mesh_shape: tuple[int, ...],
+    placements: list[Any],
+    num_blocks: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[torch.Tensor], list[DTensor]]:
     """Tensors that all ranks have whole, and the same as uneven DTensors."""
     torch.manual_seed(7)
     wholes = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    buffer = DBuffer.distribute_tensors(wholes, mesh_of(mesh_shape), placements)
+    layout = GlobalLayout.build(SHAPES, math.prod(mesh_shape), num_blocks)
+    buffer = DBuffer(mesh_of(mesh_shape), placements, layout, dtype, "cpu")
+    for index, whole in enumerate(wholes):
+        buffer.copy_from(index, whole)
     tensors = [buffer.get_dtensor(index) for index in range(len(SHAPES))]
     assert all(type(tensor) is UnevenDTensor for tensor in tensors)
     return wholes, tensors
@@ -272,7 +282,7 @@ def test_tensors_that_are_cut_otherwise_are_brought_to_the_same_rows(wholes, ten
 
     weight, bias, _ = tensors
     assert not weight.is_cut_as(bias)
-    assert_same(weight * bias.view(17, 1), wholes[0] * wholes[1].view(17, 1))
+    assert_same(weight * bias.view(18, 1), wholes[0] * wholes[1].view(18, 1))
     assert_same(bias + weight[:, 0], wholes[1] + wholes[0][:, 0])
     row = weight.sum(dim=0, keepdim=True)
     assert_same(weight - row, wholes[0] - wholes[0].sum(dim=0, keepdim=True))
@@ -322,7 +332,7 @@ def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> Non
 @on_meshes
 def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
     weight = tensors[0]
-    with pytest.raises(ValueError, match=r"Expected placements of a tensor of 17 rows, got"):
+    with pytest.raises(ValueError, match=r"Expected placements of a tensor of 18 rows, got"):
         weight.redistribute(placements=tensors[2].placements)
     assert weight.is_pinned() is False
     parameter = nn.Parameter(weight.clone())
@@ -332,7 +342,7 @@ def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"got a plain tensor of shape \(17, 8\)\. Distribute it"
+        RuntimeError, match=r"got a plain tensor of shape \(18, 8\)\. Distribute it"
     ):
         weight + wholes[0]
     with pytest.raises(RuntimeError, match=r"got a plain tensor of shape"):
@@ -482,7 +492,7 @@ def test_ranks_agree_on_what_is_cut_alike() -> None:
 )
 @on_ranks(2)
 def test_any_dtype_is_gathered_as_it_is(dtype: torch.dtype) -> None:
-    wholes, tensors = distributed((2,), LINE, dtype)
+    wholes, tensors = distributed((2,), LINE, dtype=dtype)
     for expected, tensor in zip(wholes, tensors, strict=True):
         assert torch.equal(tensor.full_tensor().float(), expected.float())
 

@@ -182,3 +182,109 @@ def test_axes_that_do_not_shard_keep_their_placement():
     assert outer == Partial("avg")
     assert isinstance(inner, UnevenShard)
     assert layout.local_range([2, 2], [False, True], [1, 0]) == FlatRange(0, layout.size // 2)
+
+
+# Blocks
+
+
+@st.composite
+def blocked(draw):
+    """(a layout of blocks, a mesh whose last axes the blocks are, placements, a tensor)."""
+    kept = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    others = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    num_blocks = _product(kept)
+    rows = st.integers(1, 8).map(lambda number: number * num_blocks)
+    shapes = draw(st.lists(st.tuples(rows, st.integers(1, 6)), min_size=1, max_size=4))
+    mesh = [*others, *kept]
+    layout = GlobalLayout.build(shapes, _product(mesh), num_blocks)
+
+    num_cut = len(kept) + draw(st.integers(0, len(others)))
+    placements = [Replicate()] * (len(mesh) - num_cut) + [Flat()] * num_cut
+    return layout, mesh, placements, draw(st.integers(0, len(shapes) - 1))
+
+
+def _told(found, num_rows, mesh, coordinate) -> range:
+    """As compute_local_shape_and_global_offset does: from the left, each in what is left."""
+    size, offset = num_rows, 0
+    for placement, num_ranks, place in zip(found, mesh, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            size, more = placement._local_shard_size_and_offset(size, num_ranks, place)
+            offset += more
+    return range(offset, offset + size)
+
+
+def _rows_by_piece(layout, mesh, placements, tensor) -> list[list[int]]:
+    """The rows in each piece of the buffer, in the order of the pieces; from the layout alone."""
+    is_sharded = [isinstance(placement, Shard) for placement in placements]
+    pieces = {
+        layout.local_range(mesh, is_sharded, coordinate)
+        for coordinate in itertools.product(*map(range, mesh))
+    }
+    chunks = [layout.chunk(tensor, piece) for piece in sorted(pieces)]
+    return [list(range(chunk.first_row, chunk.first_row + chunk.num_rows)) for chunk in chunks]
+
+
+def _rows_of(cut: RowCut) -> list[list[int]]:
+    return [list(cut.rows(piece)) for piece in range(cut.num_pieces)]
+
+
+def _each_shard(placements, change) -> list:
+    return [change(p) if isinstance(p, UnevenShard) else p for p in placements]
+
+
+def _whole(placements) -> RowCut:
+    return next(p.whole for p in placements if isinstance(p, UnevenShard))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(blocked())
+def test_with_blocks_pytorch_is_told_the_chunk_that_the_layout_gives_a_rank(drawn):
+    layout, mesh, placements, tensor = drawn
+    is_sharded = [isinstance(placement, Shard) for placement in placements]
+    by_piece = _rows_by_piece(layout, mesh, placements, tensor)
+    for coordinate in itertools.product(*map(range, mesh)):
+        found = uneven_placements(layout, tensor, mesh, coordinate, placements)
+        told = _told(found, layout.tensor_shapes[tensor][0], mesh, coordinate)
+        chunk = layout.chunk(tensor, layout.local_range(mesh, is_sharded, coordinate))
+        assert len(told) == chunk.num_rows
+        assert told.start == chunk.first_row or not told
+        assert _rows_of(_whole(found)) == by_piece
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(blocked(), st.data())
+def test_windows_and_elements_of_blocks_are_those_that_counting_gives(drawn, data):
+    layout, mesh, placements, tensor = drawn
+    num_rows, columns = layout.tensor_shapes[tensor]
+    first = data.draw(st.integers(0, num_rows - 1))
+    last = data.draw(st.integers(first + 1, num_rows))
+    by_piece = _rows_by_piece(layout, mesh, placements, tensor)
+    in_window = [[row - first for row in rows if first <= row < last] for rows in by_piece]
+
+    for coordinate in itertools.product(*map(range, mesh)):
+        rows = uneven_placements(layout, tensor, mesh, coordinate, placements)
+        window = _each_shard(rows, lambda shard: shard.window(first, last - first))
+        assert _rows_of(_whole(window)) == in_window
+        own = _told(window, last - first, mesh, coordinate)
+        held = _told(rows, num_rows, mesh, coordinate)
+        assert [row + first for row in own] == [row for row in held if first <= row < last]
+
+        flat = _each_shard(window, lambda shard: shard.flattened(columns))
+        elements = _told(flat, (last - first) * columns, mesh, coordinate)
+        assert elements == range(own.start * columns, own.stop * columns)
+        assert _each_shard(flat, lambda shard: shard.grouped(columns)) == window
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(blocked(), st.integers(2, 4))
+def test_rows_are_grouped_only_where_no_rank_separates_them(drawn, factor):
+    layout, mesh, placements, tensor = drawn
+    by_piece = _rows_by_piece(layout, mesh, placements, tensor)
+    found = uneven_placements(layout, tensor, mesh, [0] * len(mesh), placements)
+    grouped = [p.grouped(factor) for p in found if isinstance(p, UnevenShard)]
+
+    if any(len(rows) % factor for rows in by_piece):
+        assert set(grouped) == {None}
+        return
+    rows_of_groups = [[row // factor for row in rows[::factor]] for rows in by_piece]
+    assert all(_rows_of(shard.whole) == rows_of_groups for shard in grouped)

@@ -141,5 +141,57 @@ def test_the_table_shortens_long_runs_and_shows_the_totals():
     )
 
 
+# Groups that go first
+
+GROUPS = st.lists(st.tuples(st.integers(0, 1000), st.booleans()), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups=GROUPS, fraction=FRACTIONS)
+def test_others_follow_only_when_all_that_go_first_are_on_the_host(groups, fraction):
+    numels = [numel for numel, _ in groups]
+    first = [index for index, (_, goes_first) in enumerate(groups) if goes_first]
+    named = [(f"layers.{index}", numel) for index, numel in enumerate(numels)]
+    built = OffloadPlan.build(named, fraction, first)
+    assert [(group.name, group.numel) for group in built.groups] == named
+    assert [group.goes_first for group in built.groups] == [goes_first for _, goes_first in groups]
+
+    taken = [[g.is_on_host for g in built.groups if g.goes_first is kind] for kind in (True, False)]
+    assert all(sides == sorted(sides) for sides in taken), "each from its end"
+    assert not any(taken[1]) or all(taken[0])
+
+    wanted = Fraction(str(fraction)) * sum(numels)
+    assert built.host_numel >= wanted
+    others = [g for g in built.groups if g.is_on_host and not g.goes_first]
+    last = (others or [g for g in built.groups if g.is_on_host])[:1]
+    if last and fraction < 1:
+        assert built.host_numel - last[0].numel < wanted, "the last one taken was needed"
+
+
+@given(numels=NUMELS, fraction=FRACTIONS)
+def test_where_all_or_none_go_first_the_plan_is_the_one_without(numels, fraction):
+    named = [(f"layers.{index}", numel) for index, numel in enumerate(numels)]
+    sides = [group.is_on_host for group in plan(numels, fraction).groups]
+    for first in ([], range(len(numels))):
+        built = OffloadPlan.build(named, fraction, first)
+        assert [group.is_on_host for group in built.groups] == sides
+
+
+def test_the_table_shows_groups_that_go_first_below_the_others():
+    names = [f"layers.{index}{part}" for index in range(7) for part in ("", ".mlp.experts")]
+    groups = [("embedding", 50), *((name, 90 if "experts" in name else 10) for name in names)]
+    first = [index for index, (name, _) in enumerate(groups) if "experts" in name]
+    assert str(OffloadPlan.build(groups, 0.2, first)) == "\n".join(
+        [
+            "embedding .. layers.6 (8 groups)                         120  device",
+            "layers.0.mlp.experts .. layers.4.mlp.experts (5 groups)  450  device",
+            "layers.5.mlp.experts                                      90  host",
+            "layers.6.mlp.experts                                      90  host",
+            "on the device                                            570  device",
+            "on the host                                              180  host, 24.00%",
+        ]
+    )
+
+
 def test_the_table_of_no_groups_has_the_totals_alone():
     assert str(plan([], 1)) == "on the device  0  device\non the host    0  host, 0.00%"

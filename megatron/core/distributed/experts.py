@@ -1,0 +1,197 @@
+"""Expert parallelism: the experts of a mixture divided over ranks, to which tokens travel.
+
+Each rank of a group has its own tokens and an equal share of the experts: of 8 experts on 2 ranks
+the first has 0 to 3, the second 4 to 7. `ExpertExchange` takes the place of `MoELayer.exchange`:
+
+    send         counts     [ranks, experts here] int64: all-to-all
+                 tokens     in the order of all experts: all-to-all, parts as long as the counts say
+                 order      from (source rank, expert) to (expert, source rank), on the device
+    bring_back   the same steps backwards
+
+The backward of either is the other, on gradients. Both only copy, so neither rounds, and results do
+not depend on when messages arrive. An expert gets its tokens in the order of the source ranks.
+
+[Note: order of exchanges] An exchange is a collective of the group of ranks that share the experts,
+issued by the thread that computes, on its current stream. FSDP's collectives run on lanes, over
+other groups, beside it. Together they cannot lock up, because of this invariant: all ranks run the
+same program, one sequence of exchanges, of work put on lanes, and of waits for that work. Every
+rank takes part in every exchange, with or without tokens, and every module with experts runs on it;
+nothing in the sequence depends on how tokens are routed. Take the rank that is furthest behind in
+the sequence. If it is about to exchange, each peer is at that exchange already or will get there
+without it. If it waits for a lane, all ranks have queued that work before, since they are at least
+as far, and a lane only waits for the same work on other ranks' lanes, in the order in which it was
+queued, and for copies and updates of its own rank, which wait for nobody. So this rank gets on, and
+with it all.
+
+Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
+of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives,
+and NCCL runs a communicator's collectives in the order of their issue. That order is the program's:
+on an accelerator, work is issued by the thread that puts it on a lane.
+
+On a GPU the collectives of several NCCL communicators run side by side on several streams. Each
+rank's host issues them in one order, the same everywhere, but devices may begin them in another.
+NCCL's kernels wait on the device for their peers, so two may block each other if one occupies what
+the other lacks on another rank. The lanes of FSDP have this in common with every FSDP over several
+meshes. A device with room for the kernels of three communicators at once (they take some tens of
+thread blocks of a GPU's thousands) does not come into this position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.issued_collectives import issuing
+from megatron.core.transformer.moe_layer import MoELayer, Sent
+
+
+def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Has every mixture of experts in `model` send its tokens to the ranks of `group`, each of
+    which has an equal share of the experts.
+
+    Says nothing about the weights: what holds them must show each rank those of its own experts.
+
+    Raises:
+        ValueError: for a mixture whose experts cannot be divided equally.
+    """
+    exchange, num_ranks = ExpertExchange(group), dist.get_world_size(group)
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            num_experts = module.spec.router.num_experts
+            if num_experts % num_ranks:
+                raise ValueError(
+                    f"Expected a number of experts that {num_ranks} ranks can divide equally, got "
+                    f"{num_experts} in {name}."
+                )
+            module.exchange = exchange
+
+
+class ExpertExchange:
+    """The exchange of tokens among the ranks of a group. Implements `TokenExchange`.
+
+    All ranks of the group call its methods in the same order, those without tokens too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._num_ranks = dist.get_world_size(group)
+
+    def send(self, tokens: Tensor, counts: Tensor) -> Sent:
+        """See `TokenExchange.send`.
+
+        On an accelerator the host waits here, once, until it knows how many tokens come and go: a
+        collective is issued with the lengths of its parts.
+        """
+        # [ranks, experts of each]: where this rank's tokens go, and whence those of its experts
+        # come.
+        leaving = counts.view(self._num_ranks, -1)
+        coming = torch.empty_like(leaving)
+        with issuing(f"all-to-all of the loads of {counts.numel()} experts", counts):
+            dist.all_to_all_single(coming, leaving, group=self._group)
+        num_leaving, num_coming = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+
+        order = _order_by_expert(coming, sum(num_coming))
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        journey = _Journey(self._group, num_leaving, num_coming)
+        apply: Any = _Send.apply  # torch declares it without types
+        received: Tensor = apply(tokens, order, place, journey)
+        return Sent(received, coming.sum(0), (order, place, journey))
+
+    def bring_back(self, outputs: Tensor, sent: Sent) -> Tensor:
+        """See `TokenExchange.bring_back`."""
+        apply: Any = _BringBack.apply
+        output: Tensor = apply(outputs, *sent.way_back)
+        return output
+
+
+class _Journey(NamedTuple):
+    """Where tokens go, and whence they come.
+
+    Attributes:
+        num_leaving, num_coming: tokens to, and from, each rank of the group.
+    """
+
+    group: dist.ProcessGroup
+    num_leaving: list[int]
+    num_coming: list[int]
+
+
+def _order_by_expert(counts: Tensor, total: int) -> Tensor:
+    """How to put tokens into the order of their experts.
+
+    Args:
+        counts: [source ranks, experts] int64. Tokens lie in the order of (source rank, expert).
+        total: the sum of `counts`, which the host knows already.
+
+    Returns:
+        [total] int64: for each place in the order of (expert, source rank) the token's old one. For
+        counts [[2, 1], [1, 3]]: 0 1 3 | 2 4 5 6.
+    """
+    lengths = counts.T.flatten()  # of the runs, each of one source and one expert, in the new order
+    ends = counts.flatten().cumsum(0).view_as(counts).T.flatten()  # of each run, in the old order
+    new_ends = lengths.cumsum(0)
+    shift = (ends - new_ends).repeat_interleave(lengths, output_size=total)
+    return torch.arange(total, device=counts.device) + shift
+
+
+def _there(tokens: Tensor, order: Tensor, journey: _Journey) -> Tensor:
+    """From the order of all experts, on the tokens' ranks, to each expert's tokens on its own."""
+    return _all_to_all(tokens, journey.num_leaving, journey.num_coming, journey.group)[order]
+
+
+def _back(outputs: Tensor, place: Tensor, journey: _Journey) -> Tensor:
+    """The reverse of `_there`."""
+    return _all_to_all(outputs[place], journey.num_coming, journey.num_leaving, journey.group)
+
+
+def _all_to_all(
+    tensor: Tensor, leaving: Sequence[int], coming: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Sends each rank its rows. [sum of leaving, ...] -> [sum of coming, ...]."""
+    received = tensor.new_empty(sum(coming), *tensor.shape[1:])
+    with issuing(f"all-to-all of {len(tensor)} tokens for experts", tensor):
+        dist.all_to_all_single(
+            received, tensor.contiguous(), list(coming), list(leaving), group=group
+        )
+    return received
+
+
+# The indices are saved as tensors are: a recomputed layer keeps none until its backward.
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, journey: _Journey
+    ) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.journey = journey
+        return _there(tokens, order, journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return _back(gradient, place, ctx.journey), None, None, None
+
+
+class _BringBack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: Tensor, order: Tensor, place: Tensor, journey: _Journey
+    ) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.journey = journey
+        return _back(outputs, place, journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _there(gradient, order, ctx.journey), None, None, None

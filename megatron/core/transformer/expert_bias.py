@@ -1,0 +1,55 @@
+"""Balancing without an auxiliary loss: expert biases, moved after each step by what was routed.
+
+An expert's bias counts where experts are chosen and not in the weights of what they give, so moving
+it changes loads without a gradient that competes with the loss (Wang et al. 2024,
+arXiv:2408.15664). The trainer calls `update_expert_bias` in each step that is not skipped; so does
+a training loop of another program, with the loads summed over its microbatches and ranks:
+
+    losses, report = model(tokens, labels, with_routing=True)
+    load += report.load
+    ...
+    dist.all_reduce(load)
+    optimizer.step()
+    update_expert_bias(model, load)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.router import Router
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, load: Tensor) -> None:
+    """Raises the bias of each expert with less than its layer's mean load by the router's
+    `bias_update_rate`, and lowers it where the load is more. Routers without such a bias are left
+    as they are.
+
+    Exact: ranks that give the same loads keep the same biases, to the bit, without communication.
+
+    Args:
+        model: sharded or not.
+        load: tokens of the global batch that chose each expert, a row for each router in the order
+            of `model.modules()`: [routers, experts] int64, on any device.
+
+    Raises:
+        ValueError: if a router has a bias and the rows are not those of the model's routers.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if all(router.expert_bias is None for router in routers):
+        return
+    expected = (len(routers), routers[0].spec.num_experts)
+    if tuple(load.shape) != expected or load.dtype != torch.int64:
+        raise ValueError(
+            f"Expected int64 loads of shape {expected}, a row for each router, got {load.dtype} "
+            f"{tuple(load.shape)}."
+        )
+
+    # In integers, since a mean would be rounded: load < mean is load * experts < sum.
+    direction = (load.sum(dim=1, keepdim=True) - load * load.shape[1]).sign().float()
+    for router, row in zip(routers, direction, strict=True):
+        bias = router.expert_bias
+        if bias is not None:
+            bias.add_(row.to(bias.device, non_blocking=True), alpha=router.spec.bias_update_rate)
