@@ -184,13 +184,12 @@ class Placements:
                 "Expected the kept axes to be the last ones of dp_axes, in the same order, got "
                 f"kept_axes={self.kept_axes} of dp_axes={self.dp_axes}."
             )
-        for name in ("parameter", "gradient", "optimizer"):
-            placements = getattr(self, name)
-            if not all(sharded_axes(placements[num_others:])):
-                raise ValueError(
-                    f"Expected Flat as {name} placement of the kept axes {self.kept_axes}, which "
-                    f"cut everything, got {placements}."
-                )
+        # Gradients and optimizer states are cut wherever parameters are.
+        if not all(sharded_axes(self.parameter[num_others:])):
+            raise ValueError(
+                f"Expected Flat placements on the kept axes {self.kept_axes}, got "
+                f"parameter={self.parameter}."
+            )
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:

@@ -75,9 +75,8 @@ class RowCut(NamedTuple):
         if self.num_blocks == 1:
             return self._rows_before(begin, self.num_rows)
 
-        # The end of the last block is no block's beginning.
-        block = min(begin // self._block_numel, self.num_blocks - 1)
-        inside = self._rows_before(begin - block * self._block_numel, self.block_rows)
+        block, place = divmod(begin, self._block_numel)
+        inside = self._rows_before(place, self.block_rows)
         return min(max(block * self.block_rows + inside - self.first_row, 0), self.num_rows)
 
     def _rows_before(self, place: int, num_rows: int) -> int:

@@ -40,13 +40,16 @@ shapes = st.lists(
 @st.composite
 def flat_shards(draw: st.DrawFn) -> FlatShards:
     """Random layouts on random meshes, whose ranks need not be in order, cut on some of the last
-    axes.
+    axes, some of which may divide blocks.
     """
     mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     ranks = draw(st.permutations(range(math.prod(mesh_shape))))
     num_cut = draw(st.integers(0, len(mesh_shape)))
     is_sharded = tuple(axis >= len(mesh_shape) - num_cut for axis in range(len(mesh_shape)))
-    layout = GlobalLayout.build(draw(shapes), math.prod(mesh_shape))
+    num_kept = draw(st.integers(0, num_cut))
+    num_blocks = math.prod(mesh_shape[len(mesh_shape) - num_kept :])
+    divided = [(rows * num_blocks, *row) for rows, *row in draw(shapes)]
+    layout = GlobalLayout.build(divided, math.prod(mesh_shape), num_blocks)
     return FlatShards(layout, RankMesh(mesh_shape, tuple(ranks)), is_sharded)
 
 
@@ -73,7 +76,9 @@ def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
         torch.arange(layout.numel(i)).view(shape) for i, shape in enumerate(layout.tensor_shapes)
     ]
     for i, tensor in enumerate(tensors):
-        whole[layout.tensor_to_offset[i] :][: tensor.numel()] = tensor.flatten()
+        for block, part in enumerate(tensor.chunk(layout.num_blocks)):
+            begin = block * layout.size // layout.num_blocks + layout.tensor_to_offset[i]
+            whole[begin : begin + part.numel()] = part.flatten()
     for place, rank in enumerate(mesh.ranks):
         piece = layout.local_range(mesh.shape, shards.is_sharded, mesh.coordinate(place))
         held = whole[piece.start : piece.stop]
@@ -181,6 +186,28 @@ def test_sections_are_the_rows_of_the_whole(shards, data):
     shape = shards.layout.tensor_shapes[0]
     assert torch.equal(counts(shape, found), counts(shape, whole.holdings()))
     assert {holding.ranks for holding in found} == {holding.ranks for holding in whole.holdings()}
+
+
+def test_a_section_looks_only_at_chunks_that_are_near():
+    """An expert's rows are one of hundreds of sections, on as many ranks."""
+
+    class Rows:
+        def holdings(self, rank: int | None = None) -> Seen:  # noqa: ARG002
+            return found
+
+    class Seen(list[Holding]):
+        def __getitem__(self, place):
+            looked_at.append(place)
+            return super().__getitem__(place)
+
+    looked_at: list[object] = []
+    found = Seen(Holding((4 * n, 0), (4, 3), (n,)) for n in range(1024))
+    section = Section(Rows(), first_row=2002, num_rows=4)
+    assert section.holdings() == [
+        Holding((0, 0), (2, 3), (500,)),
+        Holding((2, 0), (2, 3), (501,)),
+    ]
+    assert len(looked_at) < 30
 
 
 def test_tensors_without_elements_have_no_chunks():

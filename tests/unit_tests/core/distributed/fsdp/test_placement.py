@@ -106,3 +106,40 @@ def test_placements_are_values_and_name_every_axis_once():
 def test_placements_that_do_not_fit_together_are_refused(parameter, gradient, optimizer, message):
     with pytest.raises(ValueError, match=message):
         Placements(("dp",), parameter, gradient, optimizer)
+
+
+def test_a_kept_axis_is_one_more_axis_that_cuts_everything():
+    dense = Placements.for_strategy("optim")
+    kept = dense.with_kept_axis("ep", other_axes=["edp"])
+    assert kept == Placements(
+        ("edp", "ep"),
+        (Replicate(), Flat()),
+        (Partial("avg"), Flat()),
+        (Flat(), Flat()),
+        kept_axes=("ep",),
+    )
+    assert dense.with_kept_axis(1).dp_axes == (0, 1)
+    assert (dense.is_kept, kept.is_kept) == ((False,), (False, True))
+    assert (dense.in_use, kept.in_use) == ((Replicate(),), (Replicate(), Flat()))
+    assert kept.defers_reduction
+    assert kept != Placements(kept.dp_axes, kept.parameter, kept.gradient, kept.optimizer)
+    assert "kept_axes=('ep',)" in repr(kept)
+    assert kept.with_kept_axis("more").kept_axes == ("ep", "more")
+
+
+@pytest.mark.parametrize(
+    "kept_axes", [("edp",), ("ep", "edp"), ("other",), (1,), ("a", "edp", "ep")]
+)
+def test_kept_axes_are_the_last_ones(kept_axes):
+    everything = (Flat(), Flat())
+    with pytest.raises(ValueError, match="Expected the kept axes to be the last ones of dp_axes"):
+        Placements(("edp", "ep"), everything, everything, everything, kept_axes)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_a_kept_axis_cuts_the_weights_too(strategy):
+    one = Placements.for_strategy(strategy)
+    with pytest.raises(
+        ValueError, match=r"Expected Flat placements on the kept axes \(0,\), got parameter="
+    ):
+        Placements((0,), one.parameter, one.gradient, one.optimizer, kept_axes=(0,))
