@@ -136,16 +136,15 @@ def train_step(
             Nothing has been stepped.
     """
     model.train()
-    told, num_samples = _Told(device), 0
-    for number in range(num_microbatches):
-        mark(Phase.BATCH)
-        batch = _to_device(_next(microbatches, number, num_microbatches), device)
-        num_samples += len(next(iter(batch.values())))
-        with microbatch_of(model, is_last=number == num_microbatches - 1):
-            mark(Phase.FORWARD)
-            said = _as_model_loss(forward_step(model, batch))
-            mark(Phase.BACKWARD)
-            optimizer.scale_loss(told.add(said, num_microbatches)).backward()
+    told, num_samples = _forward_and_backward(
+        model,
+        optimizer,
+        microbatches,
+        forward_step=forward_step,
+        num_microbatches=num_microbatches,
+        device=device,
+        mark=mark,
+    )
 
     mark(Phase.AGREE)
     agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
@@ -171,6 +170,32 @@ def train_step(
         auxiliary=dict(zip(told.names, auxiliary, strict=True)),
         expert_load=agreed.load,
     )
+
+
+def _forward_and_backward(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    microbatches: Iterator[Batch],
+    *,
+    forward_step: ForwardStep,
+    num_microbatches: int,
+    device: torch.device,
+    mark: Mark,
+) -> tuple[_Told, int]:
+    """Runs this rank's microbatches. Returns what the forward steps have told, and the number of
+    samples.
+    """
+    told, num_samples = _Told(device), 0
+    for number in range(num_microbatches):
+        mark(Phase.BATCH)
+        batch = _to_device(_next(microbatches, number, num_microbatches), device)
+        num_samples += len(next(iter(batch.values())))
+        with microbatch_of(model, is_last=number == num_microbatches - 1):
+            mark(Phase.FORWARD)
+            said = _as_model_loss(forward_step(model, batch))
+            mark(Phase.BACKWARD)
+            optimizer.scale_loss(told.add(said, num_microbatches)).backward()
+    return told, num_samples
 
 
 @torch.no_grad()

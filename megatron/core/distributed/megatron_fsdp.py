@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,13 @@ from megatron.core.mesh import (
     build_expert_mesh,
     build_hybrid_mesh,
 )
+
+
+class _Cut(NamedTuple):
+    """Over which mesh a module is sharded, and how."""
+
+    mesh: DeviceMesh
+    placements: Placements
 
 
 def shard_model(
@@ -58,17 +65,7 @@ def shard_model(
         offloaded: the modules, `model` for what remains, whose main weights are in host memory from
             the start.
     """
-    expert_mesh = expert_mesh_of(config, mesh, device)
-    if config.num_distributed_optimizer_instances > 1:
-        mesh = build_hybrid_mesh(
-            device.kind, mesh.size(), config.num_distributed_optimizer_instances
-        )
-
-    placements = build_placements(config, mesh)
-    expert_placements = placements
-    if expert_mesh is not None:
-        names = expert_mesh.mesh_dim_names or ()
-        expert_placements = placements.with_kept_axis(EXPERT_AXIS, names[:-1])
+    dense, experts = _cuts(config, mesh, device)
     policy = MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype(config, compute_dtype),
@@ -76,32 +73,31 @@ def shard_model(
         compute_dtype=compute_dtype,
     )
 
-    def shard(module: nn.Module, mesh: DeviceMesh, placements: Placements, **how: Any) -> None:
+    def shard(module: nn.Module, cut: _Cut, **how: Any) -> None:
         offload_policy = OffloadPolicy(main_weights_on_host=module in offloaded)
-        fully_shard(module, mesh, placements, policy, offload_policy=offload_policy, **how)
+        fully_shard(module, *cut, policy, offload_policy=offload_policy, **how)
 
     reshard_after_forward = config.megatron_fsdp_reshard_after_forward
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
         # Experts before the layers they are in: a module takes the parameters that modules inside
         # it have left.
-        for experts in expert_units(model):
+        for unit in expert_units(model):
             shard(
+                unit,
                 experts,
-                mesh if expert_mesh is None else expert_mesh,
-                expert_placements,
                 # Each rank's gradients are sums over the tokens of `expert_model_parallel_size`
                 # ranks, and averages over the groups of so many.
                 grad_divisor=config.expert_model_parallel_size,
                 reshard_after_forward=reshard_after_forward,
             )
         for unit in sharding_units(model):
-            shard(unit, mesh, placements, reshard_after_forward=reshard_after_forward)
+            shard(unit, dense, reshard_after_forward=reshard_after_forward)
         # Its backward begins where its forward ends: weights freed in between would only be
         # gathered again.
-        shard(model, mesh, placements, reshard_after_forward=False)
+        shard(model, dense, reshard_after_forward=False)
 
-    if expert_mesh is not None:
-        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS))
+    if experts.placements.kept_axes:
+        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS))
 
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
@@ -123,6 +119,20 @@ def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements
         gradient=(Partial("avg"), Flat()),
         optimizer=(outer, Flat()),
     )
+
+
+def _cuts(config: DataParallelConfig, mesh: DeviceMesh, device: Device) -> tuple[_Cut, _Cut]:
+    """How the model is sharded, and how its experts are."""
+    expert_mesh = expert_mesh_of(config, mesh, device)
+    num_instances = config.num_distributed_optimizer_instances
+    if num_instances > 1:
+        mesh = build_hybrid_mesh(device.kind, mesh.size(), num_instances)
+
+    dense = _Cut(mesh, build_placements(config, mesh))
+    if expert_mesh is None:
+        return dense, dense
+    names = expert_mesh.mesh_dim_names or ()
+    return dense, _Cut(expert_mesh, dense.placements.with_kept_axis(EXPERT_AXIS, names[:-1]))
 
 
 def expert_mesh_of(

@@ -150,8 +150,7 @@ def fully_shard(
         `module`, whose class is now a subclass of its class and of `FsdpModule`.
 
     Raises:
-        RuntimeError: meta parameters that nothing initialises; an inner module that has run; a
-            rank outside the mesh.
+        RuntimeError: meta parameters that nothing fills; an inner module has run; a rank outside.
         ValueError: a module or parameter that is sharded already; placements that do not fit the
             mesh, or none for more than two axes; rows that kept axes do not divide; a divisor that
             is not positive; two policies.
