@@ -152,7 +152,8 @@ def test_offloaded_training_with_delays_equals_training_on_the_device_to_the_bit
     _check_bits(4, 2, settings, optimizer=offloaded)
 
 
-@pytest.mark.parametrize("expert_size", [2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("expert_size", [2, 4])
 def test_delays_change_no_bit(expert_size):
     _check_bits(4, expert_size, {"optimizer": OptimizerConfig(clip_grad=0.5)})
 

@@ -97,7 +97,7 @@ def _check(name: str, world_size: int, expert_size: int) -> list[torch.Tensor]:
     return loads
 
 
-SIZES = [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.wide)]
+SIZES = [(4, 2), *(pytest.param(n, n, marks=pytest.mark.wide) for n in (2, 4))]
 
 
 @pytest.mark.parametrize(("world_size", "expert_size"), SIZES)
@@ -196,7 +196,11 @@ def _stepped_with_zeros(
 
 @pytest.mark.parametrize(
     ("world_size", "expert_size", "choice"),
-    [(1, 1, "native"), (2, 2, "native"), (4, 2, "native"), (4, 2, "torch")],
+    [
+        (1, 1, "native"),
+        (4, 2, "native"),
+        *(pytest.param(n, 2, "torch", marks=pytest.mark.wide) for n in (2, 4)),
+    ],
 )
 def test_adamw_steps_experts_without_tokens_with_gradients_of_zero(world_size, expert_size, choice):
     for num_compared, differing in run_ranks(world_size, _unused_experts, expert_size, choice):

@@ -79,12 +79,11 @@ def _tensors(folder: str, name: str) -> dict[str, torch.Tensor]:
     [
         (1, 1, "optim_grads_params"),
         (2, 2, "optim"),
-        (3, 1, "optim_grads"),
-        (3, 3, "optim_grads_params"),
+        (3, 3, "optim_grads"),
         (4, 4, "no_shard"),
         *(
             pytest.param(*case, "optim_grads_params", marks=pytest.mark.wide)
-            for case in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+            for case in ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4))
         ),
     ],
 )
