@@ -303,7 +303,12 @@ def _stateful(folder: str) -> None:
     train(model, optimizer, 0, STEPS)
     expected = whole_state(model, optimizer)
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
-    future = dcp.async_save({"app": AppState(model, optimizer)}, checkpoint_id=f"{folder}/async")
+    # In a group of its own: a save beside the training must not meet the training's collectives.
+    future = dcp.async_save(
+        {"app": AppState(model, optimizer)},
+        checkpoint_id=f"{folder}/async",
+        process_group=dist.new_group(backend="gloo"),
+    )
     losses = train(model, optimizer, STEPS, MORE_STEPS)
     future.result()
     for source in (folder, f"{folder}/async"):
