@@ -253,6 +253,19 @@ class RunConfig:
             self.data.seq_length,
         )
 
+        model = self.model
+        if model.num_experts not in (None, 1) and not self.training.skip_train:
+            # A folder's model may be like this, but in training its routers would not learn.
+            is_first = model.is_router_scored_first
+            instead = "--moe-router-no-norm-topk" if is_first else "--moe-router-pre-softmax"
+            expect(
+                model.moe_router_topk > 1 or (is_first and not model.is_router_normalized),
+                "--moe-router-topk",
+                f"at least 2, or {instead} beside it, since the one expert's weight is always 1 "
+                "otherwise",
+                model.moe_router_topk,
+            )
+
     def _check_flags_that_need_others(self) -> None:
         expect(
             self.training.skip_train or self.data.split_fractions[0] > 0,

@@ -370,17 +370,14 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
 
     def expert_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it has a mixture of experts."""
-        text = self.moe_layer_freq
+        flag, text = "--moe-layer-freq", self.moe_layer_freq
         if self.num_experts is None or text is None:
             return (self.num_experts is not None,) * self.num_layers
-        if not text.strip().isdecimal():
-            return self._layers("--moe-layer-freq", text, True)
 
-        # Every N-th layer as Megatron counts them: the first one is one.
-        last_first = layer_pattern("--moe-layer-freq", text, self.num_layers, every_nth=True)
-        interval = int(text)
-        assert len(last_first) == self.num_layers
-        return tuple(index % interval == 0 for index in range(self.num_layers))
+        # Megatron counts these layers from the first one on.
+        found = layer_pattern(flag, text, self.num_layers, every_nth=True, from_first=True)
+        expect(any(found), flag, "at least one layer with experts", text)
+        return found
 
     def _layers(self, flag: str, text: str | None, every_nth: bool) -> tuple[bool, ...]:
         if text is None:

@@ -23,9 +23,8 @@ from megatron.core.transformer.router import Router
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, load: Tensor) -> None:
-    """Raises the bias of each expert with less than its layer's mean load by the router's
-    `bias_update_rate`, and lowers it where the load is more. Routers without such a bias are left
-    as they are.
+    """Moves each expert's bias by the router's `bias_update_rate`: up if the expert has less than
+    the mean load of its layer, down if it has more. Routers without such a bias do not change.
 
     Exact: ranks that give the same loads keep the same biases, to the bit, without communication.
 

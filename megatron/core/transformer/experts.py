@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.fused_weight import FusedWeight, HasSections
+from megatron.core.transformer.fused_weight import FusedWeight, HasSections, reset_linear
 from megatron.core.transformer.grouped_matmul import grouped_matmul
 from megatron.core.transformer.mlp import activate, activate_gated
 from megatron.core.transformer.spec import MoeSpec
@@ -68,10 +68,8 @@ class ExpertLinear(HasSections, nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the initial weights from the default generator of their device."""
-        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        """Draws the initial weights: see `reset_linear`."""
+        reset_linear(self.weight, self.bias, self.init_std)
 
     def sections_of(self, parameter: str) -> FusedWeight:
         """Each expert's rows, or the parts of these."""

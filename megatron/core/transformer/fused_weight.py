@@ -93,6 +93,15 @@ class HasSections:
         raise NotImplementedError
 
 
+def reset_linear(weight: Tensor, bias: Tensor | None, init_std: float) -> None:
+    """Draws the initial weights of a linear layer from the default generator of their device:
+    normal(0, init_std). Its biases are zero.
+    """
+    nn.init.normal_(weight, mean=0.0, std=init_std)
+    if bias is not None:
+        nn.init.zeros_(bias)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are
     zero.
@@ -113,10 +122,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draws the initial weights from the default generator of their device."""
-        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        """Draws the initial weights: see `reset_linear`."""
+        reset_linear(self.weight, self.bias, self.init_std)
 
 
 class FusedLinear(HasSections, Linear):

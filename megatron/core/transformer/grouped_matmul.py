@@ -7,8 +7,8 @@ Tokens of the first expert, then those of the second, ..., each group with its o
     0  1              x matrices[0]       0  1
     2  3  4           x matrices[2]       2  3  4
 
-The cost follows the tokens: an expert without any takes part in nothing but the gradient of its
-matrix, which is zeros. Every group is summed by one kernel, in one order, so results are the same
+The cost follows the tokens: an expert without tokens costs only the zeros of its matrix's gradient.
+Every group is summed by one kernel, in one order, so results are the same
 bits each time.
 
 [Note: two ways] PyTorch has one kernel for all groups in bf16 on recent accelerators. It reads the
@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from megatron.core.autocast import without_autocast
 
 _ALIGNMENT = 16  # bytes, of the rows that the kernel for all groups reads and writes
+_MOST_GROUPS = 1023  # of the kernel for all groups
 
 
 def grouped_matmul(
@@ -49,14 +50,20 @@ def grouped_matmul(
         [tokens, out].
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; dtypes that differ where autocast does not make them
+            one; counts that do not add up to the tokens, where the host learns the counts.
     """
     _check_shapes(tokens, matrices, counts, biases)
-    dtype = _dtype_of_products(tokens)
-    if biases is not None:
-        biases = biases.to(dtype)
+    dtype = _autocast_dtype(tokens)
+    if dtype is not None:
+        tokens, matrices = tokens.to(dtype), matrices.to(dtype)
+        biases = None if biases is None else biases.to(dtype)
+    dtypes = [x.dtype for x in (tokens, matrices, biases) if x is not None]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"Expected tokens, matrices and biases of one dtype, got {dtypes}.")
+
     apply: Any = _GroupedMatmul.apply  # torch declares it without types
-    output: Tensor = apply(tokens.to(dtype), matrices.to(dtype), counts, biases)
+    output: Tensor = apply(tokens, matrices, counts, biases)
     return output
 
 
@@ -76,14 +83,14 @@ def _check_shapes(tokens: Tensor, matrices: Tensor, counts: Tensor, biases: Tens
         )
 
 
-def _dtype_of_products(tokens: Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of these tokens is computed here."""
+def _autocast_dtype(tokens: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast takes matrix products of these tokens; None: it takes none."""
     kind = tokens.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     # Autocast leaves fp64 as it is.
     if is_cast and tokens.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
-    return tokens.dtype
+    return None
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -100,6 +107,10 @@ class _GroupedMatmul(torch.autograd.Function):
                 output = _of_all(tokens, matrices, ends, counts, biases)
             else:
                 sizes = counts.tolist()
+                if sum(sizes) != len(tokens):
+                    raise ValueError(
+                        f"Expected counts that add up to {len(tokens)} tokens, got {sum(sizes)}."
+                    )
                 output = _of_each(tokens, matrices, sizes, biases)
 
         ctx.save_for_backward(tokens, matrices, ends)
@@ -186,6 +197,8 @@ def _zero_empty(grad: Tensor, sizes: list[int]) -> Tensor:
 def _is_one_kernel(tokens: Tensor, matrices: Tensor) -> bool:
     """Whether the kernel for all groups takes these, and is worth taking."""
     if tokens.device.type == "cpu" or tokens.dtype is not torch.bfloat16 or not len(tokens):
+        return False
+    if len(matrices) > _MOST_GROUPS:
         return False
     numbers = _ALIGNMENT // tokens.itemsize
     is_aligned = not (

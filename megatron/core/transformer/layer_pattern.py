@@ -21,13 +21,16 @@ _MOST_OPERATIONS = 200
 _MOST_LAYERS = 2**16
 
 
-def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> tuple[bool, ...]:
+def layer_pattern(
+    flag: str, text: str, num_layers: int, *, every_nth: bool, from_first: bool = False
+) -> tuple[bool, ...]:
     """For each layer, whether it is of the flag's kind.
 
     Args:
         flag: for messages.
         text: a number N or a list of zeros and ones, one for each layer.
         every_nth: of a number N, whether every N-th layer is of the kind; else all but those are.
+        from_first: of a number N, whether layer 0 is the first of these; else it is layer N - 1.
 
     Raises:
         ConfigError: for anything else, or for a list that is not `num_layers` long.
@@ -36,7 +39,9 @@ def layer_pattern(flag: str, text: str, num_layers: int, *, every_nth: bool) -> 
     if text.isascii() and text.isdecimal():
         number = int(text[:20])
         expect(number >= 1, flag, "a number of layers >= 1, or a list of zeros and ones", text)
-        return tuple(((index + 1) % number == 0) == every_nth for index in range(num_layers))
+        start = 0 if from_first else 1
+        numbers = range(start, start + num_layers)
+        return tuple((index % number == 0) == every_nth for index in numbers)
 
     found = _evaluated(flag, text)
     expect(

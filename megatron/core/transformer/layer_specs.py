@@ -82,15 +82,12 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
 
 
 def _mixture(config: TransformerConfig, dense: DenseSpec, num_experts: int) -> MoeSpec:
-    scores = Scores(config.moe_router_score_function)
-    is_scored_first = config.moe_router_pre_softmax or scores is Scores.SIGMOID
     router = RouterSpec(
         num_experts=num_experts,
         top_k=config.moe_router_topk,
-        scores=scores,
-        is_scored_first=is_scored_first,
-        # A softmax over the chosen ones adds up to one already.
-        is_normalized=is_scored_first and config.moe_router_norm_topk,
+        scores=Scores(config.moe_router_score_function),
+        is_scored_first=config.is_router_scored_first,
+        is_normalized=config.is_router_normalized,
         scale=config.moe_router_topk_scaling_factor or 1.0,
         num_groups=config.moe_router_num_groups or 1,
         top_groups=config.moe_router_group_topk or 1,

@@ -51,10 +51,10 @@ class MoeOptions:
         "take the softmax over all experts before the choice, not over the chosen ones after it",
         requires="num_experts",
     )
-    moe_router_norm_topk: bool = option(
-        True,
-        "divide a token's weights by their sum, where the softmax after the choice has not done so "
-        "already",
+    moe_router_norm_topk: bool | None = option(
+        None,
+        "divide a token's weights by their sum (default: sigmoids, if there are several; a softmax "
+        "after the choice adds up to one without it)",
         off_flag="--moe-router-no-norm-topk",
         requires="num_experts",
     )
@@ -68,7 +68,10 @@ class MoeOptions:
         requires="num_experts",
     )
     moe_router_group_topk: int | None = option(
-        None, "groups that each token chooses", at_least=1, requires="moe_router_num_groups"
+        None,
+        "groups that each token chooses: those with the largest sums of their two best scores",
+        at_least=1,
+        requires="moe_router_num_groups",
     )
     moe_router_dtype: str | None = option(
         None,
@@ -140,6 +143,24 @@ class MoeOptions:
         requires="num_experts",
     )
 
+    @property
+    def is_router_scored_first(self) -> bool:
+        """Whether routers score all experts before the choice, not the chosen ones after it."""
+        return self.moe_router_pre_softmax or self.moe_router_score_function == Scores.SIGMOID.value
+
+    @property
+    def is_router_normalized(self) -> bool:
+        """Whether scores taken before the choice are divided by their sum. Not filled in, so that a
+        config may be replaced by one with other scores.
+        """
+        if not self.is_router_scored_first:
+            return False
+        if self.moe_router_norm_topk is not None:
+            return self.moe_router_norm_topk
+        # As in Megatron.
+        is_sigmoid = self.moe_router_score_function == Scores.SIGMOID.value
+        return is_sigmoid and self.moe_router_topk > 1
+
     def _check_moe(self) -> None:
         """ConfigError for options of a mixture that contradict each other."""
         num_experts = self.num_experts
@@ -151,6 +172,20 @@ class MoeOptions:
             "--moe-router-topk",
             f"at most --num-experts {num_experts}",
             self.moe_router_topk,
+        )
+        expect(
+            self.moe_router_norm_topk is not False or self.is_router_scored_first,
+            "--moe-router-no-norm-topk",
+            "--moe-router-pre-softmax or sigmoid scores beside it, since a softmax over the chosen "
+            "experts adds up to one",
+            None,
+        )
+        expect(
+            self.moe_router_load_balancing_type != Balancing.NONE.value
+            or not self.moe_aux_loss_coeff,
+            "--moe-router-load-balancing-type",
+            f"a loss for --moe-aux-loss-coeff {self.moe_aux_loss_coeff}, or a coefficient of 0",
+            self.moe_router_load_balancing_type,
         )
         if self.moe_router_num_groups is not None:
             self._check_moe_groups(num_experts, self.moe_router_num_groups)

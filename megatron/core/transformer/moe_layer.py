@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
     """A router, the experts it chooses from, and a network that computes every token besides.
 
     Attributes:
-        exchange: how tokens get to experts; whoever divides the experts over ranks replaces it.
+        exchange: how tokens get to experts. Expert parallelism replaces it.
     """
 
     exchange: TokenExchange

@@ -7,6 +7,7 @@ fp32 (`RouterSpec.dtype`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.autocast import without_autocast
+from megatron.core.transformer.fused_weight import reset_linear
 from megatron.core.transformer.spec import Balancing, RouterSpec, Scores
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # of RouterSpec.dtype
@@ -53,8 +55,8 @@ class Router(nn.Module):
     Attributes:
         weight: [experts, hidden].
         bias: [experts], or None.
-        expert_bias: [experts] fp32, a persistent buffer, or None. Added to the scores where experts
-            are chosen, not in the weights.
+        expert_bias: [experts], a persistent buffer, or None. Added to the scores where experts are
+            chosen, not in the weights. fp32 whatever the module is converted to.
     """
 
     expert_bias: Tensor | None
@@ -72,10 +74,19 @@ class Router(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the initial weights from the default generator of their device."""
-        nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        """Draws the initial weights: see `reset_linear`."""
+        reset_linear(self.weight, self.bias, self.init_std)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """As for any module (`to`, `bfloat16`, ...), but the bias keeps its dtype: in 16 bits the
+        small steps that it moves by would be lost.
+        """
+        before = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.expert_bias = before.to(after.device)
+        return self
 
     def forward(self, hidden: Tensor) -> Routing:
         """Routes tokens: [batch, seq, hidden]."""
@@ -141,7 +152,9 @@ class Router(nn.Module):
         their own way, do not hide from this loss that scores are uneven.
         """
         spec = self.spec
-        if spec.balancing is Balancing.NONE or not spec.balance_coeff or not self.training:
+        is_on = spec.balancing is not Balancing.NONE and spec.balance_coeff and self.training
+        # The mean over no tokens would be NaN.
+        if not is_on or not len(logits):
             return _no_loss(logits)
 
         if spec.scores is Scores.SOFTMAX:
@@ -161,7 +174,7 @@ class Router(nn.Module):
 
     def _z_loss(self, logits: Tensor) -> Tensor:
         """The mean of the squared log-sum-exp of a token's logits. fp32."""
-        if not self.spec.z_coeff or not self.training:
+        if not self.spec.z_coeff or not self.training or not len(logits):
             return _no_loss(logits)
         loss: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
         return loss.float()

@@ -123,8 +123,7 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         order: TokenOrder = ctx.order
-        is_kept = None if order.is_kept is None else order.is_kept.to(grad.dtype)
-        return _sum_choices(grad, order, is_kept), None
+        return _sum_choices(grad, order, None), None
 
 
 class _Combine(torch.autograd.Function):
@@ -132,8 +131,6 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
         ctx.save_for_backward(outputs, weights)
         ctx.order = order
-        if order.is_kept is not None:
-            weights = weights * order.is_kept
         return _sum_choices(outputs, order, weights.to(outputs.dtype))
 
     @staticmethod
@@ -155,17 +152,29 @@ class _Combine(torch.autograd.Function):
 
 def _sum_choices(rows: Tensor, order: TokenOrder, weights: Tensor | None) -> Tensor:
     """[kept, hidden] -> [tokens, hidden], times `weights` [tokens, top_k] if there are any. Summed
-    in fp32.
+    in fp32. Dropped choices are left out: zero times a row that is not finite would be NaN.
     """
     if not len(rows):
         return rows.new_zeros(len(order.places), rows.shape[1])
+    is_kept = order.is_kept
     if rows.device.type == "cpu":
         # Adds rows up where they lie, ten times as fast as with a tensor of all of them.
-        return F.embedding_bag(order.places, rows, per_sample_weights=weights, mode="sum")
+        if is_kept is None:
+            return F.embedding_bag(order.places, rows, per_sample_weights=weights, mode="sum")
+        sizes = is_kept.sum(1)
+        return F.embedding_bag(
+            order.places[is_kept],
+            rows,
+            sizes.cumsum(0) - sizes,
+            per_sample_weights=None if weights is None else weights[is_kept],
+            mode="sum",
+        )
 
     chosen = rows.index_select(0, order.places.flatten()).unflatten(0, order.places.shape)
     if weights is not None:
         chosen.mul_(weights[..., None])
+    if is_kept is not None:
+        chosen.masked_fill_(~is_kept[..., None], 0)
     # With a dtype given, autocast does not choose one.
     total: Tensor = chosen.sum(1, dtype=rows.dtype)
     return total

@@ -90,3 +90,35 @@ def test_experts_are_cut_into_as_many_parts_as_there_are_ranks_that_divide_them_
 
 def test_one_rank_for_all_experts_is_no_setting():
     assert parse_config([*MINIMAL, SIZE, "1"], 4) == parse_config(MINIMAL, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("", "--moe-router-pre-softmax"),
+        ("--moe-router-pre-softmax --moe-router-norm-topk", "--moe-router-no-norm-topk"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-norm-topk",
+            "--moe-router-no-norm-topk",
+        ),
+    ],
+)
+def test_a_router_whose_one_weight_is_always_1_is_refused_where_it_would_train(flags, instead):
+    flags = f"--num-experts 4 --moe-router-topk 1 {flags}"
+    assert _refusal(flags, 1) == (
+        f"--moe-router-topk: expected at least 2, or {instead} beside it, since the one expert's "
+        "weight is always 1 otherwise, got 1."
+    )
+    parse_config([*MINIMAL, *flags.split(), "--skip-train"], 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 4 --moe-router-pre-softmax",
+        "--num-experts 4 --moe-router-score-function sigmoid",
+        "--num-experts 1",
+    ],
+)
+def test_a_router_whose_one_weight_varies_trains_and_so_does_one_without_a_choice(flags):
+    parse_config([*MINIMAL, "--moe-router-topk", "1", *flags.split()], 1)

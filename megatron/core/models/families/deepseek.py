@@ -110,5 +110,5 @@ DEEPSEEK_V3 = Family(
         ep_size aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers qk_head_dim head_dim
         """.split()
     ),
-    ignored=("model.layers.{num_layers}.",),
+    ignored=("model.layers.{extra_layer}.",),
 )

@@ -87,5 +87,5 @@ GLM4_MOE = Family(
     experts=(EXPERTS, STACKED_EXPERTS),
     # Of extra layers that predict further tokens.
     harmless=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
-    ignored=("model.layers.{num_layers}.",),
+    ignored=("model.layers.{extra_layer}.",),
 )

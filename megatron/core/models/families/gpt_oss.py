@@ -72,7 +72,8 @@ GPT_OSS = Family(
             absent=_LIMIT,
         ),
         SlidingLayers(_EveryOther()),
-        Rope(),
+        # The library takes a file without a section for one with YaRN.
+        Rope(needs_section=True),
         num_experts("num_local_experts", "num_experts"),
         TOP_K,
     ),

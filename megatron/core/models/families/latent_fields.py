@@ -105,13 +105,16 @@ class LatentRope(Field):
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         options = self.rope.read(file)
-        # Neighbours are turned together in all versions, unless a file says otherwise.
-        options["rotary_interleaved"] = file.boolean("rope_interleave", absent=True)
+        # Neighbours are turned together in all versions, unless a file says otherwise; null, which
+        # is not a missing field, is false.
+        is_missing = "rope_interleave" not in file.content
+        options["rotary_interleaved"] = file.boolean("rope_interleave", absent=is_missing)
 
         mscale, all_dim = (self._number(file, name) for name in _MSCALES)
         if options.get("position_embedding_type") != "yarn":
-            if mscale or all_dim:
-                raise file.error("mscale", "missing where rope_type is not yarn", mscale or all_dim)
+            for name, weight in zip(_MSCALES, (mscale, all_dim), strict=True):
+                if weight:
+                    raise file.error(name, "missing where rope_type is not yarn", weight)
             return options
 
         options["mscale_all_dim"] = all_dim
@@ -174,7 +177,7 @@ def _weights(mixer: LatentAttentionSpec, scaling: YarnScaling) -> dict[str, floa
 
 
 def _weight(value: float, factor: float, is_exact: Callable[[float], bool]) -> float:
-    """The x for which m(x) is `value`, with as few digits as are exact."""
+    """The x for which m(x) is `value`, rounded to the fewest digits that still give it exactly."""
     weight = (value - 1.0) / (yarn_mscale(factor, 1.0) - 1.0)
     rounded = (round(weight, digits) for digits in range(_MOST_DIGITS))
     return next((one for one in rounded if is_exact(one)), weight)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
 from megatron.core.models.families.fields import REQUIRED, Field, mixture_of
+from megatron.core.options import ConfigError
 from megatron.core.transformer.spec import ModelSpec, MoeSpec, Scores
 
 
@@ -75,7 +76,26 @@ SHARED_SIZE: Field = MoeValue(
 ROUTED_SCALE: Field = MoeValue(
     "routed_scaling_factor", "moe_router_topk_scaling_factor", lambda moe: moe.router.scale
 )
-NUM_GROUPS: Field = MoeValue("n_group", "moe_router_num_groups", lambda moe: moe.router.num_groups)
+
+
+@dataclass(frozen=True)
+class NumGroups(MoeValue):
+    """The number of groups of experts, each of which must have two: the library sums the two best
+    scores of each.
+    """
+
+    def read(self, file: ConfigFile) -> dict[str, Any]:
+        options = super().read(file)
+        num_groups = file.integer(self.name)
+        # Either name: see `num_experts`.
+        given = [file.get(name) for name in ("n_routed_experts", "num_local_experts")]
+        for total in given:
+            if type(total) is int and total < 2 * num_groups:
+                raise file.error(self.name, f"at most half of {total} experts", num_groups)
+        return options
+
+
+NUM_GROUPS: Field = NumGroups("n_group", "moe_router_num_groups", lambda moe: moe.router.num_groups)
 TOP_GROUPS: Field = MoeValue(
     "topk_group", "moe_router_group_topk", lambda moe: moe.router.top_groups
 )
@@ -119,7 +139,7 @@ class NormalizedTopK(Field):
 @dataclass(frozen=True)
 class SharedExperts(Field):
     """`n_shared_experts`: experts that compute every token, as one network of their widths
-    together. Zero is none. `moe_intermediate_size` is the width of one.
+    together. Zero and null are none. `moe_intermediate_size` is the width of one.
     """
 
     name: str = "n_shared_experts"
@@ -129,6 +149,9 @@ class SharedExperts(Field):
         return (self.name,)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
+        # Missing it is one in the library, which is easily taken for none.
+        if self.name not in file.content:
+            file.wanted(self.name)
         if file.get(self.name) in (None, 0):
             return {}
         width = file.integer("moe_intermediate_size")
@@ -144,8 +167,10 @@ class SharedExperts(Field):
         }
 
 
-def _pattern(has_experts: list[bool]) -> dict[str, Any]:
-    """Our option for layers with experts."""
+def _pattern(file: ConfigFile, has_experts: list[bool]) -> dict[str, Any]:
+    """Our option for layers with experts. ConfigError if there are none."""
+    if not any(has_experts):
+        raise ConfigError(f"Expected at least one layer with experts in {file.source}, got none.")
     if all(has_experts):
         return {}
     return {"moe_layer_freq": f"[{','.join(str(int(one)) for one in has_experts)}]"}
@@ -172,10 +197,11 @@ class SparseLayers(Field):
             raise file.error("mlp_only_layers", "a list of numbers of layers", dense)
         is_dense = frozenset(dense)
         return _pattern(
+            file,
             [
                 number not in is_dense and (number + 1) % step == 0
                 for number in range(file.num_layers())
-            ]
+            ],
         )
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
@@ -197,7 +223,7 @@ class FirstLayersDense(Field):
         first = file.wanted(self.name)
         if type(first) is not int or first < 0:
             raise file.error(self.name, "an integer >= 0", first)
-        return _pattern([number >= first for number in range(file.num_layers())])
+        return _pattern(file, [number >= first for number in range(file.num_layers())])
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         has_experts = _expert_layers(spec)

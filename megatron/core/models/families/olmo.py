@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core.models.families.fields import (
     NO_BIASES,
     SIZES,
+    Always,
     BiasFields,
     HiddenActivation,
     KeyValueHeads,
@@ -28,7 +29,6 @@ from megatron.core.models.families.table import (
 )
 from megatron.core.transformer.spec import Scores
 
-# Files also have clip_qkv, a bound of queries, keys and values, which must be null here.
 OLMOE = Family(
     model_type="olmoe",
     class_name="OlmoeForCausalLM",
@@ -45,6 +45,8 @@ OLMOE = Family(
         KeyValueHeads(may_be_null=True, may_be_absent=True),
         HiddenActivation(),
         BiasFields({NO_BIASES: {"attention_bias": False}}),
+        # A bound of queries, keys and values, which no attention here has; zero is one, too.
+        Always("clip_qkv", None),
         Rope(),
         num_experts("num_experts"),
         TOP_K,

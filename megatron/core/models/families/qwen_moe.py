@@ -64,7 +64,8 @@ QWEN3_MOE = Family(
         norm_eps("rms_norm_eps"),
         TiedEmbeddings(),
         KeyValueHeads(),
-        HeadDim(),
+        # Its files have it, but the library computes one where it is missing.
+        HeadDim(may_be_absent=True),
         HiddenActivation(),
         BiasFields({NO_BIASES: {"attention_bias": False}}),
         WindowEverywhere(switch="use_sliding_window"),

@@ -174,11 +174,13 @@ class Rope(Field):
         absent_share: the share of each head's channels that is rotated where a file says nothing;
             None: always all of them.
         ignored: parameters that change nothing for text.
+        needs_section: whether a file must have one of the sections.
     """
 
     absent_base: float | None = None
     absent_share: float | None = None
     ignored: frozenset[str] = frozenset()
+    needs_section: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,6 +193,8 @@ class Rope(Field):
         return _gathered(file, {**places, "the file": top})
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
+        if self.needs_section and not any(file.section(name) for name in _SECTIONS):
+            raise ConfigError(f"Expected {' or '.join(_SECTIONS)} in {file.source}, got none.")
         parameters = self.parameters(file)
         base = parameters.pop("rope_theta", self.absent_base)
         if base is None:

@@ -75,6 +75,7 @@ SHARED_EXPERTS = {
 PLAIN_MLP = {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
 
 _EXPERTS = "mlp.experts."  # before an expert's number
+_MOST_EXTRA_LAYERS = 2**10  # far beyond any use
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class Family:
             them. The first is written.
         harmless: fields of its own that change nothing here.
         ignored: how the names of tensors begin that files may have besides and the library does not
-            load either, with the number of layers in the place of `{num_layers}`.
+            load either, with `{extra_layer}` in the place of the number of each layer that predicts
+            further tokens.
         has_even_heads: whether the hidden size must be a multiple of the number of heads, though
             heads may be of another width.
     """
@@ -192,9 +194,18 @@ class Family:
             rows = self._module_rows(within, kind, layers[int(number)].mixer)
         return dataclasses.replace(rows, name=f"{prefix}{rows.name}")
 
-    def ignored_prefixes(self, num_layers: int) -> tuple[str, ...]:
-        """How the names of tensors begin that the library does not load either."""
-        return tuple(prefix.format(num_layers=num_layers) for prefix in self.ignored)
+    def ignored_prefixes(self, num_layers: int, content: Mapping[str, Any]) -> tuple[str, ...]:
+        """How the names of tensors begin that the library does not load either.
+
+        Args:
+            content: of config.json, which may say how many extra layers there are. The library
+                passes over one in any case.
+        """
+        extra = content.get("num_nextn_predict_layers")
+        count = extra if type(extra) is int and 0 < extra <= _MOST_EXTRA_LAYERS else 1
+        numbers = range(num_layers, num_layers + count)
+        # Without a place for a number, all are the same.
+        return tuple({p.format(extra_layer=n): None for n in numbers for p in self.ignored})
 
     def _module_rows(self, within: str, kind: str, mixer: Mixer) -> RowMap:
         """Where a tensor of a module lies; the name is without that of the layer."""

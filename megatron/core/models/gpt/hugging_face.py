@@ -90,15 +90,15 @@ def hf_rows(
     return {own: family.rows_of(own, num_rows, layers) for own, num_rows in rows.items()}
 
 
-def ignored_prefixes(model: GPTModel, architecture: str | None = None) -> tuple[str, ...]:
+def ignored_prefixes(model: GPTModel, content: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names of tensors in a folder begin that the transformers library does not load into
     such a model either.
 
     Args:
-        architecture: as for `hf_rows`.
+        content: of the folder's config.json; empty if it has none.
     """
-    family = family_of(model.spec, architecture or model.config.hf_architecture)
-    return family.ignored_prefixes(len(model.spec.layers))
+    architecture = content.get("model_type") or model.config.hf_architecture
+    return family_of(model.spec, architecture).ignored_prefixes(len(model.spec.layers), content)
 
 
 def saved_buffers(model: GPTModel) -> dict[str, Tensor]:

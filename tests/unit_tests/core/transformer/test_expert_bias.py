@@ -12,6 +12,7 @@ from megatron.core.transformer.spec import RouterSpec, Scores
 
 
 def router(*, has_bias: bool = True, rate: float = 0.25) -> Router:
+    torch.manual_seed(0)
     return Router(
         RouterSpec(
             num_experts=4,
@@ -88,3 +89,20 @@ def test_a_raised_bias_brings_tokens_and_changes_no_weight_of_those_already_ther
     stays = after.experts == before.experts
     assert 0 < stays.sum() < len(stays)
     assert torch.equal(after.weights[stays], before.weights[stays])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_in_another_dtype_keeps_its_biases_and_their_steps(dtype: torch.dtype):
+    model = nn.Sequential(router(rate=1e-3))
+    load = torch.tensor([[1, 2, 3, 2]])
+    for _ in range(300):
+        update_expert_bias(model, load)
+    before = biases(model)
+    model.to(dtype)
+    assert model[0].weight.dtype is dtype
+    assert biases(model) == before, "nothing is rounded"
+    assert model[0].expert_bias.dtype is torch.float32
+    assert model.state_dict()["0.expert_bias"] is not None
+    for _ in range(700):
+        update_expert_bias(model, load)
+    assert biases(model)[0] == pytest.approx([1.0, 0.0, -1.0, 0.0], rel=1e-4)

@@ -227,3 +227,48 @@ def test_the_kernel_is_found_by_trying_it() -> None:
     with mock.patch.object(torch, "_grouped_mm", create=True):
         del torch._grouped_mm
         assert not trial(device)
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [3, 2], [0, 0]])
+def test_counts_of_other_tokens_are_refused(counts: list[int]) -> None:
+    tokens, matrices, _ = _inputs([2, 2])
+    with pytest.raises(ValueError, match=f"add up to 4 tokens, got {sum(counts)}"):
+        grouped_matmul(tokens, matrices, torch.tensor(counts))
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_other_dtypes_are_refused_but_under_autocast(other: int) -> None:
+    counts = torch.tensor([2, 3])
+    inputs = [x.float() for x in _inputs([2, 3])]
+    inputs[other] = inputs[other].bfloat16()
+    with pytest.raises(ValueError, match="of one dtype, got"):
+        grouped_matmul(*inputs[:2], counts, inputs[2])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert grouped_matmul(*inputs[:2], counts, inputs[2]).dtype is torch.bfloat16
+
+
+class _OnAccelerator:
+    """A bf16 tensor as the choice of a kernel sees it, on a device that has the one for all."""
+
+    def __init__(self, *shape: int) -> None:
+        self.values = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        self.device = torch.device("meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.values, name)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("num_experts", "expected"), [(1023, True), (1024, False)])
+def test_more_groups_than_the_kernel_takes_are_computed_one_by_one(
+    num_experts: int, expected: bool
+) -> None:
+    tokens: Any = _OnAccelerator(8, 16)
+    matrices: Any = _OnAccelerator(num_experts, 16, 16)
+    with mock.patch.object(module, "_has_kernel", return_value=True):
+        assert module._is_one_kernel(tokens, matrices) is expected

@@ -12,8 +12,8 @@ from megatron.core.transformer.layer_pattern import layer_pattern
 FLAG = "--linear-attention-freq"
 
 
-def _bits(text: str, num_layers: int, every_nth: bool = False) -> str:
-    kinds = layer_pattern(FLAG, text, num_layers, every_nth=every_nth)
+def _bits(text: str, num_layers: int, every_nth: bool = False, from_first: bool = False) -> str:
+    kinds = layer_pattern(FLAG, text, num_layers, every_nth=every_nth, from_first=from_first)
     return "".join(str(int(kind)) for kind in kinds)
 
 
@@ -22,6 +22,12 @@ def test_a_number_is_all_but_every_nth_layer_or_every_nth_layer() -> None:
     assert _bits("4", 9, every_nth=True) == "000100010"
     assert _bits("1", 3) == "000"
     assert _bits("99", 3) == "111"
+
+
+def test_every_nth_layer_may_be_counted_from_the_first_one() -> None:
+    assert _bits("4", 9, every_nth=True, from_first=True) == "100010001"
+    assert _bits("99", 3, every_nth=True, from_first=True) == "100"
+    assert _bits("[0,1,0]", 3, every_nth=True, from_first=True) == "010"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -246,3 +247,23 @@ def test_layers_with_experts_are_counted_from_the_first(text: str | None, expect
     config = TransformerConfig(4, 64, 4, num_experts=4, moe_layer_freq=text)
     found = [isinstance(layer.feed_forward, MoeSpec) for layer in model_spec(config).layers]
     assert "".join(str(int(has_experts)) for has_experts in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (False, False)),
+        ({"moe_router_norm_topk": True}, (False, False)),
+        ({"moe_router_pre_softmax": True}, (True, False)),
+        ({"moe_router_pre_softmax": True, "moe_router_norm_topk": True}, (True, True)),
+        ({"moe_router_score_function": "sigmoid"}, (True, True)),
+        ({"moe_router_score_function": "sigmoid", "moe_router_topk": 1}, (True, False)),
+        ({"moe_router_score_function": "sigmoid", "moe_router_norm_topk": False}, (True, False)),
+    ],
+)
+def test_scores_are_normalized_where_megatron_normalizes_them_unless_said_otherwise(
+    options: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    spec = model_spec(TransformerConfig(1, 64, 4, num_experts=4, **options))
+    router = spec.mixtures[0].router
+    assert (router.is_scored_first, router.is_normalized) == expected

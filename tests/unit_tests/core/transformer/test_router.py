@@ -292,3 +292,15 @@ def test_evaluation_has_no_losses(dtype: str | None) -> None:
         loss = getattr(evaluated.report, name)
         assert (loss.item(), loss.dtype, loss.shape) == (0.0, torch.float32, ())
     assert torch.equal(trained.experts, evaluated.experts)
+
+
+@pytest.mark.parametrize("balancing", [Balancing.MICROBATCH, Balancing.SEQUENCE])
+@pytest.mark.parametrize(("batch", "seq"), [(0, 5), (2, 0)])
+def test_a_microbatch_without_tokens_has_losses_of_zero(
+    balancing: Balancing, batch: int, seq: int
+) -> None:
+    ours = _router(balancing=balancing, balance_coeff=1.0, z_coeff=1.0)
+    routing: Routing = ours(_hidden(batch, seq))
+    assert routing.experts.shape == routing.weights.shape == (0, 4)
+    assert (routing.report.balance_loss.item(), routing.report.z_loss.item()) == (0.0, 0.0)
+    assert routing.report.load.tolist() == [0] * EXPERTS

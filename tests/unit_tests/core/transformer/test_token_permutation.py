@@ -147,3 +147,21 @@ def test_gradients_of_weights_are_in_their_own_dtype_and_summed_in_it() -> None:
     expected = (outputs.double()[order.places] * grad.double()[:, None]).sum(-1)
     # A product of two is rounded to bf16 once, and errors of many average out.
     torch.testing.assert_close(wide.grad.double(), expected, rtol=0, atol=4000**0.5 * 2**-7)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_dropped_choice_does_not_spread_what_is_not_finite(value: float) -> None:
+    """The first of three tokens is not finite, and the last one has lost one of its choices."""
+    experts = torch.tensor([[0, 1], [1, 2], [0, 1]])
+    load = torch.tensor([2, 3, 1])
+    order = order_within_capacity(experts, load, 2, DropPolicy.POSITION, torch.ones(3, 2))
+    assert order.is_kept is not None
+    assert order.is_kept.tolist() == [[True, True], [True, True], [True, False]]
+    tokens = torch.ones(3, 2, requires_grad=True)
+    outputs = torch.ones(5, 2)
+    outputs[0] = value
+    assert combine_tokens(outputs, torch.ones(3, 2), order)[1:].tolist() == [[2, 2], [1, 1]]
+
+    permute_tokens(tokens, order).backward(outputs)
+    assert tokens.grad is not None
+    assert tokens.grad[1:].tolist() == [[2, 2], [1, 1]]

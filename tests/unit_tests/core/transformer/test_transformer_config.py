@@ -173,6 +173,23 @@ def test_flags_are_megatrons() -> None:
             "--moe-layer-freq: expected a number, or zeros and ones for --num-layers 2",
         ),
         (
+            {"num_experts": 4, "moe_layer_freq": "[0,0]"},
+            "--moe-layer-freq: expected at least one layer with experts, got '[0,0]'.",
+        ),
+        (
+            {"num_experts": 4, "moe_router_norm_topk": False},
+            "--moe-router-no-norm-topk: expected --moe-router-pre-softmax or sigmoid scores beside",
+        ),
+        (
+            {
+                "num_experts": 4,
+                "moe_router_load_balancing_type": "none",
+                "moe_aux_loss_coeff": 0.1,
+            },
+            "--moe-router-load-balancing-type: expected a loss for --moe-aux-loss-coeff 0.1, or a "
+            "coefficient of 0, got 'none'.",
+        ),
+        (
             {"num_experts": 4, "moe_token_drop_policy": "position"},
             "--moe-expert-capacity-factor: expected a number > 0.0, since --moe-token-drop-policy",
         ),

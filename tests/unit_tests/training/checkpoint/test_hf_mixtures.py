@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
@@ -35,6 +37,11 @@ def test_weights_come_back_to_the_bit(tmp_path: Path, family: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def add_tensors(folder: Path, *names: str) -> None:
     tensors = load_file(folder / WEIGHTS) | {name: torch.ones(2) for name in names}
     save_file(tensors, folder / WEIGHTS)
@@ -48,6 +55,40 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path, fami
     load_hf(model, folder)
     head = load_file(folder / WEIGHTS)["lm_head.weight"]
     assert torch.equal(model.get_parameter("output_layer.weight"), head)
+
+
+@pytest.mark.parametrize(("said", "taken"), [(3, 3), (1, 1), (0, 1), (None, 1), ("2", 1)])
+def test_as_many_further_layers_are_passed_over_as_the_file_says(
+    tmp_path: Path, said: object, taken: int
+) -> None:
+    folder = save_model(tmp_path / "theirs", "deepseek_v3")
+    change_config(folder, num_nextn_predict_layers=said)
+    model = model_of(folder)
+    add_tensors(folder, *(f"model.layers.{2 + n}.eh_proj.weight" for n in range(taken)))
+    load_hf(model, folder)
+    add_tensors(folder, f"model.layers.{2 + taken}.eh_proj.weight")
+    with pytest.raises(CheckpointError, match=rf"nothing here takes model\.layers\.{2 + taken}\."):
+        load_hf(model, folder)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_matrices_without_elements_of_no_shared_experts_are_passed_over(
+    tmp_path: Path, family: str
+) -> None:
+    folder = save_model(tmp_path / "theirs", family)
+    change_config(folder, n_shared_experts=0)
+    tensors = load_file(folder / WEIGHTS)
+    shared = [name for name in tensors if ".shared_experts." in name]
+    assert shared
+    empty = {
+        name: tensors[name][:, :0].contiguous() if "down" in name else tensors[name][:0]
+        for name in shared
+    }
+    save_file(tensors | empty, folder / WEIGHTS)
+    load_hf(model_of(folder), folder)
+    save_file(tensors | empty | {shared[0]: torch.ones(1)}, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=f"nothing here takes {shared[0]}"):
+        load_hf(model_of(folder), folder)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from megatron.core.models.families.config_json import read_config
 from megatron.core.models.gpt.hugging_face import hf_config
 from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import LatentAttentionSpec, YarnScaling
 from tests.unit_tests.core.models.families.helpers.published_mixtures import (
@@ -111,6 +112,10 @@ def test_a_scale_that_no_weight_gives_is_named_by_its_flag() -> None:
             {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}},
             "mscale in c.json to be missing where rope_type is not yarn, got 1.0",
         ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}},
+            "Expected mscale_all_dim in c.json to be missing where rope_type is not yarn, got 0.5",
+        ),
         ({"rope_scaling": {**YARN, "mscale": -1.0}}, "mscale in c.json to be a number >= 0"),
         ({"rope_scaling": {**YARN, "mscale": "1"}}, "mscale in c.json to be a number, got '1'"),
         (
@@ -134,7 +139,17 @@ def test_a_size_must_be_there(field: str) -> None:
 
 
 def test_latent_attention_without_experts_has_no_architecture() -> None:
-    config, vocab_size = read_config(MOONLIGHT_16B_A3B | {"num_hidden_layers": 1}, "c.json")
-    for one in (config, dataclasses.replace(config, hf_architecture=None)):
+    config = TransformerConfig(1, 64, 4, normalization="RMSNorm", multi_latent_attention=True)
+    for one in (config, dataclasses.replace(config, hf_architecture="deepseek_v3")):
         with pytest.raises(ConfigError, match=r"^--multi-latent-attention: expected --num-exp"):
-            hf_config(one, vocab_size)
+            hf_config(one, 64)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, True), ({"rope_interleave": None}, False)])
+def test_neighbours_are_rotated_unless_the_file_says_otherwise_and_null_does(
+    given: dict[str, Any], expected: bool
+) -> None:
+    content = {name: value for name, value in MOONLIGHT_16B_A3B.items() if name[:6] != "rope_i"}
+    rotary = mixer_of(content | given).rotary
+    assert rotary is not None
+    assert rotary.is_interleaved is expected

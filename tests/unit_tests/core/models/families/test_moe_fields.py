@@ -1,0 +1,117 @@
+"""Fields of a config.json about mixtures of experts: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron.core.models.families.config_json import read_config
+from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.options import ConfigError
+from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import AttentionSpec, RouterSpec
+from tests.unit_tests.core.models.families.helpers.published import OLMOE_1B_7B, QWEN3_30B_A3B
+from tests.unit_tests.core.models.families.helpers.published_mixtures import (
+    DEEPSEEK_V3,
+    GLM_4_5_AIR,
+    GPT_OSS_20B,
+)
+
+
+def without(content: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name not in names}
+
+
+def router_of(content: dict[str, Any]) -> RouterSpec:
+    return model_spec(read_config(content, "c.json")[0]).mixtures[0].router
+
+
+@pytest.mark.parametrize("content", [QWEN3_30B_A3B, OLMOE_1B_7B, DEEPSEEK_V3, GLM_4_5_AIR])
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_normalized_weights_come_back_as_they_were(
+    content: dict[str, Any], is_normalized: bool, top_k: int
+) -> None:
+    changes = {"norm_topk_prob": is_normalized, "num_experts_per_tok": top_k}
+    config, vocab_size = read_config(content | changes, "c.json")
+    router = model_spec(config).mixtures[0].router
+    assert (router.is_normalized or not router.is_scored_first) is is_normalized
+    written = hf_config(config, vocab_size)
+    assert {name: written[name] for name in changes} == changes
+    assert router_of(written) == router
+
+
+def test_a_softmax_before_the_choice_is_written_as_not_normalized() -> None:
+    config, vocab_size = read_config(QWEN3_30B_A3B, "c.json")
+    changes = {"moe_router_pre_softmax": True, "moe_router_norm_topk": None}
+    written = hf_config(dataclasses.replace(config, **changes), vocab_size)
+    assert written["norm_topk_prob"] is False
+
+
+def test_heads_of_qwen3_moe_without_a_width_divide_the_hidden_size() -> None:
+    (mixer, *_) = (
+        layer.mixer
+        for layer in model_spec(read_config(without(QWEN3_30B_A3B, "head_dim"), "c")[0]).layers
+    )
+    assert isinstance(mixer, AttentionSpec)
+    assert (mixer.head_dim, mixer.num_heads) == (64, 32)
+
+
+@pytest.mark.parametrize("content", [DEEPSEEK_V3, GLM_4_5_AIR])
+def test_shared_experts_are_as_many_as_the_file_says_which_must_say_it(
+    content: dict[str, Any],
+) -> None:
+    def shared(count: int) -> object:
+        changed = content | {"n_shared_experts": count, "moe_intermediate_size": 10}
+        mixture = model_spec(read_config(changed, "c.json")[0]).mixtures[0]
+        return None if mixture.shared is None else mixture.shared.size
+
+    assert (shared(0), shared(3)) == (None, 30)
+    with pytest.raises(ConfigError, match=r"^Expected n_shared_experts in c\.json, got none\.$"):
+        read_config(without(content, "n_shared_experts"), "c.json")
+
+
+@pytest.mark.parametrize("others", [(), ("rope_scaling",), ("rope_parameters",)])
+def test_gpt_oss_without_a_section_of_its_rotary_embedding_is_refused(
+    others: tuple[str, ...],
+) -> None:
+    sections = ("rope_parameters", "rope_scaling")
+    content = without(GPT_OSS_20B, *sections) | {"rope_theta": 150000.0}
+    with pytest.raises(
+        ConfigError, match=r"^Expected rope_parameters or rope_scaling in c\.json, got none\.$"
+    ):
+        read_config(content | dict.fromkeys(others), "c.json")
+
+
+NO_EXPERTS = r"^Expected at least one layer with experts in c\.json, got none\.$"
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (DEEPSEEK_V3, {"first_k_dense_replace": 61}, NO_EXPERTS),
+        (GLM_4_5_AIR, {"first_k_dense_replace": 99}, NO_EXPERTS),
+        (QWEN3_30B_A3B, {"mlp_only_layers": list(range(48))}, NO_EXPERTS),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 49}, NO_EXPERTS),
+        (OLMOE_1B_7B, {"clip_qkv": 0.0}, r"^Expected clip_qkv in c\.json to be None, got 0\.0\.$"),
+        (
+            DEEPSEEK_V3,
+            {"n_group": 256, "topk_group": 16},
+            r"^Expected n_group in c\.json to be at most half of 256 experts, got 256\.$",
+        ),
+    ],
+)
+def test_what_the_library_or_the_architecture_cannot_run_is_refused_in_one_line(
+    content: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(content | changes, "c.json")
+
+
+def test_groups_of_one_expert_are_not_written() -> None:
+    config, vocab_size = read_config(GLM_4_5_AIR | {"num_hidden_layers": 2}, "c.json")
+    groups = {"moe_router_num_groups": config.num_experts, "moe_router_group_topk": 16}
+    with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+        hf_config(dataclasses.replace(config, **groups), vocab_size)
