@@ -81,9 +81,9 @@ def shard_model(
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
         # Experts before the layers they are in: a module takes the parameters that modules inside
         # it have left.
-        for unit in expert_units(model):
+        for mixture in expert_units(model):
             shard(
-                unit,
+                mixture,
                 experts,
                 # Each rank's gradients are sums over the tokens of `expert_model_parallel_size`
                 # ranks, and averages over the groups of so many.
