@@ -23,7 +23,7 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
-from megatron.core.transformer.spec import ModelSpec
+from megatron.core.transformer.spec import Balancing, ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.health.exits import (
@@ -53,7 +53,9 @@ def forward_step_of(spec: ModelSpec) -> ForwardStep:
     routers = [mixture.router for mixture in spec.mixtures]
     if not routers:
         return forward_step
-    has_balance = any(router.balance_coeff for router in routers)
+    has_balance = any(
+        router.balance_coeff and router.balancing is not Balancing.NONE for router in routers
+    )
     has_z = any(router.z_coeff for router in routers)
 
     def forward_step_with_experts(model: nn.Module, batch: Batch) -> ModelLoss:

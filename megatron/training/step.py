@@ -8,9 +8,11 @@ norm, so the device does not idle afterwards.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -21,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
-from megatron.core.transformer.expert_bias import update_expert_bias
+from megatron.core.transformer.expert_bias import check_loads, shape_of_loads, update_expert_bias
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
 
 Batch = dict[str, torch.Tensor]
+
+_MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
 
 
 class ModelLoss(NamedTuple):
@@ -35,9 +39,10 @@ class ModelLoss(NamedTuple):
         loss: the mean loss of the microbatch, which is reported: scalar, fp32, differentiable.
         auxiliary: further losses by name, times their weights: scalars, fp32. Backward is of the
             sum of all losses; each is reported by itself. The same names on every rank and in every
-            microbatch.
+            microbatch; 16 at most.
         expert_load: tokens that chose each expert, from which expert biases are moved:
-            [layers with experts, experts] int64; None in a model without experts.
+            [layers with experts, experts] int64, a row for each `Router` of the model; None in a
+            model without.
     """
 
     loss: torch.Tensor
@@ -132,28 +137,36 @@ def train_step(
         votes: called after the backward, so a signal counts in the step that it arrived in.
 
     Raises:
+        TypeError, ValueError: for microbatches, losses or loads that are not as described, or that
+            differ between microbatches or ranks. Nothing has been stepped, and gradients are
+            cleared.
         RuntimeError: that names the first difference between the ranks' collectives or gradients.
             Nothing has been stepped.
     """
     model.train()
-    told, num_samples = _forward_and_backward(
-        model,
-        optimizer,
-        microbatches,
-        forward_step=forward_step,
-        num_microbatches=num_microbatches,
-        device=device,
-        mark=mark,
-    )
-
-    mark(Phase.AGREE)
-    agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
+    told = _Told(model, device)
+    try:
+        num_samples = _forward_and_backward(
+            model,
+            optimizer,
+            microbatches,
+            told,
+            forward_step=forward_step,
+            num_microbatches=num_microbatches,
+            device=device,
+            mark=mark,
+        )
+        mark(Phase.AGREE)
+        agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
+    except (TypeError, ValueError):
+        # A caller may go on with other microbatches, to which these gradients would be added.
+        optimizer.zero_grad()
+        raise
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
     norm, *zeros = agreed.measures
-    is_finite = math.isfinite(sum(agreed.loss_sums))
-    has_stepped = optimizer.step(norm if is_finite else math.nan, planned)
+    has_stepped = optimizer.step(math.nan if agreed.num_bad else norm, planned)
     if has_stepped and agreed.load is not None:
         update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
@@ -176,16 +189,17 @@ def _forward_and_backward(
     model: nn.Module,
     optimizer: DistributedOptimizer,
     microbatches: Iterator[Batch],
+    told: _Told,
     *,
     forward_step: ForwardStep,
     num_microbatches: int,
     device: torch.device,
     mark: Mark,
-) -> tuple[_Told, int]:
-    """Runs this rank's microbatches. Returns what the forward steps have told, and the number of
-    samples.
+) -> int:
+    """Runs this rank's microbatches, and adds what the forward steps report to `told`. Returns the
+    number of samples.
     """
-    told, num_samples = _Told(device), 0
+    num_samples = 0
     for number in range(num_microbatches):
         mark(Phase.BATCH)
         batch = _to_device(_next(microbatches, number, num_microbatches), device)
@@ -195,7 +209,7 @@ def _forward_and_backward(
             said = _as_model_loss(forward_step(model, batch))
             mark(Phase.BACKWARD)
             optimizer.scale_loss(told.add(said, num_microbatches)).backward()
-    return told, num_samples
+    return num_samples
 
 
 @torch.no_grad()
@@ -224,7 +238,15 @@ def evaluate(
 
 
 def _as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
-    return said if isinstance(said, ModelLoss) else ModelLoss(said)
+    loss = said if isinstance(said, ModelLoss) else ModelLoss(said)
+    for part in (loss.loss, *loss.auxiliary.values()):
+        if not torch.is_tensor(part):
+            raise TypeError(
+                "Expected the loss of a microbatch, and each auxiliary loss, as a tensor without "
+                f"dimensions, got a {type(part).__name__}. A forward step returns a tensor, or "
+                'ModelLoss(loss, {"balance": ...}, expert_load).'
+            )
+    return loss
 
 
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
@@ -268,7 +290,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class _Told:
-    """What this rank's forward steps have said so far, on the device.
+    """What this rank's forward steps have reported so far, on the device.
 
     Attributes:
         names: of the auxiliary losses, in the order that all ranks have.
@@ -276,17 +298,36 @@ class _Told:
         load: tokens of each expert: [layers with experts, experts] int64, or None.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.names: list[str] = []
         # fp64: the mean over ranks and microbatches must not depend on how many of either there
         # are.
         self.losses = [torch.zeros((), dtype=torch.float64, device=device)]
         self.load: torch.Tensor | None = None
         self._is_empty = True
+        self._model = model
+
+    @cached_property
+    def load_shape(self) -> tuple[int, int] | None:
+        """The shape that loads of this model have; None without routers."""
+        # Looked up while the device computes a forward or backward: it walks over all modules.
+        return shape_of_loads(self._model)
 
     def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
-        """Counts one of so many microbatches in. Returns its part of the loss to train with."""
+        """Counts one of so many microbatches in. Returns its part of the loss to train with.
+
+        Raises:
+            ValueError: for loads of another model, for too many auxiliary losses, and for other
+                ones than those of the first microbatch. Nothing is counted.
+        """
         names, load = sorted(said.auxiliary), said.expert_load
+        if load is not None:
+            check_loads(load, self.load_shape)
+        if len(names) > _MOST_AUXILIARY:
+            raise ValueError(
+                f"Expected at most {_MOST_AUXILIARY} auxiliary losses, got {len(names)}."
+            )
+
         if self._is_empty:
             self._is_empty, self.names, self.load = False, names, load
             self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
@@ -309,6 +350,39 @@ class _Told:
         """Whether a loss is not finite: [] bool."""
         return ~torch.isfinite(torch.stack(self.losses)).all()
 
+    @property
+    def room(self) -> torch.Tensor:
+        """The losses and loads in one tensor, with zeros for those that are missing: fp64.
+
+        Its length follows from the model alone. Ranks that report different things can thus tell
+        each other so in the all-reduce that adds these tensors up.
+        """
+        unused = torch.zeros_like(self.losses[0]).expand(_MOST_AUXILIARY - len(self.names))
+        losses = torch.cat([torch.stack(self.losses), unused])
+        if self.load_shape is None:
+            return losses
+        if self.load is None:
+            return torch.cat([losses, losses.new_zeros(math.prod(self.load_shape))])
+        # fp64 counts tokens exactly, up to 2**53.
+        return torch.cat([losses, self.load.flatten().to(losses)])
+
+    @property
+    def digest(self) -> int:
+        """A number below 2^48 for the names and for whether there are loads."""
+        kind = repr((self.names, self.load is not None)).encode()
+        return int.from_bytes(hashlib.blake2b(kind, digest_size=6).digest(), "little")
+
+    def compare(self, digests: Sequence[float]) -> None:
+        """ValueError, on every rank, unless all ranks' digests are the same."""
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            loads = "no loads" if self.load is None else "loads"
+            raise ValueError(
+                "Expected forward steps that report the same auxiliary losses and loads on every "
+                f"rank, got others on ranks {others} than on rank 0. This rank has auxiliary "
+                f"losses {self.names} and {loads}."
+            )
+
 
 class _Agreed(NamedTuple):
     """What all ranks know at the end of a step."""
@@ -317,6 +391,7 @@ class _Agreed(NamedTuple):
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
+    told: tuple[float, ...]  # of what each rank reports; see `_Told.digest`
     load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
     measures: tuple[float, ...]  # gradient norm and, if asked for, zeros among the gradients
 
@@ -340,6 +415,7 @@ def _agree_and_plan(
     agreed = _read(shared, told, len(own_votes), mesh)
     if context is not None:
         context.compare_digests(agreed.digests, mesh.get_group())
+    told.compare(agreed.told)
     return agreed, planned
 
 
@@ -359,14 +435,13 @@ def _agree(
     is_bad = told.is_bad.to(loss.dtype)
     votes = [torch.full_like(loss, vote) for vote in own_votes]
 
-    # A place for each rank, where the others add zero. Kernels fill the numbers in, since a copy
+    # Two places for each rank, where the others add zero. Kernels fill the numbers in, since a copy
     # from the host would wait for the device.
-    digests = torch.zeros(mesh.size(), dtype=loss.dtype, device=loss.device)
-    digests[mesh.get_local_rank()].fill_(digest)
+    digests = torch.zeros(2, mesh.size(), dtype=loss.dtype, device=loss.device)
+    for row, number in zip(digests, (digest, told.digest), strict=True):
+        row[mesh.get_local_rank()].fill_(number)
 
-    # fp64 counts tokens exactly, up to 2**53.
-    load = [] if told.load is None else [told.load.flatten().to(loss)]
-    shared = torch.cat([torch.stack([*told.losses, is_bad, *votes]), digests, *load])
+    shared = torch.cat([told.room, torch.stack([is_bad, *votes]), digests.flatten()])
     with issuing("all-reduce of the step's loss and votes", shared):
         dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
@@ -375,17 +450,18 @@ def _agree(
 
 def _read(scalars: torch.Tensor, told: _Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Copies what the ranks agreed on to the host: the step's only synchronisation."""
-    num_loads = 0 if told.load is None else told.load.numel()
-    sizes = [len(told.losses), 1, num_votes, mesh.size(), num_loads]
+    num_loads = math.prod(told.load_shape or (0,))
+    sizes = [1 + _MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
     on_host = scalars.cpu()
-    losses, num_bad, votes, digests, load, measures = on_host.split(
+    losses, load, num_bad, votes, digests, kinds, measures = on_host.split(
         [*sizes, len(on_host) - sum(sizes)]
     )
     return _Agreed(
-        tuple(losses.tolist()),
+        tuple(losses[: len(told.losses)].tolist()),
         float(num_bad),
         tuple(votes.tolist()),
         tuple(digests.tolist()),
+        tuple(kinds.tolist()),
         None if told.load is None else load.long().view(told.load.shape),
         tuple(measures.tolist()),
     )

@@ -21,6 +21,32 @@ from torch import Tensor, nn
 from megatron.core.transformer.router import Router
 
 
+def shape_of_loads(model: nn.Module) -> tuple[int, int] | None:
+    """The shape of a model's loads, (routers, experts); None if it has no router. All its routers
+    have the same experts.
+    """
+    routers = _routers(model)
+    return (len(routers), routers[0].spec.num_experts) if routers else None
+
+
+def check_loads(load: Tensor, expected: tuple[int, int] | None) -> None:
+    """ValueError unless these are the loads of a model with the expected `shape_of_loads`."""
+    if expected is None:
+        raise ValueError(
+            f"Expected no loads from a model without a Router, got {load.dtype} "
+            f"{tuple(load.shape)}."
+        )
+    if tuple(load.shape) != expected or load.dtype != torch.int64:
+        raise ValueError(
+            f"Expected int64 loads of shape {expected}, a row for each router, got {load.dtype} "
+            f"{tuple(load.shape)}."
+        )
+
+
+def _routers(model: nn.Module) -> list[Router]:
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, load: Tensor) -> None:
     """Moves each expert's bias by the router's `bias_update_rate`: up if the expert has less than
@@ -36,15 +62,10 @@ def update_expert_bias(model: nn.Module, load: Tensor) -> None:
     Raises:
         ValueError: if a router has a bias and the rows are not those of the model's routers.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = _routers(model)
     if all(router.expert_bias is None for router in routers):
         return
-    expected = (len(routers), routers[0].spec.num_experts)
-    if tuple(load.shape) != expected or load.dtype != torch.int64:
-        raise ValueError(
-            f"Expected int64 loads of shape {expected}, a row for each router, got {load.dtype} "
-            f"{tuple(load.shape)}."
-        )
+    check_loads(load, (len(routers), routers[0].spec.num_experts))
 
     # In integers, since a mean would be rounded: load < mean is load * experts < sum.
     direction = (load.sum(dim=1, keepdim=True) - load * load.shape[1]).sign().float()

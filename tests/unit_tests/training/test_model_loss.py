@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.torch_fsdp2 import shard_model
+from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.router import Router
@@ -64,10 +68,15 @@ def everything(model: nn.Module, batch: Batch) -> ModelLoss:
     return ModelLoss(loss, {"size": 0.5 * loss, "decay": 0.1 * decay}, load)
 
 
-def step(model: nn.Module, mine: list[int], forward_step: ForwardStep) -> StepResult:
+def step(
+    model: nn.Module,
+    mine: list[int],
+    forward_step: ForwardStep,
+    optimizer: DistributedOptimizer | None = None,
+) -> StepResult:
     return train_step(
         model,
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.0),
+        optimizer or DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.0),
         batches(mine),
         forward_step=forward_step,
         num_microbatches=len(mine),
@@ -196,6 +205,172 @@ def test_microbatches_that_tell_different_things_are_refused(second: ForwardStep
     answers = iter([everything, second])
     with pytest.raises(ValueError, match="Expected the same losses and loads of every microbatch"):
         step(Net(), [1, 2], lambda model, batch: next(answers)(model, batch))
+
+
+def of_the_outputs(model: nn.Module, batch: Batch) -> ModelLoss:
+    """As many losses as `everything`, without weights that are not whole outside of forward."""
+    loss, load = model(batch["x"])
+    return ModelLoss(loss, {"size": 0.5 * loss, "decay": 0.1 * loss}, load)
+
+
+def told_alike(_number: int, said: ModelLoss) -> ModelLoss:
+    """Changes nothing, whatever the rank."""
+    return said
+
+
+def other_names(number: int, said: ModelLoss) -> ModelLoss:
+    """As many losses on both ranks, which could be summed."""
+    return said._replace(auxiliary={"size": said.loss, f"of {number}": said.loss})
+
+
+def other_numbers_of_losses(number: int, said: ModelLoss) -> ModelLoss:
+    return said._replace(auxiliary={"size": said.loss} if number else {})
+
+
+def loads_on_one(number: int, said: ModelLoss) -> ModelLoss:
+    return said if number else said._replace(expert_load=None)
+
+
+class Outcome(NamedTuple):
+    error: str
+    unchanged: bool
+    next_norm: float
+
+
+def _refused(
+    change: Callable[[int, ModelLoss], ModelLoss],
+    of_microbatches: bool,
+    is_megatron: bool,
+) -> Outcome:
+    """A step of two microbatches that differ, between ranks or else microbatches, and one of which
+    nothing is changed.
+    """
+    model = Net()
+    if is_megatron:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        with fully_shard_context("cpu"):
+            fully_shard(model, mesh, Placements.for_strategy("optim_grads_params"))
+    else:
+        mesh = build_mesh("cpu", dist.get_world_size())
+        shard_model(model, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.0)
+    numbers = iter([0, 1] if of_microbatches else [dist.get_rank()] * 2)
+
+    def forward_step(model: nn.Module, batch: Batch) -> ModelLoss:
+        return change(next(numbers), of_the_outputs(model, batch))
+
+    before = [local_tensor(x).clone() for x in (*model.parameters(), model.router.expert_bias)]
+    error = ""
+    try:
+        step(model, [1, 2], forward_step, optimizer)
+    except ValueError as raised:
+        error = str(raised)
+    if not is_megatron:
+        model.reshard()  # FSDP2 keeps the root's weights whole between forward and backward
+    after = [local_tensor(x) for x in (*model.parameters(), model.router.expert_bias)]
+    unchanged = all(map(torch.equal, before, after))
+    return Outcome(error, unchanged, step(model, [3], of_the_outputs, optimizer).grad_norm)
+
+
+@pytest.fixture(scope="module")
+def next_norm() -> float:
+    """Of a step whose model has never seen another one."""
+    model = Net()
+    (batch,) = batches([3])
+    loss, auxiliary, _ = of_the_outputs(model, batch)
+    sum(auxiliary.values(), start=loss).backward()
+    return float(nn.utils.get_total_norm(p.grad for p in model.linear.parameters()))
+
+
+@pytest.mark.parametrize("is_megatron", [True, False], ids=["megatron-fsdp", "torch-fsdp2"])
+@pytest.mark.parametrize(
+    ("change", "others"),
+    [
+        (other_names, "has auxiliary losses ['of 0', 'size'] and loads."),
+        (other_numbers_of_losses, "has auxiliary losses [] and loads."),
+        (loads_on_one, "has auxiliary losses ['decay', 'size'] and no loads."),
+    ],
+)
+def test_ranks_that_tell_different_things_are_an_error_on_all_before_anything_moves(
+    change, others: str, is_megatron: bool, next_norm: float
+):
+    found = run_ranks(2, _refused, change, False, is_megatron)
+    for outcome in found:
+        assert "on every rank, got others on ranks [1] than on rank 0." in outcome.error
+        assert outcome.unchanged
+        assert outcome.next_norm == pytest.approx(next_norm, rel=1e-5)
+    assert found[0].error.endswith(others)
+
+
+def loads_of_another_model(_number: int, said: ModelLoss) -> ModelLoss:
+    return said._replace(expert_load=torch.ones(2, 4, dtype=torch.int64))
+
+
+def loads_in_fp32(_number: int, said: ModelLoss) -> ModelLoss:
+    return said._replace(expert_load=said.expert_load.float())
+
+
+def more_rows_later(number: int, said: ModelLoss) -> ModelLoss:
+    """A sum that broadcasting would allow."""
+    return said._replace(expert_load=said.expert_load.expand(1 + 2 * number, -1))
+
+
+@pytest.mark.parametrize("is_megatron", [True, False], ids=["megatron-fsdp", "torch-fsdp2"])
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (loads_of_another_model, "torch.int64 (2, 4)"),
+        (loads_in_fp32, "torch.float32 (1, 4)"),
+        (more_rows_later, "torch.int64 (3, 4)"),
+    ],
+)
+def test_loads_of_another_shape_or_dtype_are_refused_before_anything_moves(
+    change, got: str, is_megatron: bool, next_norm: float
+):
+    for outcome in run_ranks(2, _refused, change, True, is_megatron):
+        assert outcome.error == (
+            f"Expected int64 loads of shape (1, 4), a row for each router, got {got}."
+        )
+        assert outcome.unchanged
+        assert outcome.next_norm == pytest.approx(next_norm, rel=1e-5)
+
+
+def _alike() -> Outcome:
+    return _refused(told_alike, False, True)
+
+
+def test_ranks_that_tell_the_same_are_not_refused_and_move():
+    for outcome in run_ranks(2, _alike):
+        assert outcome.error == ""
+        assert not outcome.unchanged
+
+
+@on_ranks(1)
+def test_loads_of_a_model_without_routers_and_too_many_losses_are_refused():
+    model = nn.Linear(4, 1)
+    load = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="Expected no loads from a model without a Router, got"):
+        step(model, [1], lambda model, batch: ModelLoss(model(batch["x"]).mean(), {}, load))
+    many = {str(number): torch.zeros(()) for number in range(17)}
+    with pytest.raises(ValueError, match="Expected at most 16 auxiliary losses, got 17"):
+        step(model, [1], lambda model, batch: ModelLoss(model(batch["x"]).mean(), many))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "got"),
+    [
+        (lambda loss: (loss, {}), "tuple"),
+        (float, "float"),
+        (lambda loss: ModelLoss(loss, {"size": 0.5}), "float"),
+    ],
+)
+@on_ranks(1)
+def test_a_loss_that_is_no_tensor_is_refused_with_what_to_return(
+    wrap: Callable[[torch.Tensor], Any], got: str
+):
+    expected = f"without dimensions, got a {got}. A forward step returns a tensor, or ModelLoss"
+    with pytest.raises(TypeError, match=expected):
+        step(Net(), [1], lambda model, batch: wrap(plain(model, batch)))
 
 
 @on_ranks(1)

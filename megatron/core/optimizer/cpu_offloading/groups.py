@@ -111,7 +111,8 @@ def build_plan(
     """The plan of these groups; see `OffloadPlan.build`.
 
     Args:
-        first: parameters whose groups go first.
+        first: parameters whose groups go first; those in no group, such as frozen ones, count for
+            nothing.
     """
     named = [(group.name, group.global_numel) for group in groups]
     own = {id(parameter) for parameter in first}
@@ -121,6 +122,17 @@ def build_plan(
         if any(id(parameter) in own for parameter in group.parameters)
     ]
     return OffloadPlan.build(named, fraction, indexes)
+
+
+def check_among(first: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> None:
+    """ValueError unless an optimizer's own parameters include all of `first`."""
+    known = {id(parameter) for parameter in own}
+    for parameter in first:
+        if id(parameter) not in known:
+            raise ValueError(
+                "Expected offload_first among this optimizer's parameters, got another one, of "
+                f"shape {tuple(parameter.shape)}. Sharding replaces parameters: name them after it."
+            )
 
 
 def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:

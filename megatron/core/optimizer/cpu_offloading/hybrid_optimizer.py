@@ -27,6 +27,7 @@ from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
     buckets_of,
     build_plan,
+    check_among,
     device_of,
     groups_of,
     mesh_of,
@@ -105,8 +106,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             than AdamW are theirs: not in the slabs, nor counted before.
 
     Raises:
-        ValueError: for a fraction outside 0 to 1, a plan of other parameters, parameters on several
-            devices, dtypes that AdamW does not take.
+        ValueError: for a fraction outside 0 to 1, a plan of other parameters, `offload_first` of
+            others, parameters on several devices, dtypes that AdamW does not take.
         NotImplementedError: for decoupled gradients with other classes than AdamW.
         HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does
             not suffice.
@@ -162,7 +163,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         self._device = device_of([*self._parameters()])
         groups = groups_of(self.param_groups)
-        self.plan = plan or build_plan(groups, offload_fraction, offload_first)
+        if plan is None:
+            first = list(offload_first)
+            check_among(first, self._parameters())
+            plan = build_plan(groups, offload_fraction, first)
+        self.plan = plan
         sides = sides_of(self.plan, groups)
         buckets = buckets_of(sides.on_host, settings)
         allocator = HostAllocator(self._device, buckets, settings)

@@ -25,7 +25,7 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.experts import Experts
 from megatron.training.arguments import parse_config
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 FIRST = {"optimizer_cpu_offload": True, "optimizer_offload_experts_first": True}
 
@@ -145,3 +145,24 @@ MINIMAL = [
 def test_the_flag_needs_experts_and_offloading(flags: str, message: str):
     with pytest.raises(ConfigError, match=message):
         parse_config([*MINIMAL, "--optimizer-offload-experts-first", *flags.split()], 1)
+
+
+@on_ranks(1)
+def test_parameters_of_another_optimizer_cannot_go_first_and_frozen_ones_of_its_own_may():
+    model = model_of()
+    named = experts_of(model)
+    sharded(model)
+    for first in (named, iter([*experts_of(model), nn.Parameter(torch.ones(3))])):
+        with pytest.raises(
+            ValueError, match="Expected offload_first among this optimizer's parameters, got"
+        ):
+            HybridDeviceOptimizer(model.parameters(), 0.5, offload_first=first, lr=0.01)
+
+    model = model_of()
+    for parameter in experts_of(model):
+        parameter.requires_grad_(False)
+    sharded(model)
+    first = iter(experts_of(model))
+    plan = HybridDeviceOptimizer(model.parameters(), 0.5, offload_first=first, lr=0.01).plan
+    assert not any(group.goes_first for group in plan.groups)
+    assert any(group.is_on_host for group in plan.groups)
