@@ -23,6 +23,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 132, 16, 40
 COLORS = ("#d1495b", "#00798c", "#6a4c93", "#edae49")
 GOAL = 0.3
 WINDOW = 5  # iterations whose mean is a point of a line
+NAMES = ("expert_load_cv", "expert_load_cv_max", "busiest_expert", "idle_experts", "loss")
 
 
 class Scale(NamedTuple):
@@ -39,13 +40,12 @@ class Scale(NamedTuple):
 
 
 def read_run(path: Path) -> dict[str, list[float]]:
-    """Of each iteration: the mean of the layers' coefficients of variation, the largest one, and
-    the loss.
+    """Of each iteration: the mean of the layers' coefficients of variation, the largest one, the
+    largest load in units of its layer's mean, the experts without tokens, and the loss.
     """
     records = [json.loads(line) for line in path.read_text().splitlines()]
     steps = {r["iteration"]: r for r in records if r["kind"] == "train"}
-    names = ("expert_load_cv", "expert_load_cv_max", "loss")
-    return {name: [round(steps[n][name], 4) for n in sorted(steps)] for name in names}
+    return {name: [round(steps[n][name], 4) for n in sorted(steps)] for name in NAMES}
 
 
 def smoothed(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -58,7 +58,9 @@ def smoothed(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def draw(runs: dict[str, dict[str, list[float]]]) -> str:
-    """The plot as SVG."""
+    """The plot as SVG. ValueError for more runs than there are colors."""
+    if len(runs) > len(COLORS):
+        raise ValueError(f"Expected at most {len(COLORS)} runs, got {len(runs)}.")
     lines = {label: smoothed(run["expert_load_cv"]) for label, run in runs.items()}
     scale = Scale(
         last=max(len(run["loss"]) for run in runs.values()),
@@ -66,7 +68,7 @@ def draw(runs: dict[str, dict[str, list[float]]]) -> str:
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *_axes(scale),
     ]
@@ -75,7 +77,7 @@ def draw(runs: dict[str, dict[str, list[float]]]) -> str:
     heights: dict[str, float] = {}
     for y, label in ends:  # labels that would overlap move down
         heights[label] = max([y, *(height + 15 for height in heights.values())])
-    for color, (label, line) in zip(COLORS, lines.items(), strict=False):
+    for color, (label, line) in zip(COLORS[: len(lines)], lines.items(), strict=True):
         points = " ".join(f"{scale.x(n):.1f},{scale.y(cv):.1f}" for n, cv in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts.append(
@@ -130,12 +132,12 @@ def main() -> None:
     runs = json.loads(arguments.results.read_text())
     arguments.svg.write_text(draw(runs))
     for label, run in runs.items():
-        last = run["expert_load_cv"][-25:]
-        loss = run["loss"][-25:]
+        mean = {name: sum(run[name][-25:]) / len(run[name][-25:]) for name in NAMES}
         print(
-            f"{label}: cv {sum(last) / len(last):.3f}, worst layer "
-            f"{max(run['expert_load_cv_max'][-25:]):.3f}, loss {sum(loss) / len(loss):.3f} "
-            "(last 25 iterations)"
+            f"{label}: cv {mean['expert_load_cv']:.3f}, worst layer "
+            f"{max(run['expert_load_cv_max'][-25:]):.3f}, busiest expert "
+            f"{mean['busiest_expert']:.2f}, idle {mean['idle_experts']:.1f}, loss "
+            f"{mean['loss']:.3f} (last 25 iterations)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.router import Router
+from megatron.core.transformer.spec import Balancing, ModelSpec, MoeSpec
 from megatron.training.arguments import parse_config
 from megatron.training.engines import ModuleEngine, build_engine
 from megatron_hybrid.pretrain_gpt import forward_step, forward_step_of
 from tests.functional_tests.helpers.runs import SETTINGS, pretrain
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 MOE = [
     *"--num-layers 3 --num-experts 4 --moe-layer-freq [0,1,1] --moe-ffn-hidden-size 8".split(),
@@ -67,7 +69,7 @@ def test_a_run_reports_losses_and_loads_and_resumes_with_its_expert_biases(tmp_p
     for stop in ("--exit-interval 2".split(), []):
         (run, _) = pretrain(*logged, *save, *stop, world_size=2)
         assert run.error == ""
-    assert "resum" in run.log or "loaded" in run.log
+    assert "; this run begins after iteration 2 and 8 samples" in run.log
     assert records(parts) == found
 
 
@@ -85,6 +87,33 @@ def test_a_loss_that_is_made_nan_on_one_rank_is_a_step_that_is_skipped(tmp_path:
     inject = ["--inject", "nan:step=2,rank=1", "--metrics-jsonl", metrics]
     assert [run.error for run in pretrain(*MOE, *inject, world_size=2)] == ["", ""]
     assert [record["skipped_iterations"] for record in records(metrics)] == [0, 1, 1, 1]
+
+
+def without_balancing(spec: ModelSpec) -> ModelSpec:
+    """The same coefficients, which then weigh nothing."""
+    layers = []
+    for layer in spec.layers:
+        mixture = layer.feed_forward
+        if isinstance(mixture, MoeSpec):
+            router = dataclasses.replace(mixture.router, balancing=Balancing.NONE)
+            layer = dataclasses.replace(
+                layer, feed_forward=dataclasses.replace(mixture, router=router)
+            )
+        layers.append(layer)
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+@on_ranks(1)
+def test_a_balance_loss_is_reported_only_where_something_is_balanced():
+    config = parse_config([*SETTINGS, *MOE], 1)
+    batch = {"tokens": torch.zeros(1, 4, dtype=torch.int64)}
+    batch["labels"] = batch["tokens"]
+    for spec, names in (
+        (model_spec(config.model), {"balance", "z"}),
+        (without_balancing(model_spec(config.model)), {"z"}),
+    ):
+        said = forward_step_of(spec)(GPTModel(config.model, 64), batch)
+        assert set(said.auxiliary) == names
 
 
 def routers(model: nn.Module) -> list[Router]:

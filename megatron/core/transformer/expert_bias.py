@@ -2,8 +2,9 @@
 
 An expert's bias counts where experts are chosen and not in the weights of what they give, so moving
 it changes loads without a gradient that competes with the loss (Wang et al. 2024,
-arXiv:2408.15664). The trainer calls `update_expert_bias` in each step that is not skipped; so does
-a training loop of another program, with the loads summed over its microbatches and ranks:
+arXiv:2408.15664). Why loads are balanced at all: [Note: balance] in docs/moe.md. The trainer calls
+`update_expert_bias` in each step that is not skipped; so does a training loop of another program,
+with the loads summed over its microbatches and ranks:
 
     losses, report = model(tokens, labels, with_routing=True)
     load += report.load

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.expert_balance import NAMES, draw
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import plan_offload
 from megatron.core.transformer.layer_specs import model_spec
@@ -71,4 +73,26 @@ def test_both_ways_of_balancing_end_below_the_goal_in_the_results_of_the_plot():
     assert ends["balance loss"] < 0.3 > ends["expert bias"]
     assert ends["no balancing"] > 0.6
     plot = (ROOT / "docs" / "moe_balance.svg").read_text()
-    assert all(f">{label}</text>" in plot for label in runs)
+    assert plot == draw(runs)
+
+    text = (ROOT / "docs" / "moe.md").read_text()
+    for label, run in runs.items():
+        mean = {name: sum(values[-25:]) / 25 for name, values in run.items()}
+        (row,) = re.findall(rf"^\| {label}\b[^|]*\|(.*)\|$", text, re.MULTILINE)
+        assert [cell.strip() for cell in row.split("|")] == [
+            f"{mean['expert_load_cv']:.2f}",
+            f"{mean['busiest_expert']:.1f}",
+            f"{mean['idle_experts']:.0f}",
+            f"{mean['loss']:.2f}",
+        ]
+    worst = {label: max(run["expert_load_cv_max"][-25:]) for label, run in runs.items()}
+    assert (
+        f"at {worst['balance loss']:.2f} in its worst of the last 25 iterations with the loss, and "
+        f"at {worst['expert bias']:.2f} with the bias" in " ".join(text.split())
+    )
+
+
+def test_a_plot_of_more_runs_than_colors_is_refused():
+    run = {name: [1.0] for name in NAMES}
+    with pytest.raises(ValueError, match="Expected at most 4 runs, got 5"):
+        draw({str(number): run for number in range(5)})
