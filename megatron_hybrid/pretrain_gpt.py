@@ -34,8 +34,9 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
+from megatron.training.model_loss import ModelLoss
 from megatron.training.pretrain import Outcome, pretrain
-from megatron.training.step import Batch, ForwardStep, ModelLoss
+from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 _SECONDS_TO_SAY_IT = 10.0

@@ -8,11 +8,10 @@ norm, so the device does not idle afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -23,31 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
-from megatron.core.transformer.expert_bias import check_loads, shape_of_loads, update_expert_bias
+from megatron.core.transformer.expert_bias import update_expert_bias
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
+from megatron.training.model_loss import MOST_AUXILIARY, ModelLoss, Told, as_model_loss
 
 Batch = dict[str, torch.Tensor]
-
-_MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
-
-
-class ModelLoss(NamedTuple):
-    """What a forward step has to say about a microbatch, if that is more than one loss.
-
-    Attributes:
-        loss: the mean loss of the microbatch, which is reported: scalar, fp32, differentiable.
-        auxiliary: further losses by name, times their weights: scalars, fp32. Backward is of the
-            sum of all losses; each is reported by itself. The same names on every rank and in every
-            microbatch; 16 at most.
-        expert_load: tokens that chose each expert, from which expert biases are moved:
-            [layers with experts, experts] int64, a row for each `Router` of the model; None in a
-            model without.
-    """
-
-    loss: torch.Tensor
-    auxiliary: Mapping[str, torch.Tensor] = {}
-    expert_load: torch.Tensor | None = None
 
 
 # (model, one microbatch) -> its mean loss, scalar fp32, differentiable; or that and more
@@ -144,8 +124,8 @@ def train_step(
             Nothing has been stepped.
     """
     model.train()
-    told = _Told(model, device)
-    try:
+    told = Told(model, device)
+    with _clearing_gradients_on_error(optimizer):
         num_samples = _forward_and_backward(
             model,
             optimizer,
@@ -158,26 +138,41 @@ def train_step(
         )
         mark(Phase.AGREE)
         agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
-    except (TypeError, ValueError):
-        # A caller may go on with other microbatches, to which these gradients would be added.
-        optimizer.zero_grad()
-        raise
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
-    norm, *zeros = agreed.measures
-    has_stepped = optimizer.step(math.nan if agreed.num_bad else norm, planned)
+    has_stepped = optimizer.step(math.nan if agreed.num_bad else agreed.measures[0], planned)
     if has_stepped and agreed.load is not None:
         update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
+    loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
+    result = _result(agreed, told, num_samples, loss_scale, mesh)
+    return replace(result, is_skipped=not has_stepped, bad_ranks=bad_ranks)
+
+
+@contextmanager
+def _clearing_gradients_on_error(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """A caller may go on with other microbatches, to which this step's gradients would be added."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        optimizer.zero_grad()
+        raise
+
+
+def _result(
+    agreed: _Agreed, told: Told, num_samples: int, loss_scale: float | None, mesh: DeviceMesh
+) -> StepResult:
+    """Of a step that is not skipped, with this rank's number of samples."""
+    norm, *zeros = agreed.measures
     loss, *auxiliary = (total / mesh.size() for total in agreed.loss_sums)
     return StepResult(
         loss=loss,
         grad_norm=norm,
-        is_skipped=not has_stepped,
-        bad_ranks=bad_ranks,
+        is_skipped=False,
+        bad_ranks=(),
         votes=agreed.votes,
-        loss_scale=None if optimizer.loss_scaler is None else optimizer.loss_scale,
+        loss_scale=loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
         num_samples=num_samples * mesh.size(),
         auxiliary=dict(zip(told.names, auxiliary, strict=True)),
@@ -189,7 +184,7 @@ def _forward_and_backward(
     model: nn.Module,
     optimizer: DistributedOptimizer,
     microbatches: Iterator[Batch],
-    told: _Told,
+    told: Told,
     *,
     forward_step: ForwardStep,
     num_microbatches: int,
@@ -206,7 +201,7 @@ def _forward_and_backward(
         num_samples += len(next(iter(batch.values())))
         with microbatch_of(model, is_last=number == num_microbatches - 1):
             mark(Phase.FORWARD)
-            said = _as_model_loss(forward_step(model, batch))
+            said = as_model_loss(forward_step(model, batch))
             mark(Phase.BACKWARD)
             optimizer.scale_loss(told.add(said, num_microbatches)).backward()
     return num_samples
@@ -231,22 +226,10 @@ def evaluate(
     try:
         for number in range(num_microbatches):
             batch = _to_device(_next(microbatches, number, num_microbatches), device)
-            loss += _as_model_loss(forward_step(model, batch)).loss
+            loss += as_model_loss(forward_step(model, batch)).loss
     finally:
         model.train(was_training)
     return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
-
-
-def _as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
-    loss = said if isinstance(said, ModelLoss) else ModelLoss(said)
-    for part in (loss.loss, *loss.auxiliary.values()):
-        if not torch.is_tensor(part):
-            raise TypeError(
-                "Expected the loss of a microbatch, and each auxiliary loss, as a tensor without "
-                f"dimensions, got a {type(part).__name__}. A forward step returns a tensor, or "
-                'ModelLoss(loss, {"balance": ...}, expert_load).'
-            )
-    return loss
 
 
 def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
@@ -289,101 +272,6 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-class _Told:
-    """What this rank's forward steps have reported so far, on the device.
-
-    Attributes:
-        names: of the auxiliary losses, in the order that all ranks have.
-        losses: means over the microbatches: the loss, then the auxiliary ones; [] fp64 each.
-        load: tokens of each expert: [layers with experts, experts] int64, or None.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.names: list[str] = []
-        # fp64: the mean over ranks and microbatches must not depend on how many of either there
-        # are.
-        self.losses = [torch.zeros((), dtype=torch.float64, device=device)]
-        self.load: torch.Tensor | None = None
-        self._is_empty = True
-        self._model = model
-
-    @cached_property
-    def load_shape(self) -> tuple[int, int] | None:
-        """The shape that loads of this model have; None without routers."""
-        # Looked up while the device computes a forward or backward: it walks over all modules.
-        return shape_of_loads(self._model)
-
-    def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
-        """Counts one of so many microbatches in. Returns its part of the loss to train with.
-
-        Raises:
-            ValueError: for loads of another model, for too many auxiliary losses, and for other
-                ones than those of the first microbatch. Nothing is counted.
-        """
-        names, load = sorted(said.auxiliary), said.expert_load
-        if load is not None:
-            check_loads(load, self.load_shape)
-        if len(names) > _MOST_AUXILIARY:
-            raise ValueError(
-                f"Expected at most {_MOST_AUXILIARY} auxiliary losses, got {len(names)}."
-            )
-
-        if self._is_empty:
-            self._is_empty, self.names, self.load = False, names, load
-            self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
-        elif names != self.names or (load is None) != (self.load is None):
-            raise ValueError(
-                "Expected the same losses and loads of every microbatch, got auxiliary losses "
-                f"{self.names}, then {names}, or loads in one of them only."
-            )
-        elif load is not None and self.load is not None:
-            self.load = self.load + load
-
-        parts = [said.loss, *(said.auxiliary[name] for name in names)]
-        parts = [part / num_microbatches for part in parts]
-        for total, part in zip(self.losses, parts, strict=True):
-            total += part.detach()
-        return sum(parts[1:], start=parts[0])
-
-    @property
-    def is_bad(self) -> torch.Tensor:
-        """Whether a loss is not finite: [] bool."""
-        return ~torch.isfinite(torch.stack(self.losses)).all()
-
-    @property
-    def room(self) -> torch.Tensor:
-        """The losses and loads in one tensor, with zeros for those that are missing: fp64.
-
-        Its length follows from the model alone. Ranks that report different things can thus tell
-        each other so in the all-reduce that adds these tensors up.
-        """
-        unused = torch.zeros_like(self.losses[0]).expand(_MOST_AUXILIARY - len(self.names))
-        losses = torch.cat([torch.stack(self.losses), unused])
-        if self.load_shape is None:
-            return losses
-        if self.load is None:
-            return torch.cat([losses, losses.new_zeros(math.prod(self.load_shape))])
-        # fp64 counts tokens exactly, up to 2**53.
-        return torch.cat([losses, self.load.flatten().to(losses)])
-
-    @property
-    def digest(self) -> int:
-        """A number below 2^48 for the names and for whether there are loads."""
-        kind = repr((self.names, self.load is not None)).encode()
-        return int.from_bytes(hashlib.blake2b(kind, digest_size=6).digest(), "little")
-
-    def compare(self, digests: Sequence[float]) -> None:
-        """ValueError, on every rank, unless all ranks' digests are the same."""
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
-            loads = "no loads" if self.load is None else "loads"
-            raise ValueError(
-                "Expected forward steps that report the same auxiliary losses and loads on every "
-                f"rank, got others on ranks {others} than on rank 0. This rank has auxiliary "
-                f"losses {self.names} and {loads}."
-            )
-
-
 class _Agreed(NamedTuple):
     """What all ranks know at the end of a step."""
 
@@ -391,7 +279,7 @@ class _Agreed(NamedTuple):
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
-    told: tuple[float, ...]  # of what each rank reports; see `_Told.digest`
+    told: tuple[float, ...]  # of what each rank reports; see `Told.digest`
     load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
     measures: tuple[float, ...]  # gradient norm and, if asked for, zeros among the gradients
 
@@ -399,7 +287,7 @@ class _Agreed(NamedTuple):
 def _agree_and_plan(
     model: nn.Module,
     optimizer: DistributedOptimizer,
-    told: _Told,
+    told: Told,
     votes: Callable[[], tuple[float, ...]],
     mesh: DeviceMesh,
 ) -> tuple[_Agreed, PlannedStep | None]:
@@ -420,7 +308,7 @@ def _agree_and_plan(
 
 
 def _agree(
-    told: _Told,
+    told: Told,
     measures: Sequence[torch.Tensor | None],
     own_votes: Sequence[float],
     mesh: DeviceMesh,
@@ -448,10 +336,10 @@ def _agree(
     return torch.cat([shared, *known])
 
 
-def _read(scalars: torch.Tensor, told: _Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
+def _read(scalars: torch.Tensor, told: Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Copies what the ranks agreed on to the host: the step's only synchronisation."""
     num_loads = math.prod(told.load_shape or (0,))
-    sizes = [1 + _MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
+    sizes = [1 + MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
     on_host = scalars.cpu()
     losses, load, num_bad, votes, digests, kinds, measures = on_host.split(
         [*sizes, len(on_host) - sum(sizes)]
@@ -467,7 +355,7 @@ def _read(scalars: torch.Tensor, told: _Told, num_votes: int, mesh: DeviceMesh) 
     )
 
 
-def _ranks_with_bad_loss(told: _Told, mesh: DeviceMesh) -> tuple[int, ...]:
+def _ranks_with_bad_loss(told: Told, mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks of which a loss is not finite. A collective: all ranks call it, or none does."""
     flags = torch.zeros(mesh.size(), dtype=torch.float64, device=told.losses[0].device)
     flags[mesh.get_local_rank()] = told.is_bad.double()

@@ -239,6 +239,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.health.progress",
         "megatron.training.health.reports",
         "megatron.training.health.watchdog",
+        "megatron.training.model_loss",
         "megatron.training.step",
         "megatron.training.health.inject",
         "megatron.training.checkpoint.run_info",

@@ -32,7 +32,8 @@ from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.phases import Phase
-from megatron.training.step import Batch, ForwardStep, ModelLoss
+from megatron.training.model_loss import ModelLoss
+from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)
 

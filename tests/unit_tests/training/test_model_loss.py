@@ -19,7 +19,8 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.spec import RouterSpec, Scores
-from megatron.training.step import Batch, ForwardStep, ModelLoss, StepResult, evaluate, train_step
+from megatron.training.model_loss import ModelLoss
+from megatron.training.step import Batch, ForwardStep, StepResult, evaluate, train_step
 from tests.helpers.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")

@@ -124,15 +124,16 @@ def build_plan(
     return OffloadPlan.build(named, fraction, indexes)
 
 
-def check_among(first: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> None:
-    """ValueError unless an optimizer's own parameters include all of `first`."""
-    known = {id(parameter) for parameter in own}
-    for parameter in first:
+def among(first: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that go first. ValueError unless all are an optimizer's own."""
+    known, wanted = {id(parameter) for parameter in own}, list(first)
+    for parameter in wanted:
         if id(parameter) not in known:
             raise ValueError(
                 "Expected offload_first among this optimizer's parameters, got another one, of "
                 f"shape {tuple(parameter.shape)}. Sharding replaces parameters: name them after it."
             )
+    return wanted
 
 
 def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:

@@ -25,9 +25,9 @@ from megatron.core.dtensors import check_whole
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
+    among,
     buckets_of,
     build_plan,
-    check_among,
     device_of,
     groups_of,
     mesh_of,
@@ -164,9 +164,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._device = device_of([*self._parameters()])
         groups = groups_of(self.param_groups)
         if plan is None:
-            first = list(offload_first)
-            check_among(first, self._parameters())
-            plan = build_plan(groups, offload_fraction, first)
+            plan = build_plan(groups, offload_fraction, among(offload_first, self._parameters()))
         self.plan = plan
         sides = sides_of(self.plan, groups)
         buckets = buckets_of(sides.on_host, settings)

@@ -1,0 +1,142 @@
+"""`ModelLoss`, what a forward step returns besides a loss, and what a rank makes of a step's."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core.transformer.expert_bias import check_loads, shape_of_loads
+
+MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
+
+
+class ModelLoss(NamedTuple):
+    """What a forward step has to say about a microbatch, if that is more than one loss.
+
+    Attributes:
+        loss: the mean loss of the microbatch, which is reported: scalar, fp32, differentiable.
+        auxiliary: further losses by name, times their weights: scalars, fp32. Backward is of the
+            sum of all losses; each is reported by itself. The same names on every rank and in every
+            microbatch; 16 at most.
+        expert_load: tokens that chose each expert, from which expert biases are moved:
+            [layers with experts, experts] int64, a row for each `Router` of the model; None in a
+            model without.
+    """
+
+    loss: torch.Tensor
+    auxiliary: Mapping[str, torch.Tensor] = {}
+    expert_load: torch.Tensor | None = None
+
+
+def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
+    """What a forward step returned. TypeError unless its losses are tensors."""
+    loss = said if isinstance(said, ModelLoss) else ModelLoss(said)
+    for part in (loss.loss, *loss.auxiliary.values()):
+        if not torch.is_tensor(part):
+            raise TypeError(
+                "Expected the loss of a microbatch, and each auxiliary loss, as a tensor without "
+                f"dimensions, got a {type(part).__name__}. A forward step returns a tensor, or "
+                'ModelLoss(loss, {"balance": ...}, expert_load).'
+            )
+    return loss
+
+
+class Told:
+    """What this rank's forward steps have reported so far, on the device.
+
+    Attributes:
+        names: of the auxiliary losses, in the order that all ranks have.
+        losses: means over the microbatches: the loss, then the auxiliary ones; [] fp64 each.
+        load: tokens of each expert: [layers with experts, experts] int64, or None.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.names: list[str] = []
+        # fp64: the mean over ranks and microbatches must not depend on how many of either there
+        # are.
+        self.losses = [torch.zeros((), dtype=torch.float64, device=device)]
+        self.load: torch.Tensor | None = None
+        self._is_empty = True
+        self._model = model
+
+    @cached_property
+    def load_shape(self) -> tuple[int, int] | None:
+        """The shape that loads of this model have; None without routers."""
+        # Looked up while the device computes a forward or backward: it walks over all modules.
+        return shape_of_loads(self._model)
+
+    def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
+        """Counts one of so many microbatches in. Returns its part of the loss to train with.
+
+        Raises:
+            ValueError: for loads of another model, for too many auxiliary losses, and for other
+                ones than those of the first microbatch. Nothing is counted.
+        """
+        names, load = sorted(said.auxiliary), said.expert_load
+        if load is not None:
+            check_loads(load, self.load_shape)
+        if len(names) > MOST_AUXILIARY:
+            raise ValueError(
+                f"Expected at most {MOST_AUXILIARY} auxiliary losses, got {len(names)}."
+            )
+
+        if self._is_empty:
+            self._is_empty, self.names, self.load = False, names, load
+            self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
+        elif names != self.names or (load is None) != (self.load is None):
+            raise ValueError(
+                "Expected the same losses and loads of every microbatch, got auxiliary losses "
+                f"{self.names}, then {names}, or loads in one of them only."
+            )
+        elif load is not None and self.load is not None:
+            self.load = self.load + load
+
+        parts = [said.loss, *(said.auxiliary[name] for name in names)]
+        parts = [part / num_microbatches for part in parts]
+        for total, part in zip(self.losses, parts, strict=True):
+            total += part.detach()
+        return sum(parts[1:], start=parts[0])
+
+    @property
+    def is_bad(self) -> torch.Tensor:
+        """Whether a loss is not finite: [] bool."""
+        return ~torch.isfinite(torch.stack(self.losses)).all()
+
+    @property
+    def room(self) -> torch.Tensor:
+        """The losses and loads in one tensor, with zeros for those that are missing: fp64.
+
+        Its length follows from the model alone. Ranks that report different things can thus tell
+        each other so in the all-reduce that adds these tensors up.
+        """
+        unused = torch.zeros_like(self.losses[0]).expand(MOST_AUXILIARY - len(self.names))
+        losses = torch.cat([torch.stack(self.losses), unused])
+        if self.load_shape is None:
+            return losses
+        if self.load is None:
+            return torch.cat([losses, losses.new_zeros(math.prod(self.load_shape))])
+        # fp64 counts tokens exactly, up to 2**53.
+        return torch.cat([losses, self.load.flatten().to(losses)])
+
+    @property
+    def digest(self) -> int:
+        """A number below 2^48 for the names and for whether there are loads."""
+        kind = repr((self.names, self.load is not None)).encode()
+        return int.from_bytes(hashlib.blake2b(kind, digest_size=6).digest(), "little")
+
+    def compare(self, digests: Sequence[float]) -> None:
+        """ValueError, on every rank, unless all ranks' digests are the same."""
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            loads = "no loads" if self.load is None else "loads"
+            raise ValueError(
+                "Expected forward steps that report the same auxiliary losses and loads on every "
+                f"rank, got others on ranks {others} than on rank 0. This rank has auxiliary "
+                f"losses {self.names} and {loads}."
+            )
