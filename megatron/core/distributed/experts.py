@@ -87,8 +87,7 @@ class ExpertExchange:
         On an accelerator the host waits here, once, until it knows how many tokens come and go: a
         collective is issued with the lengths of its parts.
         """
-        # [ranks, experts of each]: where this rank's tokens go, and whence those of its experts
-        # come.
+        # [ranks, experts of each]: the tokens that this rank sends, and those that it receives.
         leaving = counts.view(self._num_ranks, -1)
         coming = torch.empty_like(leaving)
         with issuing(f"all-to-all of the loads of {counts.numel()} experts", counts):
@@ -98,10 +97,10 @@ class ExpertExchange:
         order = _order_by_expert(coming, sum(num_coming))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        journey = _Journey(self._group, num_leaving, num_coming)
+        splits = _Splits(self._group, num_leaving, num_coming)
         apply: Any = _Send.apply  # torch declares it without types
-        received: Tensor = apply(tokens, order, place, journey)
-        return Sent(received, coming.sum(0), (order, place, journey))
+        received: Tensor = apply(tokens, order, place, splits)
+        return Sent(received, coming.sum(0), (order, place, splits))
 
     def bring_back(self, outputs: Tensor, sent: Sent) -> Tensor:
         """See `TokenExchange.bring_back`."""
@@ -110,8 +109,8 @@ class ExpertExchange:
         return output
 
 
-class _Journey(NamedTuple):
-    """Where tokens go, and whence they come.
+class _Splits(NamedTuple):
+    """How many rows an exchange moves.
 
     Attributes:
         num_leaving, num_coming: tokens to, and from, each rank of the group.
@@ -140,14 +139,14 @@ def _order_by_expert(counts: Tensor, total: int) -> Tensor:
     return torch.arange(total, device=counts.device) + shift
 
 
-def _there(tokens: Tensor, order: Tensor, journey: _Journey) -> Tensor:
+def _send_rows(tokens: Tensor, order: Tensor, splits: _Splits) -> Tensor:
     """From the order of all experts, on the tokens' ranks, to each expert's tokens on its own."""
-    return _all_to_all(tokens, journey.num_leaving, journey.num_coming, journey.group)[order]
+    return _all_to_all(tokens, splits.num_leaving, splits.num_coming, splits.group)[order]
 
 
-def _back(outputs: Tensor, place: Tensor, journey: _Journey) -> Tensor:
-    """The reverse of `_there`."""
-    return _all_to_all(outputs[place], journey.num_coming, journey.num_leaving, journey.group)
+def _return_rows(outputs: Tensor, place: Tensor, splits: _Splits) -> Tensor:
+    """The reverse of `_send_rows`."""
+    return _all_to_all(outputs[place], splits.num_coming, splits.num_leaving, splits.group)
 
 
 def _all_to_all(
@@ -168,30 +167,30 @@ def _all_to_all(
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, journey: _Journey
+        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, splits: _Splits
     ) -> Tensor:
         ctx.save_for_backward(place)
-        ctx.journey = journey
-        return _there(tokens, order, journey)
+        ctx.splits = splits
+        return _send_rows(tokens, order, splits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        return _back(gradient, place, ctx.journey), None, None, None
+        return _return_rows(gradient, place, ctx.splits), None, None, None
 
 
 class _BringBack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, outputs: Tensor, order: Tensor, place: Tensor, journey: _Journey
+        ctx: Any, outputs: Tensor, order: Tensor, place: Tensor, splits: _Splits
     ) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.journey = journey
-        return _back(outputs, place, journey)
+        ctx.splits = splits
+        return _return_rows(outputs, place, splits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _there(gradient, order, ctx.journey), None, None, None
+        return _send_rows(gradient, order, ctx.splits), None, None, None
