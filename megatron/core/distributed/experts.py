@@ -59,27 +59,40 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: for a mixture whose experts cannot be divided equally.
     """
-    exchange, num_ranks = ExpertExchange(group), dist.get_world_size(group)
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            num_experts = module.spec.router.num_experts
-            if num_experts % num_ranks:
-                raise ValueError(
-                    f"Expected a number of experts that {num_ranks} ranks can divide equally, got "
-                    f"{num_experts} in {name}."
-                )
-            module.exchange = exchange
+    num_ranks = dist.get_world_size(group)
+    mixtures = {
+        name or "the model": module
+        for name, module in model.named_modules()
+        if isinstance(module, MoELayer)
+    }
+    for number, (name, module) in enumerate(mixtures.items()):
+        num_experts = module.spec.router.num_experts
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"Expected a number of experts that {num_ranks} ranks can divide equally, got "
+                f"{num_experts} in {name}."
+            )
+        module.exchange = ExpertExchange(group, number, tuple(mixtures))
 
 
 class ExpertExchange:
-    """The exchange of tokens among the ranks of a group. Implements `TokenExchange`.
+    """The exchange of one mixture's tokens among the ranks of a group. Implements `TokenExchange`.
 
     All ranks of the group call its methods in the same order, those without tokens too.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, number: int = 0, names: Sequence[str] = ("the model",)
+    ) -> None:
+        """
+        Args:
+            number: of the mixture among those of the model.
+            names: of all mixtures of the model, for messages; the same on every rank.
+        """
         self._group = group
         self._num_ranks = dist.get_world_size(group)
+        self._number = number
+        self._names = names
 
     def send(self, tokens: Tensor, counts: Tensor) -> Sent:
         """See `TokenExchange.send`.
@@ -90,14 +103,15 @@ class ExpertExchange:
         # [ranks, experts of each]: the tokens that this rank sends, and those that it receives.
         leaving = counts.view(self._num_ranks, -1)
         coming = torch.empty_like(leaving)
-        with issuing(f"all-to-all of the loads of {counts.numel()} experts", counts):
+        name = self._names[self._number]
+        with issuing(f"all-to-all of the loads of {counts.numel()} experts in {name}", counts):
             dist.all_to_all_single(coming, leaving, group=self._group)
         num_leaving, num_coming = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
 
         order = _order_by_expert(coming, sum(num_coming))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        splits = _Splits(self._group, num_leaving, num_coming)
+        splits = _Splits(self._group, name, num_leaving, num_coming)
         apply: Any = _Send.apply  # torch declares it without types
         received: Tensor = apply(tokens, order, place, splits)
         return Sent(received, coming.sum(0), (order, place, splits))
@@ -113,10 +127,12 @@ class _Splits(NamedTuple):
     """How many rows an exchange moves.
 
     Attributes:
+        name: of the mixture.
         num_leaving, num_coming: tokens to, and from, each rank of the group.
     """
 
     group: dist.ProcessGroup
+    name: str
     num_leaving: list[int]
     num_coming: list[int]
 
@@ -141,22 +157,22 @@ def _order_by_expert(counts: Tensor, total: int) -> Tensor:
 
 def _send_rows(tokens: Tensor, order: Tensor, splits: _Splits) -> Tensor:
     """From the order of all experts, on the tokens' ranks, to each expert's tokens on its own."""
-    return _all_to_all(tokens, splits.num_leaving, splits.num_coming, splits.group)[order]
+    return _all_to_all(tokens, splits, splits.num_leaving, splits.num_coming)[order]
 
 
 def _return_rows(outputs: Tensor, place: Tensor, splits: _Splits) -> Tensor:
     """The reverse of `_send_rows`."""
-    return _all_to_all(outputs[place], splits.num_coming, splits.num_leaving, splits.group)
+    return _all_to_all(outputs[place], splits, splits.num_coming, splits.num_leaving)
 
 
 def _all_to_all(
-    tensor: Tensor, leaving: Sequence[int], coming: Sequence[int], group: dist.ProcessGroup
+    tensor: Tensor, splits: _Splits, leaving: Sequence[int], coming: Sequence[int]
 ) -> Tensor:
     """Sends each rank its rows. [sum of leaving, ...] -> [sum of coming, ...]."""
     received = tensor.new_empty(sum(coming), *tensor.shape[1:])
-    with issuing(f"all-to-all of {len(tensor)} tokens for experts", tensor):
+    with issuing(f"all-to-all of {len(tensor)} tokens for the experts in {splits.name}", tensor):
         dist.all_to_all_single(
-            received, tensor.contiguous(), list(coming), list(leaving), group=group
+            received, tensor.contiguous(), list(coming), list(leaving), group=splits.group
         )
     return received
 
@@ -166,9 +182,7 @@ def _all_to_all(
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, splits: _Splits
-    ) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, splits: _Splits) -> Tensor:
         ctx.save_for_backward(place)
         ctx.splits = splits
         return _send_rows(tokens, order, splits)
@@ -182,9 +196,7 @@ class _Send(torch.autograd.Function):
 
 class _BringBack(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, outputs: Tensor, order: Tensor, place: Tensor, splits: _Splits
-    ) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, order: Tensor, place: Tensor, splits: _Splits) -> Tensor:
         ctx.save_for_backward(order)
         ctx.splits = splits
         return _return_rows(outputs, place, splits)

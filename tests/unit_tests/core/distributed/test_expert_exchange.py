@@ -122,8 +122,8 @@ def test_a_divided_mixture_computes_and_derives_as_the_whole_one_does(
 
 @on_ranks(2)
 def test_a_rank_that_waits_for_others_in_an_exchange_says_so() -> None:
-    exchange, store = ExpertExchange(dist.group.WORLD), dist.distributed_c10d._get_default_store()
-    counts = torch.tensor([1, 1])
+    exchange = ExpertExchange(dist.group.WORLD, 1, ["layers.0.mlp", "layers.1.mlp"])
+    store, counts = dist.distributed_c10d._get_default_store(), torch.tensor([1, 1])
     found: list[str] = []
 
     def watch(thread: int) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_waits_for_others_in_an_exchange_says_so() -> None:
         watcher.start()
         exchange.send(torch.ones(2, 3), counts)
         watcher.join()
-        assert found == ["all-to-all of the loads of 2 experts"]
+        assert found == ["all-to-all of the loads of 2 experts in layers.1.mlp"]
     else:
         store.wait(["the exchange is seen"])
         exchange.send(torch.ones(2, 3), counts)
