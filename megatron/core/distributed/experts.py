@@ -3,7 +3,7 @@
 Each rank of a group has its own tokens and an equal share of the experts: of 8 experts on 2 ranks
 the first has 0 to 3, the second 4 to 7. `ExpertExchange` takes the place of `MoELayer.exchange`:
 
-    send         counts     [ranks, experts here] int64: all-to-all
+    send         counts     [ranks, experts here] int64, and the mixture's number: all-to-all
                  tokens     in the order of all experts: all-to-all, parts as long as the counts say
                  order      from (source rank, expert) to (expert, source rank), on the device
     bring_back   the same steps backwards
@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -99,14 +100,22 @@ class ExpertExchange:
 
         On an accelerator the host waits here, once, until it knows how many tokens come and go: a
         collective is issued with the lengths of its parts.
+
+        Raises:
+            RuntimeError: other ranks send tokens of another mixture.
         """
-        # [ranks, experts of each]: the tokens that this rank sends, and those that it receives.
-        leaving = counts.view(self._num_ranks, -1)
+        # [ranks, experts of each]: the tokens that this rank sends, and those that it receives. A
+        # last column says in which mixture.
+        leaving = F.pad(counts.view(self._num_ranks, -1), (0, 1), value=self._number)
         coming = torch.empty_like(leaving)
         name = self._names[self._number]
         with issuing(f"all-to-all of the loads of {counts.numel()} experts in {name}", counts):
             dist.all_to_all_single(coming, leaving, group=self._group)
-        num_leaving, num_coming = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+        leaving, coming, numbers = leaving[:, :-1], coming[:, :-1], coming[:, -1]
+        num_leaving, num_coming, theirs = torch.stack(
+            [leaving.sum(1), coming.sum(1), numbers]
+        ).tolist()
+        self._check_mixture(theirs)
 
         order = _order_by_expert(coming, sum(num_coming))
         place = torch.empty_like(order)
@@ -121,6 +130,18 @@ class ExpertExchange:
         apply: Any = _BringBack.apply
         output: Tensor = apply(outputs, *sent.way_back)
         return output
+
+    def _check_mixture(self, numbers: Sequence[int]) -> None:
+        """RuntimeError unless the ranks of the group, whose mixtures have these numbers, send
+        tokens of this one.
+        """
+        for peer, number in enumerate(numbers):
+            if number != self._number:
+                other = self._names[number] if number < len(self._names) else "an unknown mixture"
+                raise RuntimeError(
+                    f"Expected every rank to send tokens of {self._names[self._number]}, got "
+                    f"{other} on rank {peer} of the ranks that share the experts."
+                )
 
 
 class _Splits(NamedTuple):

@@ -143,6 +143,15 @@ def test_a_rank_that_waits_for_others_in_an_exchange_says_so() -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_send_tokens_of_different_mixtures_are_all_told() -> None:
+    rank, names = dist.get_rank(), ["layers.0.mlp", "layers.1.mlp"]
+    exchange = ExpertExchange(dist.group.WORLD, rank, names)
+    expected = f"tokens of {names[rank]}, got {names[1 - rank]} on rank {1 - rank} of the ranks"
+    with pytest.raises(RuntimeError, match=expected):
+        exchange.send(torch.ones(2, 3), torch.tensor([1, 1]))
+
+
+@on_ranks(2)
 def test_experts_that_cannot_be_divided_are_refused_by_name() -> None:
     model = nn.ModuleDict(
         {"mlp": _layer(replace(SPEC, router=replace(SPEC.router, num_experts=7)))}
