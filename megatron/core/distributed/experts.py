@@ -23,6 +23,11 @@ as far, and a lane only waits for the same work on other ranks' lanes, in the or
 queued, and for copies and updates of its own rank, which wait for nobody. So this rank gets on, and
 with it all.
 
+Ranks that do disagree get an error rather than wait: on the CPU from a note that goes ahead of each
+exchange (`tell`; see group_notes' [Note: notes of other meshes]), and on any device, where they meet
+in the exchange of counts, from the mixture's number beside these. On an accelerator, ranks that do
+not meet there wait until the watchdog or the groups' timeout ends them.
+
 Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
 of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives,
 and NCCL runs a communicator's collectives in the order of their issue. That order is the program's:
@@ -38,7 +43,8 @@ thread blocks of a GPU's thousands) does not come into this position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +57,19 @@ from megatron.core.issued_collectives import issuing
 from megatron.core.transformer.moe_layer import MoELayer, Sent
 
 
-def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
+def divide_experts(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    tell: Callable[[nn.Module, bool], None] | None = None,
+) -> None:
     """Has every mixture of experts in `model` send its tokens to the ranks of `group`, each of
     which has an equal share of the experts.
 
     Says nothing about the weights: what holds them must show each rank those of its own experts.
+
+    Args:
+        tell: is called with a mixture's experts, and whether in backward, before tokens or their
+            gradients travel, in the thread that computes; may raise if ranks disagree.
 
     Raises:
         ValueError: for a mixture whose experts cannot be divided equally.
@@ -73,7 +87,12 @@ def divide_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
                 f"Expected a number of experts that {num_ranks} ranks can divide equally, got "
                 f"{num_experts} in {name}."
             )
-        module.exchange = ExpertExchange(group, number, tuple(mixtures))
+        module.exchange = ExpertExchange(
+            group,
+            number,
+            tuple(mixtures),
+            None if tell is None else partial(tell, module.experts),
+        )
 
 
 class ExpertExchange:
@@ -83,17 +102,24 @@ class ExpertExchange:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, number: int = 0, names: Sequence[str] = ("the model",)
+        self,
+        group: dist.ProcessGroup,
+        number: int = 0,
+        names: Sequence[str] = ("the model",),
+        tell: Callable[[bool], None] | None = None,
     ) -> None:
         """
         Args:
             number: of the mixture among those of the model.
             names: of all mixtures of the model, for messages; the same on every rank.
+            tell: is called before the first collective of a forward (False) and of a backward
+                (True).
         """
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._number = number
         self._names = names
+        self._tell = tell
 
     def send(self, tokens: Tensor, counts: Tensor) -> Sent:
         """See `TokenExchange.send`.
@@ -104,6 +130,8 @@ class ExpertExchange:
         Raises:
             RuntimeError: other ranks send tokens of another mixture.
         """
+        if self._tell is not None:
+            self._tell(False)
         # [ranks, experts of each]: the tokens that this rank sends, and those that it receives. A
         # last column says in which mixture.
         leaving = F.pad(counts.view(self._num_ranks, -1), (0, 1), value=self._number)
@@ -120,7 +148,7 @@ class ExpertExchange:
         order = _order_by_expert(coming, sum(num_coming))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        splits = _Splits(self._group, name, num_leaving, num_coming)
+        splits = _Splits(self._group, name, num_leaving, num_coming, self._tell)
         apply: Any = _Send.apply  # torch declares it without types
         received: Tensor = apply(tokens, order, place, splits)
         return Sent(received, coming.sum(0), (order, place, splits))
@@ -150,12 +178,14 @@ class _Splits(NamedTuple):
     Attributes:
         name: of the mixture.
         num_leaving, num_coming: tokens to, and from, each rank of the group.
+        tell: of the exchange; see there.
     """
 
     group: dist.ProcessGroup
     name: str
     num_leaving: list[int]
     num_coming: list[int]
+    tell: Callable[[bool], None] | None
 
 
 def _order_by_expert(counts: Tensor, total: int) -> Tensor:
@@ -226,4 +256,6 @@ class _BringBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
+        if ctx.splits.tell is not None:
+            ctx.splits.tell(True)
         return _send_rows(gradient, order, ctx.splits), None, None, None

@@ -97,7 +97,13 @@ def shard_model(
         shard(model, dense, reshard_after_forward=False)
 
     if experts.placements.kept_axes:
-        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS))
+        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _tell_exchange)
+
+
+def _tell_exchange(experts: nn.Module, is_backward: bool) -> None:
+    """Has ranks notice if not all are about to exchange tokens for these experts."""
+    assert isinstance(experts, FsdpModule), "experts that are divided are units of their own"
+    experts.parameter_groups[0].tell_exchange(experts.context.gather_lane, is_backward)
 
 
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:

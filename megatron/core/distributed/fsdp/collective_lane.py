@@ -63,6 +63,10 @@ class CollectiveLane:
 
         return self._lane.enqueue(named, after)
 
+    def remember(self, note: Sequence[int]) -> None:
+        """Takes the note of a collective that another stream runs at this point."""
+        self._history.add(note)
+
     def close(self) -> None:
         """As `Lane.close`."""
         self._lane.close()

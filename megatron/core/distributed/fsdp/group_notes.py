@@ -6,7 +6,10 @@ For how notes travel, see collectives' [Note: notes].
 leaves out its experts, and goes on to gather the next layer: its note goes to all ranks, while a
 rank that does gather its experts waits for a note among the few ranks that have the same ones. Both
 would wait for ever. So groups with kept axes compare their notes over the mesh that the other
-groups of the model have, axis by axis, and only then communicate over their own.
+groups of the model have, axis by axis, and only then communicate over their own. So does the
+exchange of tokens that goes with such a group: its note takes its turn on the lane of the gathers,
+and the thread that computes waits for it. It would otherwise block in the exchange, which carries
+no note that others could compare with theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 
-_GATHER, _REDUCE = 1, 2  # the first number of a note; the second is the group's
+_GATHER, _REDUCE, _EXCHANGE = 1, 2, 3  # the first number of a note; the second is the group's
 _MASK_BITS = 62  # parameters in one integer of a note
 
 
@@ -41,6 +44,11 @@ def reduction_note(group: int, received: Collection[int]) -> list[int]:
     return [_REDUCE, group, *words]
 
 
+def exchange_note(group: int, is_backward: bool) -> list[int]:
+    """Tokens are about to travel to the ranks that compute with a group's weights."""
+    return [_EXCHANGE, group, int(is_backward)]
+
+
 def describe(note: Sequence[int], module: str, names: Sequence[str]) -> str:
     """In words, what a rank with this note is about to do.
 
@@ -50,6 +58,8 @@ def describe(note: Sequence[int], module: str, names: Sequence[str]) -> str:
     """
     if note[0] == _GATHER:
         return f"gather {module}"
+    if note[0] == _EXCHANGE:
+        return f"exchange {'gradients of ' if note[2] else ''}tokens for {module}"
 
     without = [name for index, name in enumerate(names) if not _is_in_mask(note[2:], index)]
     lacking = f", which has none for {', '.join(without)}" if without else ""

@@ -268,6 +268,21 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             parameter.show(parameter.sharded)
 
+    def tell_exchange(self, lane: CollectiveLane, is_backward: bool) -> None:
+        """Tells the other ranks that tokens are about to travel to this group's weights on other
+        ranks, or their gradients back. See group_notes' [Note: notes of other meshes].
+
+        Raises:
+            RuntimeError: another rank is about to do something else.
+        """
+        note = group_notes.exchange_note(self.number, is_backward)
+        if not self.notes.is_used:
+            lane.remember(note)
+            return
+        # Over the last axis that others share, on which gathers have their notes, too.
+        axis = self.placements.is_kept.index(True) - 1
+        lane.enqueue(partial(self.notes.tell, note, [axis]), notes=[note]).wait()
+
     def reduce(self, lane: CollectiveLane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
