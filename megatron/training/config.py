@@ -340,6 +340,8 @@ class RunConfig:
         size, num_experts = self.parallel.expert_model_parallel_size, self.model.num_experts
         instances = self.parallel.num_distributed_optimizer_instances
         where = "" if instances == 1 else f" of each of {instances} instances"
+        if num_experts is None:
+            return  # a size without experts is refused by name, on any number of ranks
         expect(
             num_ranks % size == 0,
             "--expert-model-parallel-size",
@@ -347,7 +349,7 @@ class RunConfig:
             size,
         )
         expect(
-            num_experts is None or num_experts % size == 0,
+            num_experts % size == 0,
             "--expert-model-parallel-size",
             f"a divisor of --num-experts {num_experts}",
             size,

@@ -24,7 +24,7 @@ queued, and for copies and updates of its own rank, which wait for nobody. So th
 with it all.
 
 Ranks that do disagree get an error rather than wait: on the CPU from a note that goes ahead of each
-exchange (`tell`; see group_notes' [Note: notes of other meshes]), and on any device, where they meet
+exchange (`tell`; see group_notes' [Note: notes of other meshes]), and on any device, if they meet
 in the exchange of counts, from the mixture's number beside these. On an accelerator, ranks that do
 not meet there wait until the watchdog or the groups' timeout ends them.
 

@@ -65,6 +65,11 @@ def test_what_does_not_fit_together_is_refused_in_one_line(flags, expected):
     assert _refusal(flags, world_size=4) == expected
 
 
+def test_dividing_experts_needs_experts_on_one_rank_too():
+    expected = f"--num-experts: expected an integer >= 1, since {SIZE} is given, got None."
+    assert _refusal(f"{SIZE} 2", 1) == expected
+
+
 def test_dividing_experts_needs_an_engine():
     flags = f"--num-experts 8 {SIZE} 2 --no-use-megatron-fsdp"
     assert _refusal(flags, 1) == f"{SIZE}: expected --use-megatron-fsdp, got 2."

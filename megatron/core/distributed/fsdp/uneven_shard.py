@@ -8,9 +8,12 @@ none. Nine rows of 4 elements that begin at offset 8 of a buffer of 64, on two r
              |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
              |------------------ rank 0 --------------|---------- rank 1 ---------|
 
-`RowCut` holds the integers from which any rank's rows follow. PyTorch asks a placement for
-them by `_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` answers correctly
-too, and with it DCP's planner and `set_model_state_dict`.
+Any rank's rows follow from the integers of a `RowCut`: how many rows there are (`num_rows`), how
+long (`row_numel`), where they begin (`offset`), how long pieces are (`piece_numel`), and the blocks
+they lie in (`num_blocks`, `block_rows`, `first_row`).
+PyTorch asks a placement for its rows by `_local_shard_size_and_offset`, so
+`compute_local_shape_and_global_offset` answers correctly too, and with it DCP's planner and
+`set_model_state_dict`.
 """
 
 from __future__ import annotations
@@ -39,6 +42,15 @@ class RowCut(NamedTuple):
             [Note: blocks]. With more than one, `offset` is that of a block's first row in it.
         block_rows: rows in each block, where there are several.
         first_row: of these `num_rows`, among the rows of all blocks, where there are several.
+
+    Two blocks of 16 elements, each with 3 rows of 4 that begin at its offset 2, in 4 pieces of 8:
+
+        piece    0        1        2        3
+             |..0---1-|--2---..|..3---4-|--5---..|
+             |---- block 0 ----|---- block 1 ----|
+
+    are `RowCut(6, 4, 2, 8, 4, num_blocks=2, block_rows=3)`. A row is in the piece in which it
+    begins: the four pieces have rows 0 and 1, 2, 3 and 4, 5.
     """
 
     num_rows: int
