@@ -33,6 +33,7 @@ from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.rank_waits import rank_wait, waiting_for_ranks, waiting_for_thread
 from megatron.training import pretrain, step
 from megatron.training.launch import Launch
+from megatron.training.model_loss import Told
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,7 +159,7 @@ def _norm(mesh: DeviceMesh) -> None:
 def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]]]:
     """(the beginning of what it says, a call) of each function in which a rank waits for others."""
     group, loss = mesh.get_group(), torch.ones((), dtype=torch.float64)
-    told = step._Told(torch.device("cpu"))
+    told = Told(nn.Linear(2, 2), torch.device("cpu"))
     own, whole = torch.ones(2), torch.ones(4)
     how = collectives.Reduction(is_average=False)
     launch, cpu = Launch(), Device("cpu")
