@@ -55,6 +55,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.issued_collectives import issuing
 from megatron.core.transformer.moe_layer import MoELayer, Sent
+from megatron.core.transformer.token_permutation import places_of
 
 
 def divide_experts(
@@ -146,8 +147,7 @@ class ExpertExchange:
         self._check_mixture(theirs)
 
         order = _order_by_expert(coming, sum(num_coming))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
+        place = places_of(order, len(order))
         splits = _Splits(self._group, name, num_leaving, num_coming, self._tell)
         apply: Any = _Send.apply  # torch declares it without types
         received: Tensor = apply(tokens, order, place, splits)

@@ -37,7 +37,6 @@ from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
-from megatron.core.transformer.experts import Experts
 
 # Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
@@ -371,9 +370,8 @@ def _named_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if isinstance(module, Experts):
-            yield from module.parameters()
+    for unit in expert_units(model):
+        yield from unit.parameters()
 
 
 def _build_hybrid(

@@ -128,8 +128,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _largest(self, scores: Tensor) -> Tensor:
-        """The experts of each token: [tokens, top_k]. Which ones of equal scores is `topk`'s choice
-        as it is that of the models' published code.
+        """The experts of each token: [tokens, top_k]. Among equal scores `topk` decides, as it does
+        in the models' published code.
         """
         spec = self.spec
         if self.expert_bias is not None:

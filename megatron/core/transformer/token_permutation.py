@@ -58,8 +58,7 @@ def order_by_expert(experts: Tensor, load: Tensor) -> TokenOrder:
         load: tokens of each expert: [all experts] int64.
     """
     choices = experts.flatten().int().argsort(stable=True)
-    here = torch.arange(len(choices), device=choices.device)
-    places = torch.empty_like(choices).scatter_(0, choices, here)
+    places = places_of(choices, len(choices))
     return TokenOrder(choices, places.view_as(experts), None, load)
 
 
@@ -85,12 +84,25 @@ def order_within_capacity(
     rank = torch.arange(len(choices), device=choices.device) - starts[flat[choices]]
     kept = choices[rank < capacity]
 
-    here = torch.arange(len(kept), device=kept.device)
-    places = torch.zeros_like(choices).scatter_(0, kept, here)
+    places = places_of(kept, len(choices))
     is_kept = torch.zeros_like(choices, dtype=torch.bool).index_fill_(0, kept, True)
     return TokenOrder(
         kept, places.view_as(experts), is_kept.view_as(experts), load.clamp(max=capacity)
     )
+
+
+def places_of(order: Tensor, size: int) -> Tensor:
+    """The inverse of an order: for each of `size` rows its place there, 0 for a row left out.
+
+    Args:
+        order: the rows that are kept, each once: [rows kept] int64.
+        size: rows before any was left out.
+
+    Returns:
+        [size] int64.
+    """
+    here = torch.arange(len(order), device=order.device)
+    return order.new_zeros(size).scatter_(0, order, here)
 
 
 def permute_tokens(tokens: Tensor, order: TokenOrder) -> Tensor:
