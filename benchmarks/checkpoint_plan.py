@@ -44,12 +44,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.format.metadata import (
-    SavedChunk,
-    SavedTensor,
-    compose_metadata,
-    nested_path,
-)
+from megatron.core.dist_checkpointing.format.index import Index
+from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
@@ -59,7 +55,7 @@ from megatron.core.dist_checkpointing.plan.chunks import (
     Replicated,
     Section,
 )
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.transformer.fused_weight import FusedWeight
 
@@ -169,32 +165,29 @@ def even_tensors(num_ranks: int) -> list[SavedAs]:
 
 
 def compose(tensors: Sequence[SavedAs]) -> tuple[bytes, int]:
-    """What rank 0 does: (the content of `.metadata`, number of chunks)."""
-    chunks: list[list[SavedChunk]] = [[] for _ in tensors]
-    for placed in place(tensors):
-        chunks[placed.tensor].append(
-            SavedChunk(
-                placed.offsets, placed.sizes, placed.rank, placed.blob_offset, placed.blob.nbytes
-            )
-        )
-    saved = [
-        SavedTensor(t.key, t.dtype, t.shape, own) for t, own in zip(tensors, chunks, strict=True)
-    ]
-    return compose_metadata(saved, []), sum(map(len, chunks))
+    """What rank 0 does: (the content of `.metadata` and of the index, number of chunks)."""
+    index = plan_index("a save", tensors, {})
+    content = compose_metadata(index.tensors.values()) + index.to_bytes()
+    return content, num_chunks(index)
+
+
+def num_chunks(index: Index) -> int:
+    return sum(len(tensor.chunks) for tensor in index.all_tensors)
 
 
 def gathered_plans(tensors: Sequence[SavedAs], num_ranks: int) -> tuple[list[SavePlan], int]:
     """What DCP's coordinator holds once all ranks have sent their plans: (plans, bytes sent)."""
     items: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
-    for placed in place(tensors):
-        tensor, offsets = tensors[placed.tensor], torch.Size(placed.offsets)
-        data = TensorWriteData(
-            ChunkStorageMetadata(offsets, torch.Size(placed.sizes)),
-            TensorProperties(tensor.dtype),
-            torch.Size(tensor.shape),
-        )
-        index = MetadataIndex(tensor.key, offsets)
-        items[placed.rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    for tensor in plan_index("a save", tensors, {}).tensors.values():
+        for chunk in tensor.chunks:
+            offsets = torch.Size(chunk.box.offsets)
+            data = TensorWriteData(
+                ChunkStorageMetadata(offsets, torch.Size(chunk.box.sizes)),
+                TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+            )
+            index = MetadataIndex(tensor.key, offsets)
+            items[chunk.rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     paths = {tensor.key: nested_path(tensor.key) for tensor in tensors}
     plans, num_bytes = [], 0
     for own in items:
@@ -246,9 +239,11 @@ def measure_ours(
     other = num_ranks // 2
     sides: dict[str, Callable[[], object]] = {
         "rank 0": lambda: compose(tensors()),
-        "another rank": lambda: list(place(tensors(), rank=other)),
+        "another rank": lambda: plan_index("a save", tensors(), {}, rank=other),
         "rank 0, whole checkpoint": lambda: compose(tensors(is_whole=True)),
-        "another rank, whole checkpoint": lambda: list(place(tensors(is_whole=True), rank=other)),
+        "another rank, whole checkpoint": lambda: plan_index(
+            "a save", tensors(is_whole=True), {}, rank=other
+        ),
     }
     if with_even:
         sides["rank 0, even"] = lambda: compose(even_tensors(num_ranks))
@@ -279,7 +274,7 @@ def measure(
     found: dict[str, Any] = {
         "ranks": num_ranks,
         "chunks": {kind: compose(tensors)[1] for kind, tensors in kinds.items()},
-        "own_chunks": len(list(place(kinds["flat"], rank=num_ranks // 2))),
+        "own_chunks": num_chunks(plan_index("a save", kinds["flat"], {}, rank=num_ranks // 2)),
         "metadata_bytes": len(compose(kinds["flat"])[0]),
         "median_s": measure_ours(layouts, num_ranks, num_rounds, with_even=with_even),
         "dcp": {},

@@ -1,51 +1,59 @@
 """Whether every byte of a published checkpoint is what was written, with all problems listed.
 
-A load checks the marker, the metadata and the digests of the data that it needs. This reads whole
-data files, including the bytes around the data, which PyTorch's own reader needs, and goes on after
-a problem.
+A load checks the marker, the index and the digests of the data that it needs. This reads whole data
+files, including the bytes around the data, which PyTorch's own reader needs; holds `.metadata`
+against the index; and goes on after a problem.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES, blob_frame
+from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout
+from megatron.core.dist_checkpointing.format.index import Index, blob_place, manifest_problems
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
+    INDEX_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
-    ChunkRecord,
     Manifest,
     Marker,
     digests_of,
-    dtype_named,
+    files_of,
     manifest_file,
+)
+from megatron.core.dist_checkpointing.format.metadata_reading import (
+    parse_metadata,
+    plain_keys,
+    saved_tensors,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import (
-    Blob,
-    blobs_by_file,
     check_size,
-    chunk_problems,
-    file_problems,
-    manifest_problems,
-    parse_covered,
     parse_train_state,
     read_marker,
     read_small,
     system_errors,
 )
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
 T = TypeVar("T")
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
+
+
+class _Written(NamedTuple):
+    """A chunk, with the digests that its rank has stated."""
+
+    tensor: SavedTensor
+    chunk: Chunk
+    digests: Sequence[str]
 
 
 class Audit:
@@ -81,11 +89,13 @@ class Audit:
         versions = (state or {}).get("versions")
         if isinstance(versions, dict):
             self._writer_torch = versions.get("torch", self._writer_torch)
-        blobs = self._check_metadata(marker)
-        for rank in range(marker.world_size if marker else self._num_manifests()):
-            manifest = self._check_manifest(rank, marker, blobs)
-            if manifest is not None:
-                self._check_data(manifest)
+
+        index = self._attempt(lambda: self._read_index(marker))
+        self._attempt(lambda: self._check_metadata(marker, index))
+        if marker is not None:
+            self._check_further_files(marker)
+        if index is not None:
+            self._check_data_files(index, marker)
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
         """The result of `action`; if it raises, notes the problem and returns None."""
@@ -106,96 +116,102 @@ class Audit:
     def _path(self, file: str) -> str:
         return path_of(self._store, f"{self._name}/{file}")
 
-    def _num_manifests(self) -> int:
-        ranks = itertools.count()
-        return next(
-            rank for rank in ranks if not self._store.exists(f"{self._name}/{manifest_file(rank)}")
-        )
+    def _read_index(self, marker: Marker | None) -> Index:
+        content, source = self._content(INDEX_FILE, marker)
+        return Index.from_bytes(content, marker, source)
 
-    def _check_metadata(self, marker: Marker | None) -> dict[str, list[Blob]] | None:
-        """The blobs of each data file; None if they are not known."""
-        metadata = self._attempt(lambda: parse_covered(*self._content(METADATA_FILE, marker)))
-        if metadata is None:
-            return None
+    def _check_metadata(self, marker: Marker | None, index: Index | None) -> None:
+        """Holds what other programs read against the index."""
+        content, source = self._content(METADATA_FILE, marker)
+        metadata = parse_metadata(content, source)
+        found = saved_tensors(metadata, source)
+        if index is None:
+            return
 
-        blobs = blobs_by_file(metadata)
-        if marker is not None:
-            self.problems += file_problems(blobs, marker, self._path(METADATA_FILE))
-        return blobs
+        for key, tensor in _as_blobs(index).items():
+            if found.get(key) != tensor:
+                self.problems.append(
+                    f"Expected {key!r} in {source} as {INDEX_FILE} has it, got another, or none."
+                )
+        for key in found.keys() - index.tensors.keys():
+            self.problems.append(f"Expected keys of {INDEX_FILE} in {source}, got {key!r}.")
+        if set(plain_keys(metadata)) != index.plain.keys():
+            self.problems.append(
+                f"Expected the plain data {sorted(index.plain)} in {source}, got "
+                f"{sorted(plain_keys(metadata))}."
+            )
 
-    def _check_manifest(
-        self, rank: int, marker: Marker | None, blobs: dict[str, list[Blob]] | None
-    ) -> Manifest | None:
+    def _check_further_files(self, marker: Marker) -> None:
+        """Small files of the checkpoint that no load reads."""
+        for file in marker.files.keys() - set(files_of(marker.world_size)):
+            if marker.files[file].digest is not None:
+                self._attempt(functools.partial(self._content, file, marker))
+
+    def _check_data_files(self, index: Index, marker: Marker | None) -> None:
+        """Each from its beginning to its end, or to where it ends too early."""
+        by_file: dict[str, list[_Written]] = {}
+        for rank in sorted(index.chunks_by_rank):
+            for written in self._written(rank, index, marker):
+                by_file.setdefault(written.chunk.file, []).append(written)
+
+        for file, chunks in by_file.items():
+            self._attempt(functools.partial(self._check_file, file, chunks, index, marker))
+
+    def _written(self, rank: int, index: Index, marker: Marker | None) -> Iterator[_Written]:
+        """What a rank has written, if its manifest says so."""
         source = self._path(manifest_file(rank))
         manifest = self._attempt(
             lambda: Manifest.from_bytes(*self._content(manifest_file(rank), marker))
         )
         if manifest is None:
-            return None
-        if marker is not None:
-            self.problems += manifest_problems(manifest, rank, marker, source)
-        if blobs is not None:
-            self.problems += chunk_problems(manifest, blobs.get(manifest.file, ()), source)
-        return manifest
-
-    def _check_data(self, manifest: Manifest) -> None:
-        """One data file from its beginning to its end, or to where it ends too early."""
-        end = 0
-        try:
-            for chunk in manifest.chunks:
-                self._check_zeros(manifest.file, end, chunk.blob_offset)
-                self._check_chunk(manifest.file, chunk)
-                end = chunk.blob_offset + chunk.blob_nbytes
-            self._check_zeros(manifest.file, end, manifest.nbytes)
-        except CheckpointError as error:
-            self.problems.append(str(error))
-
-    def _check_chunk(self, file: str, chunk: ChunkRecord) -> None:
-        """One blob: the bytes before its data, the data by its digests, the bytes behind it."""
-        data_end = chunk.data_offset + chunk.data_nbytes
-        frame_nbytes = chunk.blob_nbytes - chunk.data_nbytes
-        where = f"{chunk.key!r} at {chunk.offsets} in {self._path(file)}"
-        if frame_nbytes > MAX_FRAME_BYTES:  # header and footer are read whole
-            most = f"at most {MAX_FRAME_BYTES} bytes"
-            self.problems.append(f"Expected {most} around the data of {where}, got {frame_nbytes}.")
             return
+        problems = list(manifest_problems(manifest, rank, index, source))
+        self.problems += problems
+        if not problems:
+            for place, digests in zip(index.chunks_by_rank[rank], manifest.digests, strict=True):
+                yield _Written(*place, digests)
 
-        header = self._read_all(file, chunk.blob_offset, chunk.data_offset - chunk.blob_offset)
+    def _check_file(
+        self, file: str, chunks: list[_Written], index: Index, marker: Marker | None
+    ) -> None:
+        end = 0
+        for written in sorted(chunks, key=lambda each: each.chunk.offset):
+            tensor, chunk, _ = written
+            has_frame = tensor.key in index.tensors and file.endswith(".distcp")
+            header, footer = _frame_lengths(tensor, chunk) if has_frame else (0, 0)
+            self._check_zeros(file, end, chunk.offset - header)
+            self._check_chunk(written, header, footer)
+            end = chunk.offset + tensor.chunk_nbytes(chunk) + footer
+        if marker is not None:
+            self._check_zeros(file, end, marker.files[file].nbytes)
+
+    def _check_chunk(self, written: _Written, header_nbytes: int, footer_nbytes: int) -> None:
+        """The bytes before its data, the data by its digests, the bytes behind it."""
+        (tensor, chunk, digests), file = written, written.chunk.file
+        data_end = chunk.offset + tensor.chunk_nbytes(chunk)
+        where = f"{tensor.key!r} at {chunk.box.offsets} in {self._path(file)}"
+        header = self._read_all(file, chunk.offset - header_nbytes, header_nbytes)
         wrong = []
-        for first in range(0, len(chunk.digests), _READ_BYTES // BLOCK_BYTES):
-            begin = chunk.data_offset + first * BLOCK_BYTES
+        for first in range(0, len(digests), _READ_BYTES // BLOCK_BYTES):
+            begin = chunk.offset + first * BLOCK_BYTES
             got = digests_of(self._read(file, begin, min(_READ_BYTES, data_end - begin)))
-            wrong += [
-                block for block, each in enumerate(got, start=first) if each != chunk.digests[block]
-            ]
+            wrong += [number for number, each in enumerate(got, first) if each != digests[number]]
         if wrong:
             self.problems.append(
                 f"Expected the digests of {where}, got others of {len(wrong)} of "
-                f"{len(chunk.digests)} blocks, the first of them block {wrong[0]}."
+                f"{len(digests)} blocks, the first of them block {wrong[0]}."
             )
-        footer = self._read_all(file, data_end, chunk.blob_offset + chunk.blob_nbytes - data_end)
+        footer = self._read_all(file, data_end, footer_nbytes)
 
         # Another version of torch may write another frame, which cannot be known here.
-        if chunk.dtype and self._writer_torch == torch.__version__:
-            self._check_frame(file, chunk, where, header, footer)
-
-    def _check_frame(
-        self, file: str, chunk: ChunkRecord, where: str, header: bytes, footer: bytes
-    ) -> None:
-        try:
-            wanted = blob_frame(dtype_named(chunk.dtype), chunk.sizes)
-        except RuntimeError as error:  # for sizes of an empty tensor that overflow in torch
-            self.problems.append(
-                f"Expected sizes of {chunk.key!r} in {self._path(file)}, got {error}."
-            )
-            return
-
-        parts = zip(("before", "behind"), (header, footer), wanted, strict=True)
-        self.problems += [
-            f"Expected what torch.save writes {name} the data of {where}, got other bytes."
-            for name, part, written in parts
-            if part != written
-        ]
+        if header_nbytes and self._writer_torch == torch.__version__:
+            wanted = blob_frame(tensor.dtype, chunk.box.sizes)
+            parts = zip(("before", "behind"), (header, footer), wanted, strict=True)
+            self.problems += [
+                f"Expected what torch.save writes {name} the data of {where}, got other bytes."
+                for name, part, frame in parts
+                if part != frame
+            ]
 
     def _check_zeros(self, file: str, begin: int, end: int) -> None:
         for position in range(begin, end, _READ_BYTES):
@@ -206,12 +222,8 @@ class Audit:
                 return
 
     def _read_all(self, file: str, begin: int, nbytes: int) -> bytes:
-        """A header or a footer."""
-        pieces = range(begin, begin + nbytes, _READ_BYTES)
-        return b"".join(
-            bytes(self._read(file, place, min(_READ_BYTES, begin + nbytes - place)))
-            for place in pieces
-        )
+        """A header or a footer, which are short."""
+        return bytes(self._read(file, begin, nbytes)) if nbytes else b""
 
     def _read(self, file: str, begin: int, nbytes: int) -> memoryview:
         """Bytes of a data file, until the next are read."""
@@ -221,3 +233,23 @@ class Audit:
         self.num_bytes += nbytes
         self._progress(nbytes)
         return into
+
+
+def _frame_lengths(tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
+    """The bytes before and behind the data of a chunk in its blob."""
+    layout = blob_layout(tensor.dtype, chunk.box.sizes)
+    return layout.header_nbytes, layout.nbytes - layout.header_nbytes - layout.data_nbytes
+
+
+def _as_blobs(index: Index) -> dict[str, SavedTensor]:
+    """The tensors of `.distcp` files as `.metadata` has them: places are those of the blobs."""
+    found = {}
+    for key, tensor in index.tensors.items():
+        chunks = [
+            chunk._replace(offset=blob_place(tensor, chunk)[0])
+            for chunk in tensor.chunks
+            if chunk.file.endswith(".distcp")
+        ]
+        if chunks or not tensor.chunks:
+            found[key] = tensor._replace(chunks=chunks)
+    return found

@@ -21,19 +21,15 @@ import argparse
 import fnmatch
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
-from megatron.core.dist_checkpointing.format.metadata import plain_keys_of, tensors_of
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
@@ -44,7 +40,6 @@ from megatron.core.dist_checkpointing.format.names import (
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     format_of,
-    nbytes_of,
     open_checkpoint,
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
@@ -53,6 +48,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_marker,
     read_train_state,
 )
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
@@ -67,7 +63,6 @@ from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
 
-_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # with the rank that wrote it
 _NO_RUN = "no run's state: --finetune loads its weights"
 _DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted", ".damaged": "damaged"}
 
@@ -153,9 +148,9 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
                 row["problem"] = f"{own}: no run is resumed from it under this name"
         elif row["format"] == TORCH_DCP:
             checkpoint = open_checkpoint(store, name)
-            places = checkpoint.metadata.storage_data.values()
-            row["world_size"] = len({place.relative_path for place in places})
-            row["num_bytes"] = sum(place.length for place in places)
+            tensors = checkpoint.tensors.values()
+            row["world_size"] = len({chunk.file for each in tensors for chunk in each.chunks})
+            row["num_bytes"] = sum(tensor.nbytes for tensor in tensors)
             row["is_run"] = is_of_a_run(checkpoint.train_state)
         if row["format"] is not None:
             row["state"] = "published"
@@ -168,15 +163,11 @@ def show(arguments: argparse.Namespace) -> int:
     """Shows the content of a checkpoint, its places, and the ranks that wrote it."""
     checkpoint = _open(arguments.checkpoint)
     tensors = [
-        _described(checkpoint, key, entry) for key, entry in tensors_of(checkpoint.metadata).items()
+        _described(saved)
+        for saved in checkpoint.tensors.values()
+        if _is_wanted(saved.key, arguments.key)
     ]
-    plain = [
-        {"key": key, **_place(checkpoint, MetadataIndex(key))}
-        for key in plain_keys_of(checkpoint.metadata)
-    ]
-    tensors, plain = (
-        [row for row in rows if _is_wanted(row["key"], arguments.key)] for rows in (tensors, plain)
-    )
+    plain = [{"key": key} for key in checkpoint.plain if _is_wanted(key, arguments.key)]
 
     head: dict[str, Any] = {"checkpoint": checkpoint.path, "format": TORCH_DCP}
     if isinstance(checkpoint, PublishedCheckpoint):
@@ -195,32 +186,21 @@ def show(arguments: argparse.Namespace) -> int:
     for row in tensors:
         _print_tensor(row, width, arguments.chunks)
     for row in plain:
-        _print(
-            f"{row['key']:<{width}}  plain data, {format_bytes(row['nbytes'])}, {_writers([row])}"
-        )
+        _print(f"{row['key']:<{width}}  plain data")
     total = sum(row["nbytes"] for row in tensors)
     print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
     return 0
 
 
-def _described(
-    checkpoint: ReadableCheckpoint, key: str, entry: TensorStorageMetadata
-) -> dict[str, Any]:
+def _described(saved: SavedTensor) -> dict[str, Any]:
     chunks = [
-        {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-        | _place(checkpoint, MetadataIndex(key, chunk.offsets))
-        for chunk in entry.chunks
+        {"offsets": list(chunk.box.offsets), "sizes": list(chunk.box.sizes)}
+        | {"rank": chunk.rank if chunk.rank >= 0 else None, "file": chunk.file}
+        | {"offset": chunk.offset, "nbytes": saved.chunk_nbytes(chunk)}
+        for chunk in saved.chunks
     ]
-    row = {"key": key, "dtype": dtype_name(entry.properties.dtype), "shape": list(entry.size)}
-    return {**row, "nbytes": nbytes_of(entry), "chunks": chunks}
-
-
-def _place(checkpoint: ReadableCheckpoint, index: MetadataIndex) -> dict[str, Any]:
-    """The place of a blob, and the rank that wrote it."""
-    info = checkpoint.metadata.storage_data[index]
-    match = _DATA_FILE.fullmatch(info.relative_path)
-    rank = int(match.group(1)) if match else None
-    return {"rank": rank, "file": info.relative_path, "offset": info.offset, "nbytes": info.length}
+    row = {"key": saved.key, "dtype": dtype_name(saved.dtype), "shape": list(saved.shape)}
+    return {**row, "nbytes": saved.nbytes, "chunks": chunks}
 
 
 def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
@@ -290,10 +270,9 @@ def _data_nbytes(location: Location) -> int | None:
 def diff(arguments: argparse.Namespace) -> int:
     """Compares two checkpoints key by key."""
     a, b = _open(arguments.a), _open(arguments.b)
-    both = dict.fromkeys([*a.metadata.state_dict_metadata, *b.metadata.state_dict_metadata])
+    both = dict.fromkeys([*a.tensors, *a.plain, *b.tensors, *b.plain])
     keys = [key for key in both if _is_wanted(key, arguments.key)]
-    tensors = tensors_of(a.metadata)
-    total = sum(nbytes_of(tensors[key]) for key in keys if key in tensors)
+    total = sum(saved.nbytes for key, saved in a.tensors.items() if key in keys)
     with progress_bar("diff", total) as progress:
         found = list(compare(a, b, keys, progress))
 
@@ -347,11 +326,10 @@ def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
         raise CheckpointError(f"Expected no file yet at {path}, got one.")
 
     export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
-    entries = tensors_of(checkpoint.metadata).values()
-    num_bytes = sum(map(nbytes_of, entries))
+    num_bytes = sum(saved.nbytes for saved in checkpoint.tensors.values())
     with progress_bar("convert", num_bytes) as progress:
         export(checkpoint, path, progress)
-    return {"target": str(path), "num_tensors": len(entries), "num_bytes": num_bytes}
+    return {"target": str(path), "num_tensors": len(checkpoint.tensors), "num_bytes": num_bytes}
 
 
 def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:

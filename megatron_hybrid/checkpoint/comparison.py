@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
-    nbytes_of,
     pieces_of,
     read_piece,
 )
 from megatron.core.dist_checkpointing.load.chunk_data import flat_bytes
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 
 Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "only in B"]
 
@@ -54,16 +52,16 @@ def compare(
         keys: each of one of them at least.
         progress: called with the bytes of A's tensors that have been compared, or need not be.
     """
-    ours, theirs = tensors_of(a.metadata), tensors_of(b.metadata)
+    ours, theirs = a.tensors, b.tensors
     for key in keys:
-        if key not in a.metadata.state_dict_metadata:
+        if key not in ours and key not in a.plain:
             yield KeyComparison(key, "only in B")
         elif key in ours and key in theirs:
             yield _compare_tensor(a, b, key, ours[key], theirs[key], progress)
-        elif key not in b.metadata.state_dict_metadata or key in ours or key in theirs:
-            is_in_both = key in b.metadata.state_dict_metadata
+        elif key not in b.plain or key in ours:
+            is_in_both = key in theirs or key in b.plain
             yield KeyComparison(key, "kind" if is_in_both else "only in A")
-            progress(nbytes_of(ours[key]) if key in ours else 0)
+            progress(ours[key].nbytes if key in ours else 0)
         else:
             yield _compare_plain(key, a.read_plain(key), b.read_plain(key))
 
@@ -72,17 +70,16 @@ def _compare_tensor(
     a: ReadableCheckpoint,
     b: ReadableCheckpoint,
     key: str,
-    ours: TensorStorageMetadata,
-    theirs: TensorStorageMetadata,
+    ours: SavedTensor,
+    theirs: SavedTensor,
     progress: Callable[[int], object],
 ) -> KeyComparison:
-    dtypes = (ours.properties.dtype, theirs.properties.dtype)
-    if ours.size != theirs.size or dtypes[0] != dtypes[1]:
-        progress(nbytes_of(ours))
-        if ours.size != theirs.size:
-            detail = f"{tuple(ours.size)} and {tuple(theirs.size)}"
-            return KeyComparison(key, "shape", detail=detail)
-        return KeyComparison(key, "dtype", detail=f"{dtypes[0]} and {dtypes[1]}")
+    if ours.shape != theirs.shape:
+        progress(ours.nbytes)
+        return KeyComparison(key, "shape", detail=f"{ours.shape} and {theirs.shape}")
+    if ours.dtype != theirs.dtype:
+        progress(ours.nbytes)
+        return KeyComparison(key, "dtype", detail=f"{ours.dtype} and {theirs.dtype}")
 
     num_different, largest = 0, 0.0
     for box in pieces_of(ours):

@@ -146,8 +146,7 @@ def _write(
         disk.close()
     if writer.failure is not None:
         raise writer.failure
-    assert writer.manifest is not None, "there is one if nothing has failed"
-    publish(draft, contents, train_state_bytes(train_state), writer.manifest, timeout_seconds=0.0)
+    publish(draft, contents, train_state_bytes(train_state), timeout_seconds=0.0)
 
 
 def _entry(key: str, tensor: torch.Tensor) -> Entry:

@@ -17,21 +17,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
 from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
-from megatron.core.dist_checkpointing.format.metadata import plain_keys_of, tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
-    nbytes_of,
     pieces_of,
     read_piece,
 )
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.files import open_regular, published
 
 TRAIN_STATE_KEY = "train_state"
@@ -49,13 +47,11 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
     Raises:
         CheckpointError: if the checkpoint turns out to be damaged; nothing is left at `path` then.
     """
-    state: dict[str, object] = {
-        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint.metadata)
-    }
+    state: dict[str, object] = {key: checkpoint.read_plain(key) for key in checkpoint.plain}
     state[TRAIN_STATE_KEY] = checkpoint.train_state
     with fake_tensor_mode():
-        for key, entry in tensors_of(checkpoint.metadata).items():
-            state[key] = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
+        for key, saved in checkpoint.tensors.items():
+            state[key] = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
 
     with published(path) as stream:
         # Everything but the tensors' data, whose places stay free.
@@ -90,16 +86,14 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
         CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not
             have, or a damaged checkpoint; nothing is left at `path` then.
     """
-    entries = tensors_of(checkpoint.metadata)
-    plain = plain_keys_of(checkpoint.metadata)
-    metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in plain}
+    metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in checkpoint.plain}
     metadata[TRAIN_STATE_KEY] = json.dumps(checkpoint.train_state)
     metadata["format"] = "pt"  # the framework, which some readers insist on
     with (
         published(path) as stream,
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
     ):
-        tensors = _mapped(Path(memory.name), entries)
+        tensors = _mapped(Path(memory.name), checkpoint.tensors)
         for key, tensor in tensors.items():
             for box, piece in _pieces(checkpoint, key, progress):
                 tensor[box.slices()] = piece
@@ -111,18 +105,16 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
             ) from error
 
 
-def _mapped(path: Path, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
+def _mapped(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
     """Tensors over one file, each beginning on a multiple of its elements' size."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for key, entry in entries.items():
-        places[key] = (end, nbytes_of(entry))
-        end += -(-nbytes_of(entry) // _ALIGNMENT) * _ALIGNMENT
+    for key, tensor in saved.items():
+        places[key] = (end, tensor.nbytes)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
     return {
-        key: memory[begin : begin + nbytes]
-        .view(entries[key].properties.dtype)
-        .view(tuple(entries[key].size))
+        key: memory[begin : begin + nbytes].view(saved[key].dtype).view(saved[key].shape)
         for key, (begin, nbytes) in places.items()
     }
 
@@ -131,7 +123,7 @@ def _pieces(
     checkpoint: ReadableCheckpoint, key: str, progress: Progress
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """A tensor of the checkpoint in pieces, in the order of its memory."""
-    for box in pieces_of(tensors_of(checkpoint.metadata)[key]):
+    for box in pieces_of(checkpoint.tensors[key]):
         piece = read_piece(checkpoint, key, box)
         yield box, piece
         progress(piece.nbytes)

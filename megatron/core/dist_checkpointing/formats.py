@@ -6,11 +6,11 @@ for `torch_dcp`, which PyTorch itself writes, without digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
@@ -21,14 +21,16 @@ from megatron.core.dist_checkpointing.format.manifest import (
     TRAIN_STATE_FILE,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.format.metadata_reading import (
+    parse_covered,
+    plain_keys,
+    saved_tensors,
+)
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.small_files import (
-    parse_covered,
-    read_train_state,
-    system_errors,
-)
+from megatron.core.dist_checkpointing.load.small_files import read_train_state, system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex, pieces
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, SIGN_FILE, Store
 
 _PIECE_BYTES = 16 << 20
@@ -42,8 +44,12 @@ class ReadableCheckpoint(Protocol):
         """Where it is, for messages."""
 
     @property
-    def metadata(self) -> Metadata:
-        """DCP's; chunks cover every tensor in it exactly."""
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors by key; chunks cover each of them exactly."""
+
+    @property
+    def plain(self) -> Collection[str]:
+        """The keys of plain data."""
 
     @property
     def train_state(self) -> dict[str, Any]:
@@ -92,21 +98,14 @@ def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
     return TorchDcpCheckpoint.open(store, name)
 
 
-def nbytes_of(entry: TensorStorageMetadata) -> int:
-    """Bytes of a whole tensor's elements."""
-    return entry.size.numel() * entry.properties.dtype.itemsize
-
-
-def pieces_of(entry: TensorStorageMetadata) -> Iterator[Box]:
+def pieces_of(tensor: SavedTensor) -> Iterator[Box]:
     """Cuts a tensor into boxes of a few MiB that follow each other in its memory."""
-    return pieces(entry.size, _PIECE_BYTES // entry.properties.dtype.itemsize)
+    return pieces(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize)
 
 
 def read_piece(checkpoint: ReadableCheckpoint, key: str, box: Box) -> torch.Tensor:
     """A box of a tensor, in new memory."""
-    entry = checkpoint.metadata.state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata), "the key of a tensor"
-    out = torch.empty(box.sizes, dtype=entry.properties.dtype)
+    out = torch.empty(box.sizes, dtype=checkpoint.tensors[key].dtype)
     checkpoint.read(key, box.offsets, out)
     return out
 
@@ -115,8 +114,8 @@ class TorchDcpCheckpoint:
     """A checkpoint as PyTorch DCP wrote it, read chunk by chunk. For one thread.
 
     Attributes:
-        path, metadata, train_state: as in `ReadableCheckpoint`; `train_state` is empty if there is
-            none.
+        path, tensors, plain, train_state: as in `ReadableCheckpoint`; `train_state` is empty if
+            there is none. A chunk's offset is that of its blob.
     """
 
     def __init__(
@@ -124,7 +123,8 @@ class TorchDcpCheckpoint:
     ) -> None:
         """For `open`."""
         self.path = path_of(store, name)
-        self.metadata = metadata
+        self.tensors = saved_tensors(metadata, self.path)
+        self.plain: Collection[str] = plain_keys(metadata)
         self.train_state = train_state
         self._files = DcpFiles(store, name, metadata)
         # A blob's checksum covers all of it, so chunks are read whole. Tensors are read piece by
@@ -151,15 +151,14 @@ class TorchDcpCheckpoint:
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
         """As `PublishedCheckpoint.read`, but by whole chunks, of which the last one is kept."""
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata), "the key of a tensor"
+        chunks = self.tensors[key].chunks
         if self._index[0] != key:
-            self._index = (key, BoxIndex.of_chunks(entry.chunks))
+            self._index = (key, BoxIndex([chunk.box for chunk in chunks]))
 
         index, box, num_read = self._index[1], Box(tuple(offsets), tuple(out.shape)), 0
-        for place, overlap in index.overlaps(box):
-            chunk = index.boxes[place]
-            where = MetadataIndex(key, chunk.offsets)
+        for number, overlap in index.overlaps(box):
+            chunk = chunks[number].box
+            where = MetadataIndex(key, torch.Size(chunk.offsets))
             if self._loaded is None or self._loaded[0] != where:
                 self._loaded = (where, self._files.tensor(where))
                 num_read += self._loaded[1].nbytes

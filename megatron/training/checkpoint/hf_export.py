@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.dcp.plain_dcp import MODEL_PREFIX, weights_prefix
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
@@ -140,20 +139,20 @@ class StoredTensor(NamedTuple):
 
     rows: RowMap
     key: str  # in the checkpoint
-    entry: TensorStorageMetadata
+    entry: SavedTensor
     file_dtype: torch.dtype  # in which it is written
     section: tuple[int, int] | None = None  # its rows in a fused weight there; None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.section is None:
-            return tuple(self.entry.size)
+            return self.entry.shape
         start, stop = self.section
-        return (stop - start, *self.entry.size[1:])
+        return (stop - start, *self.entry.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.entry.properties.dtype
+        return self.entry.dtype
 
     @property
     def part(self) -> Part:
@@ -248,7 +247,7 @@ def _tensors(
     with torch.device("meta"):
         model = GPTModel(config, vocab_size)
     parts, in_fp32 = list(_parts(model)), {*names_in_fp32(model), *saved_buffers(model)}
-    stored = tensors_of(checkpoint.metadata)
+    stored = checkpoint.tensors
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):
         parameters = [name for name, _ in model.named_parameters()]
@@ -265,14 +264,11 @@ def _tensors(
             missing.append(f"{prefix}{part.own}")
             continue
 
-        written = file_dtype(
-            stored[key].properties.dtype, dtype, stays_fp32=part.parameter in in_fp32
-        )
+        written = file_dtype(stored[key].dtype, dtype, stays_fp32=part.parameter in in_fp32)
         tensor = StoredTensor(part.map, key, stored[key], written, rows)
         found.append(tensor)
-        if tuple(tensor.entry.size) != shape:
-            size = tuple(tensor.entry.size)
-            problems.append(f"{key} has shape {size} where the model has {shape}")
+        if tensor.entry.shape != shape:
+            problems.append(f"{key} has shape {tensor.entry.shape} where the model has {shape}")
         if not tensor.dtype.is_floating_point:
             problems.append(f"{key} is {tensor.dtype} where the model has floats")
 

@@ -27,7 +27,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
-from megatron.core.dist_checkpointing.plan.chunks import Share, shares
+from megatron.core.dist_checkpointing.plan.chunks import shares
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.data_sink import naming, release_pages
 from megatron.core.dist_checkpointing.state.entries import Entry
@@ -99,12 +99,14 @@ class RowPlan:
 
 
 def _own(
-    entries: Sequence[Entry], parts: Sequence[Part], layout: FolderLayout, own: Iterator[Share]
+    entries: Sequence[Entry],
+    parts: Sequence[Part],
+    layout: FolderLayout,
+    own: Iterator[tuple[int, Box, int]],
 ) -> Iterator[OwnRows]:
-    for share in own:
-        rows = parts[share.tensor].rows
-        box = Box(share.offsets, share.sizes)
-        yield OwnRows(entries[share.tensor], rows, layout.places[rows.name], box)
+    for number, box, _ in own:
+        rows = parts[number].rows
+        yield OwnRows(entries[number], rows, layout.places[rows.name], box)
 
 
 def make_files(folder: Path, layout: FolderLayout) -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import CheckpointConfig
@@ -162,11 +161,7 @@ def rng_to_load(
     if flags.finetune or not flags.load_rng:
         return None
 
-    keys = [
-        key
-        for key in checkpoint.metadata.state_dict_metadata
-        if not is_skipped(key, flags.load_skip_keys)
-    ]
+    keys = [key for key in checkpoint.tensors if not is_skipped(key, flags.load_skip_keys)]
     found = [match for key in keys if (match := RNG_KEY.fullmatch(key))]
     saved = {(int(match[1]), match[2]) for match in found}
 
@@ -241,13 +236,10 @@ def _read_like(checkpoint: ReadableCheckpoint, key: str, own: torch.Tensor) -> t
     """A whole tensor, in new memory. CheckpointError if it has another dtype or shape than
     `own`.
     """
-    entry = checkpoint.metadata.state_dict_metadata[key]
-    got = "plain data"
-    if isinstance(entry, TensorStorageMetadata):
-        if entry.properties.dtype == own.dtype and entry.size == own.shape:
-            return read_piece(checkpoint, key, Box((0,) * own.dim(), tuple(own.shape)))
-        got = f"{entry.properties.dtype} of shape {tuple(entry.size)}"
+    saved = checkpoint.tensors[key]
+    if (saved.dtype, saved.shape) == (own.dtype, tuple(own.shape)):
+        return read_piece(checkpoint, key, Box.whole(own.shape))
     raise CheckpointError(
         f"Expected {key} in {checkpoint.path} to be {own.dtype} of shape {tuple(own.shape)}, got "
-        f"{got}."
+        f"{saved.dtype} of shape {saved.shape}."
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.archive_directory import ByteSource
@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.format.blob_reading import (
     open_memory,
     read_plain,
 )
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.store import Store
@@ -58,7 +57,8 @@ class DcpFiles:
         self._checks_crc = checks_crc
         self._chunks = {
             MetadataIndex(key, chunk.offsets): _Chunk(entry.properties.dtype, tuple(chunk.sizes))
-            for key, entry in tensors_of(metadata).items()
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
             for chunk in entry.chunks
         }
 

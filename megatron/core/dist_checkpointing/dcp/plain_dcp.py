@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.dcp.torch_dcp import load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
@@ -124,16 +124,16 @@ def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
         CheckpointError: if there are none, or they are no such.
     """
     groups: dict[int, dict[str, Any]] = {}
-    for key, entry in checkpoint.metadata.state_dict_metadata.items():
+    for key in [*checkpoint.plain, *checkpoint.tensors]:
         match = _OPTION_KEY.fullmatch(key)
         if match is None:
             continue
-        group = groups.setdefault(int(match[1]), {})
-        if not isinstance(entry, TensorStorageMetadata):
+        group, tensor = groups.setdefault(int(match[1]), {}), checkpoint.tensors.get(key)
+        if tensor is None:
             group[match[2]] = checkpoint.read_plain(key)
-        elif entry.size.numel() == 1:
+        elif (whole := Box.whole(tensor.shape)).numel == 1:
             # A learning rate that an optimizer keeps on the device, for example.
-            group[match[2]] = read_piece(checkpoint, key, Box.whole(entry.size)).item()
+            group[match[2]] = read_piece(checkpoint, key, whole).item()
     if not groups:
         raise CheckpointError(f"Expected parameter groups in {checkpoint.path}, got none.")
     return check_param_groups([groups[number] for number in sorted(groups)], checkpoint.path)

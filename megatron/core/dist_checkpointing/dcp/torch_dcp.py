@@ -31,13 +31,9 @@ from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_covered, saved_tensors
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
-from megatron.core.dist_checkpointing.load.small_files import (
-    parse_covered,
-    system_errors,
-    train_state_bytes,
-)
+from megatron.core.dist_checkpointing.load.small_files import system_errors, train_state_bytes
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
@@ -212,8 +208,8 @@ def check_steps(folder: Path, metadata: Metadata, *, verify: bool = True) -> Non
     # `load_tensors` refuses tensors of more than one number for their shape.
     counters = {
         key
-        for key, entry in tensors_of(metadata).items()
-        if _STEP_KEY.fullmatch(key) is not None and entry.size.numel() == 1
+        for key, tensor in saved_tensors(metadata, str(folder)).items()
+        if _STEP_KEY.fullmatch(key) is not None and Box.whole(tensor.shape).numel == 1
     }
     # There may be data of keys that the metadata does not list.
     for index in files.in_order(each for each in metadata.storage_data if each.fqn in counters):

@@ -12,67 +12,25 @@ and the rest refers to it.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from megatron.core.dist_checkpointing.format.manifest import data_file, dtype_name
-
-# Readers compare a key with others, and put it into messages, for every chunk of its tensor.
-MAX_KEY_CHARS = 4096
-
-
-class SavedChunk(NamedTuple):
-    """A box of a tensor, and where its blob lies."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rank: int  # in whose data file
-    blob_offset: int
-    blob_nbytes: int
+from megatron.core.dist_checkpointing.format.index import blob_place
+from megatron.core.dist_checkpointing.format.manifest import dtype_name
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 
 
-class SavedTensor(NamedTuple):
-    """A tensor, and all of its chunks on all ranks."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Sequence[SavedChunk]
-
-
-class SavedPlain(NamedTuple):
-    """A piece of plain data, and where its blob lies."""
-
-    key: str
-    rank: int
-    blob_offset: int
-    blob_nbytes: int
-
-
-def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedPlain]) -> bytes:
+def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor] = ()) -> bytes:
     """The `.metadata` that DCP would write for these, in their order. See [Note: composing].
 
-    Raises:
-        ValueError: if two have the same key, or a key is longer than `MAX_KEY_CHARS`.
+    Args:
+        tensors: all of whose chunks lie in `.distcp` files.
+        plain: see plan/saved.py.
     """
-    saved_tensors, saved_plain = list(tensors), list(plain)
-    counts = Counter([tensor.key for tensor in saved_tensors] + [item.key for item in saved_plain])
-    repeated = [key for key, count in counts.items() if count > 1]
-    if repeated:
-        raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
-
-    # A checkpoint that its own readers would refuse must not be written.
-    longest = max(counts, key=len, default="")
-    if len(longest) > MAX_KEY_CHARS:
-        raise ValueError(
-            f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}."
-        )
-    return _Composer().compose(saved_tensors, saved_plain)
+    return _Composer().compose(list(tensors), list(plain))
 
 
 def nested_path(key: str) -> tuple[str, ...]:
@@ -90,30 +48,6 @@ def nested_path(key: str) -> tuple[str, ...]:
     if root == "rng":
         return (root, *rest.split(".", 1))
     return (root, rest)
-
-
-def tensors_of(metadata: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
-    """The tensors by key, in the order of the metadata."""
-    entries = metadata.state_dict_metadata.items()
-    return {key: entry for key, entry in entries if isinstance(entry, dcp.TensorStorageMetadata)}
-
-
-def plain_keys_of(metadata: dcp.Metadata) -> list[str]:
-    """The keys of plain data."""
-    entries = metadata.state_dict_metadata.items()
-    return [key for key, entry in entries if isinstance(entry, dcp.BytesStorageMetadata)]
-
-
-def differences(
-    key: str, saved: dcp.TensorStorageMetadata, shape: Sequence[int], dtype: torch.dtype
-) -> list[str]:
-    """How a saved tensor differs from the one it is to be loaded into, each as a clause."""
-    found = []
-    if tuple(saved.size) != tuple(shape):
-        found.append(f"{key} has shape {tuple(saved.size)} where the model has {tuple(shape)}")
-    if saved.properties.dtype != dtype:
-        found.append(f"{key} is {saved.properties.dtype} where the model has {dtype}")
-    return found
 
 
 _BEGIN_DICT = pickle.EMPTY_DICT + pickle.MARK
@@ -161,7 +95,7 @@ class _Composer:
         self._parts: list[bytes] = []
         self._num_remembered = 0
         self._sizes: dict[tuple[int, ...], bytes] = {}
-        self._files: dict[int, bytes] = {}
+        self._files: dict[str, bytes] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
 
         # Everything below refers to objects that the pickle makes, and drops again, at its
@@ -178,7 +112,7 @@ class _Composer:
         encode = self._prepared_class(encoding.__module__, encoding.__qualname__)
         self._contiguous = self._prepared(encode + _code_of_int(0) + call)
 
-    def compose(self, tensors: list[SavedTensor], plain: list[SavedPlain]) -> bytes:
+    def compose(self, tensors: list[SavedTensor], plain: list[SavedTensor]) -> bytes:
         text, parts = self._text, self._parts
         names = [*(tensor.key for tensor in tensors), *(item.key for item in plain)]
         keys = {name: self._prepared(_code_of_text(name)) for name in names}
@@ -200,7 +134,8 @@ class _Composer:
         for item in plain:
             parts += [self._index, _BEGIN_OBJECT, text["fqn"], keys[item.key]]
             parts += [text["index"], pickle.NONE, _END_OBJECT]
-            self._add_place(item.rank, item.blob_offset, item.blob_nbytes)
+            (chunk,) = item.chunks
+            self._add_place(chunk.file, chunk.offset, item.nbytes)
 
         parts += [pickle.SETITEMS, text["storage_meta"], pickle.NONE]
         parts += [text["version"], _code_of_text(CURRENT_DCP_VERSION), _END_OBJECT, pickle.STOP]
@@ -216,24 +151,25 @@ class _Composer:
         parts += [text["chunks"], pickle.EMPTY_LIST, pickle.MARK]
 
         begin, between = self._chunk + _BEGIN_OBJECT + text["offsets"], text["sizes"]
-        for offsets, sizes, *_ in tensor.chunks:
+        for (offsets, sizes), *_ in tensor.chunks:
             parts += [begin, size_of(offsets), between, size_of(sizes), _END_OBJECT]
         parts += [pickle.APPENDS, _END_OBJECT]
 
     def _add_places(self, tensor: SavedTensor, key: bytes) -> None:
         begin = self._index + _BEGIN_OBJECT + self._text["fqn"] + key + self._text["offset"]
         number = self._text["index"]
-        for i, (offsets, _, rank, blob_offset, blob_nbytes) in enumerate(tensor.chunks):
-            self._parts += [begin, self._size_of(offsets), number, _code_of_int(i), _END_OBJECT]
-            self._add_place(rank, blob_offset, blob_nbytes)
+        for i, chunk in enumerate(tensor.chunks):
+            offsets = self._size_of(chunk.box.offsets)
+            self._parts += [begin, offsets, number, _code_of_int(i), _END_OBJECT]
+            self._add_place(chunk.file, *blob_place(tensor, chunk))
 
-    def _add_place(self, rank: int, blob_offset: int, blob_nbytes: int) -> None:
+    def _add_place(self, file: str, blob_offset: int, blob_nbytes: int) -> None:
         text, parts = self._text, self._parts
-        # A rank's file is named in full once, at its first chunk, and recalled after that.
-        file = self._files.get(rank)
-        if file is None:
-            self._files[rank], file = self._remembered(_code_of_text(data_file(rank)))
-        parts += [self._info, _BEGIN_OBJECT, text["relative_path"], file]
+        # A file is named in full once, at its first chunk, and recalled after that.
+        name = self._files.get(file)
+        if name is None:
+            self._files[file], name = self._remembered(_code_of_text(file))
+        parts += [self._info, _BEGIN_OBJECT, text["relative_path"], name]
         parts += [text["offset"], _code_of_int(blob_offset)]
         parts += [text["length"], _code_of_int(blob_nbytes), _END_OBJECT]
 

@@ -19,9 +19,14 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, shown
-from megatron.core.dist_checkpointing.format.manifest import DTYPES
-from megatron.core.dist_checkpointing.format.metadata import MAX_KEY_CHARS
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    UntrustedReader,
+    shown,
+)
+from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS
+from megatron.core.dist_checkpointing.format.manifest import DTYPES, writer_of
 from megatron.core.dist_checkpointing.format.safe_pickle import (
     Call,
     Record,
@@ -29,6 +34,9 @@ from megatron.core.dist_checkpointing.format.safe_pickle import (
     read_pickle,
     size_of,
 )
+from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 
 _MAX_PATH_PARTS = 256  # of the place of a value in the nested dict that was saved
 _MAX_FOLDER_CHARS = 4096
@@ -46,6 +54,54 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
     """
     found = read_pickle(content, source, _ADMITTED, "the classes of DCP's metadata")
     return _RecordReader(source).metadata(found)
+
+
+def parse_covered(content: bytes, source: str) -> Metadata:
+    """A `.metadata` whose chunks tile every tensor.
+
+    Raises what `parse_metadata`, `saved_tensors` and `check_coverage` raise.
+    """
+    metadata = parse_metadata(content, source)
+    check_coverage(saved_tensors(metadata, source).values(), source)
+    return metadata
+
+
+def saved_tensors(metadata: Metadata, source: str) -> dict[str, SavedTensor]:
+    """The tensors that a `.metadata` describes, in its order. A chunk's offset is that of its blob.
+
+    Raises:
+        CheckpointDamagedError: for a chunk, or plain data, without a place in a file.
+    """
+    # Looked up a hundred thousand times; hashing a `MetadataIndex` runs Python code.
+    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+
+    def place(key: str, offsets: torch.Size | None) -> _StorageInfo:
+        if (key, offsets) not in places:
+            at = "" if offsets is None else f" at {tuple(offsets)}"
+            raise CheckpointDamagedError(
+                f"Expected {source} to say where {key}{at} is stored, got no place."
+            )
+        info: _StorageInfo = places[key, offsets]
+        return info
+
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, dcp.TensorStorageMetadata):
+            place(key, None)
+            continue
+        chunks = []
+        for each in entry.chunks:
+            info = place(key, each.offsets)
+            box, file = Box(tuple(each.offsets), tuple(each.sizes)), info.relative_path
+            chunks.append(Chunk(box, writer_of(file), file, info.offset))
+        found[key] = SavedTensor(key, entry.properties.dtype, tuple(entry.size), chunks)
+    return found
+
+
+def plain_keys(metadata: Metadata) -> list[str]:
+    """The keys of plain data."""
+    entries = metadata.state_dict_metadata.items()
+    return [key for key, entry in entries if isinstance(entry, dcp.BytesStorageMetadata)]
 
 
 # The fields that stand in a pickle of each class, and those that may.

@@ -1,53 +1,39 @@
 """A published checkpoint, proven consistent before anything in it is used, and read in parts.
 
 Damage is a CheckpointDamagedError that names the file, and the key where there is one. It is found
-before the bytes are used: sizes, `.metadata` and the coverage of every tensor are checked when the
-checkpoint is opened, a manifest when the first chunk of its file is read, data block by block as it
+before the bytes are used: sizes, the index and the coverage of every tensor are checked when the
+checkpoint is opened, a manifest when the first chunk of its rank is read, data block by block as it
 is read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.blob_reading import MAX_PLAIN_BYTES, read_plain
+from megatron.core.dist_checkpointing.format.index import Index, manifest_problems
 from megatron.core.dist_checkpointing.format.manifest import (
-    METADATA_FILE,
     TRAIN_STATE_FILE,
-    ChunkRecord,
     Manifest,
     Marker,
-    data_file,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.chunk_data import ChunkData
 from megatron.core.dist_checkpointing.load.small_files import (
-    Blob,
-    blobs_by_file,
-    check,
     check_size,
-    chunk_problems,
-    file_problems,
-    manifest_problems,
-    parse_covered,
     parse_train_state,
+    read_index,
     read_marker,
     read_small,
 )
 from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
 
@@ -57,7 +43,7 @@ class PublishedCheckpoint:
     Attributes:
         path: where it is, for messages.
         marker: the content of `published.json`.
-        metadata: DCP's; chunks cover every tensor in it exactly.
+        index: the content of `index.json`; chunks cover every tensor in it exactly.
         train_state: plain data.
     """
 
@@ -66,8 +52,7 @@ class PublishedCheckpoint:
         store: Store,
         name: str,
         marker: Marker,
-        metadata: Metadata,
-        blobs: dict[str, list[Blob]],
+        index: Index,
         train_state: dict[str, Any],
         *,
         verify: bool,
@@ -75,17 +60,14 @@ class PublishedCheckpoint:
         """For `open`."""
         self.path = path_of(store, name)
         self.marker = marker
-        self.metadata = metadata
+        self.index = index
         self.train_state = train_state
         self._store = store
         self._name = name
-        self._blobs = blobs
         self._verify = verify
-        self._indexes: dict[str, BoxIndex] = {}  # by key
-        # By file; then by key and offsets.
-        self._records: dict[str, dict[tuple[str, tuple[int, ...]], ChunkRecord]] = {}
-        self._ranks = {data_file(rank): rank for rank in range(marker.world_size)}
-        self._lock = threading.Lock()  # of the records
+        self._boxes: dict[str, BoxIndex] = {}  # of chunks, by key
+        self._digests: dict[int, dict[Chunk, tuple[str, ...]]] = {}  # by the rank that wrote them
+        self._lock = threading.Lock()  # of the digests
 
     @classmethod
     def open(cls, store: Store, name: str, *, verify: bool = True) -> PublishedCheckpoint:
@@ -97,28 +79,30 @@ class PublishedCheckpoint:
 
         Raises:
             CheckpointDamagedError: if it is not whole: a file is missing or has another size, the
-                marker, `.metadata` or `train_state.json` is not what was written, or chunks do not
+                marker, the index or `train_state.json` is not what was written, or chunks do not
                 cover a tensor.
-            CheckpointError: if it is of another version of the format, names what may not be
-                unpickled, or cannot be read for a reason that does not lie in its files.
+            CheckpointError: if it is of another version of the format, or cannot be read for a
+                reason that does not lie in its files.
         """
         # The marker first: it has the digests of the other small files.
         marker = read_marker(store, name)
         for file in marker.files:
             check_size(store, name, file, marker)
 
-        source = path_of(store, f"{name}/{METADATA_FILE}")
-        metadata = parse_covered(read_small(store, name, METADATA_FILE, marker), source)
-        blobs = blobs_by_file(metadata)
-        check(file_problems(blobs, marker, source))
-
+        index = read_index(store, name, marker)
         source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
         train_state = parse_train_state(read_small(store, name, TRAIN_STATE_FILE, marker), source)
-        return cls(store, name, marker, metadata, blobs, train_state, verify=verify)
+        return cls(store, name, marker, index, train_state, verify=verify)
 
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The tensors by key, in the order of the metadata."""
-        return tensors_of(self.metadata)
+    @property
+    def tensors(self) -> dict[str, SavedTensor]:
+        """The tensors by key, in the order in which they were saved."""
+        return dict(self.index.tensors)
+
+    @property
+    def plain(self) -> Collection[str]:
+        """The keys of plain data."""
+        return self.index.plain.keys()
 
     def read_plain(self, key: str) -> object:
         """The plain data of a key.
@@ -127,21 +111,20 @@ class PublishedCheckpoint:
             CheckpointDamagedError: if the bytes are not those that were written.
             CheckpointError: if there is no plain data of that key, or more than plain data.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, BytesStorageMetadata):
+        saved = self.index.plain.get(key)
+        if saved is None:
             raise CheckpointError(
                 f"Expected plain data {key!r} in {self.path}, got {self._kind(key)}."
             )
-        file = self.metadata.storage_data[MetadataIndex(key)].relative_path
-        record = self._record(file, key, ())
-        source = f"{key!r} in {self.path}/{file}"
-        if record.data_nbytes > MAX_PLAIN_BYTES:
+        (chunk,) = saved.chunks
+        source = f"{key!r} in {self.path}/{chunk.file}"
+        if saved.nbytes > MAX_PLAIN_BYTES:
             raise CheckpointDamagedError(
                 f"Expected at most {MAX_PLAIN_BYTES} bytes of plain data {source}, got "
-                f"{record.data_nbytes}."
+                f"{saved.nbytes}."
             )
-        content = torch.empty(record.data_nbytes, dtype=torch.uint8)
-        self._open_chunk(file, record).read(0, content.numpy().data)
+        content = torch.empty(saved.nbytes, dtype=torch.uint8)
+        self._open_chunk(saved, chunk).read(0, content.numpy().data)
         # Without the CRC-32: digests cover all of the blob.
         return read_plain(content, f"plain data {source}", checks_crc=False)
 
@@ -162,36 +145,35 @@ class PublishedCheckpoint:
             CheckpointError: if there is no tensor of that key.
             ValueError: for a box that is not in the tensor, or another dtype.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
+        saved = self.index.tensors.get(key)
+        if saved is None:
             raise CheckpointError(
                 f"Expected the tensor {key!r} in {self.path}, got {self._kind(key)}."
             )
 
-        whole, box = Box.whole(entry.size), Box(tuple(offsets), tuple(out.shape))
+        whole, box = Box.whole(saved.shape), Box(tuple(offsets), tuple(out.shape))
         if not len(box.offsets) == len(box.sizes) == len(whole.sizes) or not whole.covers(box):
             raise ValueError(
                 f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at "
                 f"{box.offsets}."
             )
-        if out.dtype != entry.properties.dtype:
-            raise ValueError(f"Expected {entry.properties.dtype} for {key!r}, got {out.dtype}.")
+        if out.dtype != saved.dtype:
+            raise ValueError(f"Expected {saved.dtype} for {key!r}, got {out.dtype}.")
 
         # Without a lock: threads that come first together make equal ones.
-        if key not in self._indexes:
-            self._indexes[key] = BoxIndex.of_chunks(entry.chunks)
-        index, num_read = self._indexes[key], 0
-        for place, overlap in index.overlaps(box):
-            origin = index.boxes[place].offsets
-            file = self.metadata.storage_data[MetadataIndex(key, origin)].relative_path
-            data = self._open_chunk(file, self._record(file, key, origin))
+        if key not in self._boxes:
+            self._boxes[key] = BoxIndex([chunk.box for chunk in saved.chunks])
+        num_read = 0
+        for number, overlap in self._boxes[key].overlaps(box):
+            chunk = saved.chunks[number]
+            data = self._open_chunk(saved, chunk)
             target = out.detach()[overlap.within(box.offsets).slices()]
-            data.read_box(overlap.within(origin), target)
+            data.read_box(overlap.within(chunk.box.offsets), target)
             num_read += data.num_read
         return num_read
 
     def manifest(self, rank: int) -> Manifest:
-        """The manifest of a rank, compared with the marker and `.metadata`.
+        """The manifest of a rank, compared with the marker and the index.
 
         Raises:
             CheckpointDamagedError: if it is not what was written, or belongs to another save.
@@ -199,27 +181,26 @@ class PublishedCheckpoint:
         source = path_of(self._store, f"{self._name}/{manifest_file(rank)}")
         content = read_small(self._store, self._name, manifest_file(rank), self.marker)
         manifest = Manifest.from_bytes(content, source)
-        check(manifest_problems(manifest, rank, self.marker, source))
-        check(chunk_problems(manifest, self._blobs.get(manifest.file, ()), source))
+        for problem in manifest_problems(manifest, rank, self.index, source):
+            raise CheckpointDamagedError(problem)
         return manifest
 
     def _kind(self, key: str) -> str:
-        entry = self.metadata.state_dict_metadata.get(key)
-        if entry is None:
-            return "nothing of that name"
-        return "a tensor" if isinstance(entry, TensorStorageMetadata) else "plain data"
+        if key in self.index.tensors:
+            return "a tensor"
+        return "plain data" if key in self.index.plain else "nothing of that name"
 
-    def _open_chunk(self, file: str, record: ChunkRecord) -> ChunkData:
-        return ChunkData(self._store, f"{self._name}/{file}", record, verify=self._verify)
+    def _open_chunk(self, tensor: SavedTensor, chunk: Chunk) -> ChunkData:
+        digests = self._digests_of(chunk) if self._verify else None
+        return ChunkData(self._store, self._name, tensor, chunk, digests)
 
-    def _record(self, file: str, key: str, offsets: tuple[int, ...]) -> ChunkRecord:
-        """A chunk as its file's manifest describes it."""
+    def _digests_of(self, chunk: Chunk) -> tuple[str, ...]:
+        """The digests of a chunk's blocks, from the manifest of its rank."""
         # Under the lock, so that threads do not read a large manifest side by side.
         with self._lock:
             # A load of a few tensors reads few of the manifests, of which there may be thousands.
-            if file not in self._records:
-                manifest = self.manifest(self._ranks[file])
-                self._records[file] = {
-                    (chunk.key, chunk.offsets): chunk for chunk in manifest.chunks
-                }
-            return self._records[file][key, offsets]
+            if chunk.rank not in self._digests:
+                digests = self.manifest(chunk.rank).digests
+                chunks = (each for _, each in self.index.chunks_by_rank[chunk.rank])
+                self._digests[chunk.rank] = dict(zip(chunks, digests, strict=True))
+            return self._digests[chunk.rank][chunk]

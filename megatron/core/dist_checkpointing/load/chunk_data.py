@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, ChunkRecord, digests_of
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digests_of
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import (
@@ -15,6 +17,7 @@ from megatron.core.dist_checkpointing.plan.boxes import (
     ranges,
     row_major_strides,
 )
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
 _READ_BYTES = 16 * BLOCK_BYTES  # at a time
@@ -29,18 +32,28 @@ class ChunkData:
         num_read: bytes read so far.
     """
 
-    def __init__(self, store: Store, path: str, record: ChunkRecord, *, verify: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        tensor: SavedTensor,
+        chunk: Chunk,
+        digests: Sequence[str] | None,
+    ) -> None:
         """
         Args:
-            path: of the data file in the store.
-            record: the chunk, as the manifest describes it.
-            verify: whether to read whole blocks and compare them with their digests.
+            name: of the checkpoint's folder in the store.
+            tensor, chunk: a chunk of a tensor.
+            digests: of its blocks, with which whole blocks are compared as they are read; None: no
+                digest is compared.
         """
         self.num_read = 0
         self._store = store
-        self._path = path
-        self._record = record
-        self._verify = verify
+        self._path = f"{name}/{chunk.file}"
+        self._tensor = tensor
+        self._chunk = chunk
+        self._nbytes = tensor.chunk_nbytes(chunk)
+        self._digests = digests
         # Number and bytes of the last block that was needed in part: the next range may need the
         # rest of it.
         self._edge = (-1, memoryview(b""))
@@ -52,13 +65,13 @@ class ChunkData:
             CheckpointDamagedError: if they are not those that were written; `into` may have been
                 filled.
         """
-        if not self._verify:
+        if self._digests is None:
             self._read_raw(begin, into)
             return
 
         # Only whole blocks have digests. Those within the range are read to their place; of the
         # others, at its ends, a copy is read, and a part of that is taken.
-        nbytes, end, position = self._record.data_nbytes, begin + into.nbytes, begin
+        nbytes, end, position = self._nbytes, begin + into.nbytes, begin
         while position < end:
             block, skipped = divmod(position, BLOCK_BYTES)
             block_end = min((block + 1) * BLOCK_BYTES, nbytes)
@@ -82,7 +95,7 @@ class ChunkData:
         Raises:
             CheckpointDamagedError: as `read`.
         """
-        sizes, itemsize = self._record.sizes, target.element_size()
+        sizes, itemsize = self._chunk.box.sizes, target.element_size()
         whole = range_of(box, sizes)
         if whole.is_gapless and target.is_cpu and target.is_contiguous():
             self.read(whole.start * itemsize, bytes_of(target))
@@ -90,20 +103,20 @@ class ChunkData:
 
         max_span = _STAGING_BYTES // itemsize
         # A shorter gap contains no whole block, or page, so leaving it out would save nothing.
-        max_gap = ((BLOCK_BYTES if self._verify else _PAGE_BYTES) - 1) // itemsize
+        max_gap = ((BLOCK_BYTES if self._digests is not None else _PAGE_BYTES) - 1) // itemsize
         staging = torch.empty(min(max_span, whole.span), dtype=target.dtype)
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
             self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
 
     def _read_part(self, part: Range, staging: torch.Tensor, target: torch.Tensor) -> None:
         self.read(part.start * staging.element_size(), bytes_of(staging[: part.span]))
-        target.copy_(staging.as_strided(part.box.sizes, row_major_strides(self._record.sizes)))
+        target.copy_(staging.as_strided(part.box.sizes, row_major_strides(self._chunk.box.sizes)))
 
     def _block(self, number: int) -> memoryview:
         """One whole block; the last one is kept."""
         if self._edge[0] != number:
             begin = number * BLOCK_BYTES
-            content = memoryview(bytearray(min(BLOCK_BYTES, self._record.data_nbytes - begin)))
+            content = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes - begin)))
             self._read_blocks(number, content)
             self._edge = (number, content)
         return self._edge[1]
@@ -111,18 +124,18 @@ class ChunkData:
     def _read_blocks(self, first: int, into: memoryview) -> None:
         """Reads whole blocks and compares them with their digests."""
         self._read_raw(first * BLOCK_BYTES, into)
-        record = self._record
+        assert self._digests is not None, "else no whole blocks are read"
         for number, got in enumerate(digests_of(into), start=first):
-            if got != record.digests[number]:
-                path = path_of(self._store, self._path)
+            if got != self._digests[number]:
+                path, offsets = path_of(self._store, self._path), self._chunk.box.offsets
                 raise CheckpointDamagedError(
-                    f"Expected digest {record.digests[number]} of block {number} of {record.key!r} "
-                    f"at {record.offsets} in {path}, got {got}."
+                    f"Expected digest {self._digests[number]} of block {number} of "
+                    f"{self._tensor.key!r} at {offsets} in {path}, got {got}."
                 )
 
     def _read_raw(self, begin: int, into: memoryview) -> None:
         with system_errors(path_of(self._store, self._path)):
-            self._store.read_into(self._path, self._record.data_offset + begin, into)
+            self._store.read_into(self._path, self._chunk.offset + begin, into)
         self.num_read += into.nbytes
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.metadata import differences
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import pieces
+from megatron.core.dist_checkpointing.plan.saved import differences
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues
 
 _NUM_THREADS = 2  # that read: while one copies and hashes, the other waits for the disk
@@ -47,11 +46,8 @@ def check_contents(
         CheckpointError: listing missing and unexpected keys, and other shapes and dtypes.
     """
     wanted = {entry.key: entry for entry in contents.entries if not is_skipped(entry.key, skip)}
-    saved = {
-        key: value
-        for key, value in checkpoint.metadata.state_dict_metadata.items()
-        if not is_skipped(key, skip)
-    }
+    tensors = checkpoint.tensors
+    saved = [key for key in [*tensors, *checkpoint.plain] if not is_skipped(key, skip)]
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
 
     problems = []
@@ -62,8 +58,10 @@ def check_contents(
         if extra:
             problems.append(f"nothing here takes {few(extra)}")
     for key, entry in wanted.items():
-        if key in saved:
-            problems += _differences(entry, saved[key])
+        if key in tensors:
+            problems += differences(tensors[key], entry.saved_as.shape, entry.saved_as.dtype)
+        elif key in checkpoint.plain:
+            problems.append(f"{key} is plain data where a tensor is wanted")
     if problems:
         raise other_model(checkpoint.path, problems)
 
@@ -218,12 +216,6 @@ def _expect_equal(
             f"is, whose weight is fused with its own here, got {other.tolist()}."
         )
     return num_bytes
-
-
-def _differences(entry: Entry, saved: TensorStorageMetadata | BytesStorageMetadata) -> list[str]:
-    if not isinstance(saved, TensorStorageMetadata):
-        return [f"{entry.key} is plain data where a tensor is wanted"]
-    return differences(entry.key, saved, entry.saved_as.shape, entry.saved_as.dtype)
 
 
 def is_skipped(key: str, patterns: Sequence[str]) -> bool:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
-
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 class Box(NamedTuple):
@@ -72,26 +70,24 @@ class BoxIndex:
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
-        self.boxes = sorted(boxes, key=lambda box: box.offsets[:1])
-        self._starts = [_rows(box)[0] for box in self.boxes]
+        self._boxes = boxes
+        self._order = sorted(range(len(boxes)), key=lambda number: boxes[number].offsets[:1])
+        rows = [_rows(boxes[number]) for number in self._order]
+        self._starts = [start for start, _ in rows]
         # Boxes may overlap and have any length. The furthest that any box up to this one reaches
         # ascends all the same, so it can be bisected.
-        self._reaches = list(accumulate((_rows(box)[1] for box in self.boxes), max))
-
-    @classmethod
-    def of_chunks(cls, chunks: Iterable[ChunkStorageMetadata]) -> BoxIndex:
-        """Of chunks as `.metadata` lists them."""
-        return cls([Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+        self._reaches = list(accumulate((stop for _, stop in rows), max))
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """The boxes that overlap `box`: their places in `boxes`, and the overlap."""
+        """The boxes that overlap `box`, in the order of rows: their numbers, and the overlap."""
         start, stop = _rows(box)
         # All boxes before the first place end by `start`; from the last on, all begin at `stop` or
         # later.
-        for place in range(bisect_right(self._reaches, start), bisect_left(self._starts, stop)):
-            overlap = box.overlap(self.boxes[place])
+        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
+        for number in self._order[first:last]:
+            overlap = box.overlap(self._boxes[number])
             if overlap is not None:
-                yield place, overlap
+                yield number, overlap
 
 
 def _rows(box: Box) -> tuple[int, int]:

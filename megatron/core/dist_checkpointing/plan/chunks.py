@@ -1,19 +1,19 @@
 """Which rank holds which part of a tensor, and which rank writes it: arithmetic, no communication.
 
-A *chunk* is a hyper-rectangle of a global tensor. From the layout of a flat buffer, the shape of
-the mesh and the placements, any rank computes every rank's chunks. Saving without communication
-rests on this.
+A *holding* is a box of a global tensor with the ranks that hold it. From the layout of a flat
+buffer, the shape of the mesh and the placements, any rank computes every rank's holdings. Saving
+without communication rests on this.
 
-[Note: owners] Chunks that several ranks hold are written once. All chunks that the same ranks hold
-are laid end to end and cut, between rows, into as many parts of equal bytes as there are ranks.
+[Note: owners] What several ranks hold is written once. All holdings of the same ranks are laid end
+to end and cut, between rows, into as many parts of equal bytes as there are ranks.
 Three tensors of 2, 4 and 3 rows of equal size, held by three ranks:
 
             P0      P1              P2
     rows    0   1 | 0   1   2   3 | 0   1   2
     owner   0   0   0 | 1   1   1 | 2   2   2
 
-So ranks write the same number of bytes to within a row, and a rank computes its share from its own
-chunks alone.
+So ranks write the same number of bytes to within a row, and a rank computes what it writes from its
+own holdings alone.
 """
 
 from __future__ import annotations
@@ -28,26 +28,22 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 
 
 class Holding(NamedTuple):
-    """A chunk, and the ranks that hold it."""
+    """A box of a tensor, and the ranks that hold it."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    box: Box
     ranks: tuple[int, ...] | range  # ascending
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
 
 class Holdings(Protocol):
     """How one tensor lies on the ranks."""
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        """The chunks of the tensor that have elements, in the order of their offsets.
+        """The boxes of the tensor that have elements, in the order of their offsets.
 
         Args:
             rank: only this rank's, in time that does not grow with the number of ranks.
@@ -114,7 +110,7 @@ class FlatShards:
 
     @cached_property
     def _all_holdings(self) -> list[list[Holding]]:
-        """The chunks of each tensor, in the order of its rows."""
+        """The holdings of each tensor, in the order of its rows."""
         # Made once: an optimizer has several states that lie as the weights do.
         # Sorted by their places in the buffer, which need not be those of the ranks in the mesh.
         found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
@@ -125,10 +121,10 @@ class FlatShards:
 
     def _holding(self, chunk: Chunk, ranks: tuple[int, ...]) -> Holding:
         tail = self.layout.tensor_shapes[chunk.tensor][1:]
-        return Holding((chunk.first_row, *(0,) * len(tail)), (chunk.num_rows, *tail), ranks)
+        return Holding(Box((chunk.first_row, *(0,) * len(tail)), (chunk.num_rows, *tail)), ranks)
 
     def holdings(self, tensor: int, rank: int | None) -> Sequence[Holding]:
-        """The chunks of a tensor; with `rank`, only its own."""
+        """The holdings of a tensor; with `rank`, only its own."""
         if rank is None:
             return self._all_holdings[tensor]
         if rank not in self._held_by:
@@ -137,7 +133,7 @@ class FlatShards:
 
     @cached_property
     def _held_by(self) -> dict[int, dict[int, tuple[Holding, ...]]]:
-        """The one chunk of each tensor, by rank, for ranks that have been asked about."""
+        """The one holding of each tensor, by rank, for ranks that have been asked about."""
         return {}
 
     def _holdings_of(self, rank: int) -> dict[int, tuple[Holding, ...]]:
@@ -171,26 +167,27 @@ class Section:
         self._num_rows = num_rows
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        # An expert is one of hundreds of sections: not every one looks at every rank's chunk.
+        # An expert is one of hundreds of sections: not every one looks at every holding.
         whole = self._whole.holdings(rank)
         first = bisect.bisect_right(whole, self._first_row, key=_stop_row)
         last = bisect.bisect_left(whole, self._first_row + self._num_rows, key=_first_row)
 
         found = []
-        for offsets, sizes, ranks in whole[first:last]:
+        for (offsets, sizes), ranks in whole[first:last]:
             start = max(offsets[0] - self._first_row, 0)
             stop = min(offsets[0] + sizes[0] - self._first_row, self._num_rows)
             if start < stop:
-                found.append(Holding((start, *offsets[1:]), (stop - start, *sizes[1:]), ranks))
+                box = Box((start, *offsets[1:]), (stop - start, *sizes[1:]))
+                found.append(Holding(box, ranks))
         return found
 
 
 def _first_row(holding: Holding) -> int:
-    return holding.offsets[0]
+    return holding.box.offsets[0]
 
 
 def _stop_row(holding: Holding) -> int:
-    return holding.offsets[0] + holding.sizes[0]
+    return holding.box.offsets[0] + holding.box.sizes[0]
 
 
 class EvenShards:
@@ -225,23 +222,19 @@ class EvenShards:
     def _all_holdings(self) -> list[Holding]:
         # Made once: many sections may be rows of this tensor.
         found = self._holdings([range(size) for size in self._mesh.shape])
-        return sorted(found, key=lambda holding: holding.offsets)
+        return sorted(found, key=lambda holding: holding.box.offsets)
 
     def _holdings(self, indices: Sequence[Sequence[int]]) -> list[Holding]:
-        """The chunks at these indices of each axis."""
+        """The holdings at these indices of each axis."""
         # On an axis that replicates, all ranks hold what the first one does.
         cuts = [
             (0,) if dim is None else own
             for own, dim in zip(indices, self._sharded_dims, strict=True)
         ]
         boxes = ((self._box(coordinate), coordinate) for coordinate in itertools.product(*cuts))
-        return [
-            Holding(offsets, sizes, self._ranks(coordinate))
-            for (offsets, sizes), coordinate in boxes
-            if math.prod(sizes)
-        ]
+        return [Holding(box, self._ranks(coordinate)) for box, coordinate in boxes if box.numel]
 
-    def _box(self, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _box(self, coordinate: tuple[int, ...]) -> Box:
         offsets, sizes = [0] * len(self._shape), list(self._shape)
         # Two axes may shard one dim; the second then cuts what the first has left.
         for index, num_ranks, dim in self._axes(coordinate):
@@ -249,7 +242,7 @@ class EvenShards:
                 most = -(-sizes[dim] // num_ranks)
                 start = min(index * most, sizes[dim])
                 offsets[dim], sizes[dim] = offsets[dim] + start, min(most, sizes[dim] - start)
-        return tuple(offsets), tuple(sizes)
+        return Box(tuple(offsets), tuple(sizes))
 
     def _ranks(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
         """All ranks with the same indices on the axes that shard."""
@@ -270,63 +263,59 @@ class Replicated:
     def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
         # A range finds a rank, and is hashed, in constant time, however many ranks it has.
         holders = ranks if isinstance(ranks, range) else tuple(ranks)
-        self._holding = Holding((0,) * len(shape), tuple(shape), holders)
+        self._holding = Holding(Box.whole(shape), holders)
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
         is_held = rank is None or rank in self._holding.ranks
-        return (self._holding,) if self._holding.numel and is_held else ()
+        return (self._holding,) if self._holding.box.numel and is_held else ()
 
 
-class Share(NamedTuple):
-    """A chunk with the one rank that writes it."""
-
-    tensor: int  # its number among those that were given
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rank: int
-
-
-def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> Iterator[Share]:
+def shares(
+    tensors: Sequence[tuple[Holdings, int]], rank: int | None = None
+) -> Iterator[tuple[int, Box, int]]:
     """Divides the tensors among the ranks that write them. See [Note: owners].
 
     Args:
         tensors: how each lies on the ranks, and the bytes of one element, in the same order on
             every rank.
-        rank: only what this rank writes, computed from its own chunks alone.
+        rank: only what this rank writes, computed from its own holdings alone.
 
     Yields:
-        The shares, in the order of the tensors.
+        (the tensor's number, a box of it, the one rank that writes it), in the order of tensors.
     """
-    # A rank knows all chunks that it shares with others, so its own chunks give the same totals as
+    # A rank knows all that it shares with others, so its own holdings give the same totals as
     # everybody's.
     held = [tensor.holdings(rank) for tensor, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
-        for holding in holdings:
-            if len(holding.ranks) > 1:
-                totals[holding.ranks] = totals.get(holding.ranks, 0) + holding.numel * itemsize
+        for box, ranks in holdings:
+            if len(ranks) > 1:
+                totals[ranks] = totals.get(ranks, 0) + box.numel * itemsize
 
-    before = dict.fromkeys(totals, 0)  # bytes that the same ranks hold in earlier chunks
+    before = dict.fromkeys(totals, 0)  # bytes that the same ranks hold in earlier holdings
     for number, ((_, itemsize), holdings) in enumerate(zip(tensors, held, strict=True)):
         for holding in holdings:
-            offsets, sizes, ranks = holding
+            box, ranks = holding
             if len(ranks) == 1:
-                yield Share(number, offsets, sizes, ranks[0])
+                yield number, box, ranks[0]
                 continue
-            nbytes = holding.numel * itemsize
-            yield from _cut(number, holding, nbytes, before[ranks], totals[ranks], rank)
+            nbytes = box.numel * itemsize
+            for part, owner in _cut(holding, nbytes, before[ranks], totals[ranks]):
+                if rank is None or owner == rank:
+                    yield number, part, owner
             before[ranks] += nbytes
 
 
-def _cut(
-    number: int, holding: Holding, nbytes: int, before: int, total: int, rank: int | None
-) -> Iterator[Share]:
-    """Cuts a chunk of several ranks, `before` bytes into the `total` that the same ranks hold."""
-    num_rows = holding.sizes[0] if holding.sizes else 1
-    row_bytes, num_ranks = nbytes // num_rows, len(holding.ranks)
+def _cut(holding: Holding, nbytes: int, before: int, total: int) -> Iterator[tuple[Box, int]]:
+    """Cuts what several ranks hold, `before` bytes into the `total` that the same ranks hold, into
+    boxes with the one rank that writes each.
+    """
+    (offsets, sizes), ranks = holding
+    num_rows = sizes[0] if sizes else 1
+    row_bytes, num_ranks = nbytes // num_rows, len(ranks)
 
-    # Begin with the first part that the chunk reaches into. A row belongs to the part in which it
-    # begins, so a part may turn out to have no row of the chunk.
+    # Begin with the first part that the box reaches into. A row belongs to the part in which it
+    # begins, so a part may turn out to have no row of the box.
     part = before * num_ranks // total
     row = 0
     while row < num_rows:
@@ -336,12 +325,7 @@ def _cut(
             stop = min(num_rows, -(-end_bytes // row_bytes))
 
         if stop > row:
-            owner = holding.ranks[part]
-            if rank is None or owner == rank:
-                if holding.sizes:
-                    offsets = (holding.offsets[0] + row, *holding.offsets[1:])
-                    yield Share(number, offsets, (stop - row, *holding.sizes[1:]), owner)
-                else:
-                    yield Share(number, (), (), owner)
+            own = Box((offsets[0] + row, *offsets[1:]), (stop - row, *sizes[1:])) if sizes else None
+            yield own or holding.box, ranks[part]
             row = stop
         part += 1

@@ -19,59 +19,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NoReturn
-
-import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from collections.abc import Iterable
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 
 # With sizes of 0 counted as 1: torch overflows beyond this even in a tensor without elements.
 _MAX_ELEMENTS = 1 << 59
 _MAX_CUT_DIMS = 8  # a box cut along so many dimensions has 256 corners
 
 
-def check_coverage(metadata: Metadata, source: str) -> None:
-    """Proves that the chunks of every tensor tile it, and that every blob has a place in a file.
+def check_coverage(tensors: Iterable[SavedTensor], source: str) -> None:
+    """Proves that the chunks of every tensor tile it. See [Note: coverage].
 
     Raises:
-        CheckpointDamagedError: naming the key and the place, for a chunk outside of its tensor, an
-            element in no chunk or in several, or a chunk or plain value without a place in a file.
+        CheckpointDamagedError: naming the key and the place, for a chunk outside of its tensor, and
+            for an element in no chunk or in several.
     """
-    # Looked up a hundred thousand times; hashing a `MetadataIndex` runs Python code.
-    stored = {(index.fqn, index.offset) for index in metadata.storage_data}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, dcp.TensorStorageMetadata):
-            _check_tiling(key, entry, source)
-            needed: list[torch.Size | None] = [chunk.offsets for chunk in entry.chunks]
-        else:
-            needed = [None]
-        for offsets in needed:
-            if (key, offsets) not in stored:
-                place = "" if offsets is None else f" at {tuple(offsets)}"
-                raise CheckpointDamagedError(
-                    f"Expected {source} to say where {key}{place} is stored, got no place."
-                )
+    for tensor in tensors:
+        _check_tiling(tensor, source)
 
 
-def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> None:
-    """Proves that the chunks are a tiling. See [Note: coverage]."""
-    if math.prod(max(size, 1) for size in tensor.size) > _MAX_ELEMENTS:
+def _check_tiling(tensor: SavedTensor, source: str) -> None:
+    key, shape = tensor.key, tensor.shape
+    if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
         raise CheckpointDamagedError(
-            f"Expected {key} in {source} to have at most {_MAX_ELEMENTS} elements, got "
-            f"{tuple(tensor.size)}."
+            f"Expected {key} in {source} to have at most {_MAX_ELEMENTS} elements, got {shape}."
         )
 
     # Corners matter only in the dimensions that are cut; mostly it is one.
-    cut_dims = _cut_dims(key, tensor, source)
-    if 0 in tensor.size:
+    cut_dims = _cut_dims(tensor, source)
+    if 0 in shape:
         return
     signs = [math.prod(choice) for choice in itertools.product((1, -1), repeat=len(cut_dims))]
-    own_corners = itertools.product(*((0, tensor.size[dim]) for dim in cut_dims))
+    own_corners = itertools.product(*((0, shape[dim]) for dim in cut_dims))
     left = {corner: -sign for corner, sign in zip(own_corners, signs, strict=True)}
     for chunk in tensor.chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
+        offsets, sizes = chunk.box
         corners = itertools.product(
             *[(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut_dims]
         )
@@ -80,7 +64,7 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
 
     wrong = min((corner for corner, number in left.items() if number), default=None)
     if wrong is not None:
-        place = [0] * len(tensor.size)
+        place = [0] * len(shape)
         for dim, offset in zip(cut_dims, wrong, strict=True):
             place[dim] = offset
         raise CheckpointDamagedError(
@@ -89,30 +73,25 @@ def _check_tiling(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> N
         )
 
 
-def _cut_dims(key: str, tensor: dcp.TensorStorageMetadata, source: str) -> list[int]:
+def _cut_dims(tensor: SavedTensor, source: str) -> list[int]:
     """The dimensions along which chunks are cut. CheckpointDamagedError for a chunk outside."""
-    shape = tuple(tensor.size)
+    shape = tensor.shape
     cut_dims: set[int] = set()
     for chunk in tensor.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            _fail_outside(key, shape, chunk, source)
-        for dim, size in enumerate(chunk.sizes):
+        offsets, sizes = chunk.box
+        is_inside = len(offsets) == len(sizes) == len(shape)
+        for dim, size in enumerate(sizes if is_inside else ()):
+            is_inside = is_inside and offsets[dim] + size <= shape[dim]
             if size != shape[dim]:
                 cut_dims.add(dim)
-            if chunk.offsets[dim] + size > shape[dim]:
-                _fail_outside(key, shape, chunk, source)
+        if not is_inside:
+            raise CheckpointDamagedError(
+                f"Expected chunks of {tensor.key} inside {shape} in {source}, got {sizes} at "
+                f"{offsets}."
+            )
     if len(cut_dims) > _MAX_CUT_DIMS:
         raise CheckpointDamagedError(
-            f"Expected {key} in {source} to be cut along at most {_MAX_CUT_DIMS} dimensions, got "
-            f"{len(cut_dims)}."
+            f"Expected {tensor.key} in {source} to be cut along at most {_MAX_CUT_DIMS} "
+            f"dimensions, got {len(cut_dims)}."
         )
     return sorted(cut_dims)
-
-
-def _fail_outside(
-    key: str, shape: tuple[int, ...], chunk: dcp.ChunkStorageMetadata, source: str
-) -> NoReturn:
-    raise CheckpointDamagedError(
-        f"Expected chunks of {key} inside {shape} in {source}, got {tuple(chunk.sizes)} at "
-        f"{tuple(chunk.offsets)}."
-    )

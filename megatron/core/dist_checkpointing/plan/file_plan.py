@@ -1,20 +1,24 @@
-"""Where every rank's shares of a state lie in its data file. By arithmetic, rank 0 knows all files.
+"""Where all that every rank writes lies in its data file. By arithmetic, rank 0 knows all files.
 
-A file consists of blobs as `torch.save` writes them, one per share, in the order of the state. Each
+A file consists of blobs as `torch.save` writes them, one per chunk, in the order of the state. Each
 is placed so that its data begins at a multiple of 4096 bytes, as direct I/O wants it. The bytes
-between blobs are zeros.
+between blobs are zeros. Plain data lies behind all tensors, in rank 0's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
-from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS, Index
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 
 
 class SavedAs(NamedTuple):
@@ -26,47 +30,57 @@ class SavedAs(NamedTuple):
     holdings: Holdings
 
 
-class Placed(NamedTuple):
-    """A share, and its blob's place in the file of the rank that writes it."""
-
-    tensor: int  # its number among those that were given
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rank: int
-    blob_offset: int  # bytes
-    blob: BlobLayout
-
-    @property
-    def data_offset(self) -> int:
-        """Bytes from the beginning of the file to the data, a multiple of 4096."""
-        return self.blob_offset + self.blob.header_nbytes
-
-    @property
-    def stop(self) -> int:
-        """Bytes from the beginning of the file to the end of the blob."""
-        return self.blob_offset + self.blob.nbytes
-
-
-def place(tensors: Sequence[SavedAs], rank: int | None = None) -> Iterator[Placed]:
-    """The blobs of all files, or of one rank's, in the order of the tensors.
+def plan_index(
+    save_id: str,
+    tensors: Sequence[SavedAs],
+    plain_nbytes: Mapping[str, int],
+    rank: int | None = None,
+) -> Index:
+    """The index of a checkpoint that is to be written.
 
     Args:
         tensors: the same on every rank.
-        rank: whose file; None: all.
+        plain_nbytes: of the blob of each piece of plain data.
+        rank: for its chunks alone, in time that does not grow with the number of ranks; None: for
+            those of all.
+
+    Raises:
+        ValueError: for two tensors, or plain data, of one key, and for a key that is too long.
     """
+    _check_keys([*(tensor.key for tensor in tensors), *plain_nbytes])
+    saved = [SavedTensor(key, dtype, shape, []) for key, dtype, shape, _ in tensors]
     ends: dict[int, int] = {}  # of the files so far, by rank
-    # Most shares are as large as another: a layout is looked up a hundred thousand times.
-    blobs: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
+    # Most chunks are as large as another: a layout is looked up a hundred thousand times.
+    layouts: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
 
     held = [(each.holdings, each.dtype.itemsize) for each in tensors]
-    for number, offsets, sizes, owner in shares(held, rank):
-        dtype = tensors[number].dtype
-        blob = blobs.get((dtype, sizes))
-        if blob is None:
-            blob = blobs[dtype, sizes] = blob_layout(dtype, sizes)
+    for number, box, owner in shares(held, rank):
+        dtype = saved[number].dtype
+        layout = layouts.get((dtype, box.sizes))
+        if layout is None:
+            layout = layouts[dtype, box.sizes] = blob_layout(dtype, box.sizes)
 
         # The data is aligned, not the blob: the header ends where the data begins.
-        blocks = -(-(ends.get(owner, 0) + blob.header_nbytes) // DATA_ALIGNMENT)
-        blob_offset = blocks * DATA_ALIGNMENT - blob.header_nbytes
-        ends[owner] = blob_offset + blob.nbytes
-        yield Placed(number, offsets, sizes, owner, blob_offset, blob)
+        blocks = -(-(ends.get(owner, 0) + layout.header_nbytes) // DATA_ALIGNMENT)
+        offset = blocks * DATA_ALIGNMENT
+        ends[owner] = offset - layout.header_nbytes + layout.nbytes
+        saved[number].chunks.append(Chunk(box, owner, data_file(owner), offset))
+
+    plain = {}
+    for key, nbytes in plain_nbytes.items() if rank in (None, 0) else ():
+        chunk = Chunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
+        plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
+        ends[0] = chunk.offset + nbytes
+    return Index(save_id, {tensor.key: tensor for tensor in saved}, plain)
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    # A checkpoint that its own readers would refuse must not be written.
+    repeated = [key for key, count in Counter(keys).items() if count > 1]
+    if repeated:
+        raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
+    longest = max(keys, key=len, default="")
+    if len(longest) > MAX_KEY_CHARS:
+        raise ValueError(
+            f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}."
+        )

@@ -372,9 +372,7 @@ class CheckpointManager:
         try:
             if writer.failure is not None:
                 raise writer.failure
-            assert writer.manifest is not None, "it has finished and not failed"
-            own, patience = writer.manifest, self._timeout_seconds
-            is_tracked = publish(draft, contents, train_state, own, patience)
+            is_tracked = publish(draft, contents, train_state, self._timeout_seconds)
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)

@@ -1,18 +1,19 @@
-"""The publication of all ranks' files: rank 0 composes the metadata, awaits manifests, publishes.
+"""The publication of all ranks' files: rank 0 composes the index, awaits manifests, publishes.
 
-Arithmetic tells what each rank must have written, so every manifest is compared with it, key by key
-and offset by offset.
+Arithmetic tells what each rank must have written, and where. A manifest has a digest of what its
+rank has reckoned, so a rank that saves another model, or another part of it, is found out.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.format.index import Index, manifest_problems
 from megatron.core.dist_checkpointing.format.manifest import (
+    INDEX_FILE,
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
@@ -23,14 +24,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import (
-    SavedChunk,
-    SavedPlain,
-    SavedTensor,
-    compose_metadata,
-)
+from megatron.core.dist_checkpointing.format.metadata import compose_metadata
 from megatron.core.dist_checkpointing.format.names import path_of, track
-from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
 from megatron.core.dist_checkpointing.save.writer import (
     ABANDONED_FILE,
     Draft,
@@ -39,7 +34,7 @@ from megatron.core.dist_checkpointing.save.writer import (
     read_reason,
     release,
 )
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
 
 logger = logging.getLogger(__name__)
@@ -48,14 +43,11 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the fold
 _PATIENCE = 10.0  # seconds for which a file system may fail to tell the outcome of a save
 
 
-def publish(
-    draft: Draft, contents: Contents, train_state: bytes, own: Manifest, timeout_seconds: float
-) -> bool:
+def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_seconds: float) -> bool:
     """Rank 0's part of a save, once its own file and manifest are written.
 
     Args:
         train_state: the content of `train_state.json`.
-        own: rank 0's manifest.
         timeout_seconds: how long to wait for the other ranks.
 
     Returns:
@@ -66,20 +58,29 @@ def publish(
             Nothing has been published then.
         OSError: if the file system failed here.
     """
-    # Before waiting: rank 0 composes the metadata while the other ranks still write.
-    plain = [SavedPlain(c.key, 0, c.blob_offset, c.blob_nbytes) for c in own.chunks if not c.dtype]
-    metadata, expected = _compose(contents, plain)
-
+    # Before waiting: rank 0 composes them while the other ranks still write.
+    index = contents.index(draft.save_id)
+    own_files = {
+        METADATA_FILE: compose_metadata(index.tensors.values(), index.plain.values()),
+        INDEX_FILE: index.to_bytes(),
+        TRAIN_STATE_FILE: train_state,
+    }
     files = {}
-    for name, content in ((METADATA_FILE, metadata), (TRAIN_STATE_FILE, train_state)):
+    for name, content in own_files.items():
+        _check_size(name, content, index)
         draft.store.write(draft.path(name), content)
         files[name] = FileRecord(len(content), digest(content))
 
-    entries = contents.entries
     for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
-        _check(draft, entries, manifest, rank, expected[rank], plain if rank == 0 else [])
+        source = draft.shown(manifest_file(rank))
+        for problem in manifest_problems(manifest, rank, index, source):
+            raise CheckpointError(problem)
         files[manifest_file(rank)] = FileRecord(len(content), digest(content))
-        files[data_file(rank)] = FileRecord(manifest.nbytes, None)
+        size, nbytes = draft.store.size(draft.path(data_file(rank))), index.data_file_nbytes(rank)
+        if size != nbytes:
+            where = draft.shown(data_file(rank))
+            raise CheckpointError(f"Expected {nbytes} bytes in {where}, got {size}.")
+        files[data_file(rank)] = FileRecord(size, None)
 
     draft.check()
     is_durable = _commit(draft, Marker(draft.save_id, draft.iteration, draft.world_size, files))
@@ -242,58 +243,11 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {few([str(rank) for rank in sorted(ranks)])}"
 
 
-def _compose(contents: Contents, plain: list[SavedPlain]) -> tuple[bytes, dict[int, list[Placed]]]:
-    """The content of `.metadata`, and the blobs that each rank must have written."""
-    saved = [entry.saved_as for entry in contents.entries]
-    expected: dict[int, list[Placed]] = defaultdict(list)
-    chunks: list[list[SavedChunk]] = [[] for _ in saved]
-    for placed in place(saved):
-        expected[placed.rank].append(placed)
-        where = (placed.rank, placed.blob_offset, placed.blob.nbytes)
-        chunks[placed.tensor].append(SavedChunk(placed.offsets, placed.sizes, *where))
-
-    tensors = [
-        SavedTensor(each.key, each.dtype, each.shape, own)
-        for each, own in zip(saved, chunks, strict=True)
-    ]
-    metadata = compose_metadata(tensors, plain)
+def _check_size(name: str, content: bytes, index: Index) -> None:
     # A reader refuses more, and a checkpoint that cannot be loaded must not be published.
-    if len(metadata) > MAX_METADATA_BYTES:
+    if len(content) > MAX_METADATA_BYTES:
+        num_chunks = sum(len(tensor.chunks) for tensor in index.all_tensors)
         raise CheckpointError(
-            f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {len(metadata)} of "
-            f"{sum(map(len, chunks))} chunks."
+            f"Expected {name} to have at most {MAX_METADATA_BYTES} bytes, got {len(content)} of "
+            f"{num_chunks} chunks."
         )
-    return metadata, expected
-
-
-def _check(
-    draft: Draft,
-    entries: Sequence[Entry],
-    manifest: Manifest,
-    rank: int,
-    expected: list[Placed],
-    plain: list[SavedPlain],
-) -> None:
-    """CheckpointError if a rank's manifest, or the size of its file, differs from the plan."""
-    source = draft.shown(manifest_file(rank))
-    if manifest.rank != rank:
-        raise CheckpointError(f"Expected rank {rank} in {source}, got {manifest.rank}.")
-
-    wanted = [
-        (entries[p.tensor].key, p.offsets, p.sizes, p.blob_offset, p.blob.nbytes) for p in expected
-    ] + [(p.key, (), (), p.blob_offset, p.blob_nbytes) for p in plain]
-    got = [(c.key, c.offsets, c.sizes, c.blob_offset, c.blob_nbytes) for c in manifest.chunks]
-    for one, other in zip(wanted, got, strict=False):
-        if one != other:
-            raise CheckpointError(
-                f"Expected rank {rank} to have written {one}, got {other} in {source}."
-            )
-    if len(wanted) != len(got):
-        raise CheckpointError(
-            f"Expected {len(wanted)} chunks of rank {rank}, got {len(got)} in {source}."
-        )
-
-    nbytes = draft.store.size(draft.path(data_file(rank)))
-    if nbytes != manifest.nbytes:
-        file = draft.shown(data_file(rank))
-        raise CheckpointError(f"Expected {manifest.nbytes} bytes in {file}, got {nbytes}.")

@@ -17,7 +17,6 @@ synced at all, so a rank whose disk no longer syncs can still leave one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import threading
@@ -26,18 +25,17 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.format.blob import blob_frame
+from megatron.core.dist_checkpointing.format.index import Index, blob_place
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
-    ChunkRecord,
     Manifest,
     data_file,
     digests_of,
-    dtype_name,
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
-from megatron.core.dist_checkpointing.plan.file_plan import Placed, place
+from megatron.core.dist_checkpointing.plan.saved import Chunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
@@ -152,13 +150,12 @@ def read_reason(draft: Draft, file: str) -> str | None:
 
 
 class RankWriter:
-    """Writes this rank's shares of the contents, group by group.
+    """Writes this rank's chunks of the contents, group by group.
 
     No method raises: training goes on when a save fails. After the first failure, the other calls
     do nothing.
 
     Attributes:
-        manifest: once everything has been written.
         failure: the first error.
         may_be_published: whether rank 0 may have found the manifest, whatever failed here.
     """
@@ -166,7 +163,6 @@ class RankWriter:
     def __init__(
         self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane
     ) -> None:
-        self.manifest: Manifest | None = None
         self.failure: BaseException | None = None
         self.may_be_published = False
         self._draft = draft
@@ -175,14 +171,11 @@ class RankWriter:
         self._pool = pool
         self._disk = disk
         self._file: DataFileWriter | None = None
-        # Entries are numbered through all groups, as the plan numbers them.
-        counts = (len(group.entries) for group in contents.groups)
-        self._first_entries = list(itertools.accumulate(counts, initial=0))
-        self._shares: dict[int, list[Placed]] = {}  # by the entry's number
-        self._records: list[ChunkRecord] = []
+        self._index: Index | None = None  # of this rank's chunks alone
+        self._digests: list[tuple[str, ...]] = []  # of each chunk so far
 
     def write_group(self, number: int) -> None:
-        """Waits for updates of the group's unit that are under way, and writes its shares.
+        """Waits for updates of the group's unit that are under way, and writes its chunks.
 
         When this returns, its memory has been read, or never will be.
         """
@@ -205,21 +198,20 @@ class RankWriter:
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
 
-        file = self._open()
-        for index, entry in enumerate(entries, start=self._first_entries[number]):
-            for share in self._shares.get(index, ()):
+        file, index = self._open()
+        for entry in entries:
+            for chunk in index.tensors[entry.key].chunks:
                 self._draft.check()
-                self._write_share(file, entry, share, is_awaited=unit is not None)
+                self._write_chunk(file, index, entry, chunk, is_awaited=unit is not None)
 
-    def _open(self) -> DataFileWriter:
+    def _open(self) -> tuple[DataFileWriter, Index]:
         # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.
-        if self._file is None:
+        if self._file is None or self._index is None:
             self._draft.check()
-            for share in place([entry.saved_as for entry in self._contents.entries], self._rank):
-                self._shares.setdefault(share.tensor, []).append(share)
+            self._index = self._contents.index(self._draft.save_id, self._rank)
             sink = LateSink(self._make_file, self._draft.check)
             self._file = DataFileWriter(sink, self._pool, self._disk)
-        return self._file
+        return self._file, self._index
 
     def _make_file(self) -> DataSink:
         """On the disk's lane."""
@@ -232,54 +224,38 @@ class RankWriter:
         store.make_folder(self._draft.name)
         return store.open_data(self._draft.path(data_file(self._rank)))
 
-    def _write_share(
-        self, file: DataFileWriter, entry: Entry, share: Placed, *, is_awaited: bool
+    def _write_chunk(
+        self, file: DataFileWriter, index: Index, entry: Entry, chunk: Chunk, *, is_awaited: bool
     ) -> None:
         """Writes a blob.
 
         Args:
             is_awaited: whether the next update of the tensor waits until it has been read.
         """
-        header, footer = blob_frame(entry.saved_as.dtype, share.sizes)
+        tensor = index.tensors[entry.key]
+        header, footer = blob_frame(tensor.dtype, chunk.box.sizes)
         stored = entry.values.as_stored()
         # Only an update that waits is worth memory for staging; the disk can make others wait.
         file.is_staging = is_awaited and lies_on_device(stored.tensor)
 
-        file.pad_to(share.blob_offset)
+        file.pad_to(blob_place(tensor, chunk)[0])
         file.write(header)
-        digests = file.write_tensor(_rows_of(entry, share, stored.tensor), stored.scale)
+        self._digests.append(file.write_tensor(_rows_of(entry, chunk, stored.tensor), stored.scale))
         file.write(footer)
-        self._records.append(
-            ChunkRecord(
-                entry.key,
-                dtype_name(entry.saved_as.dtype),
-                share.offsets,
-                share.sizes,
-                share.blob_offset,
-                share.blob.nbytes,
-                share.data_offset,
-                share.blob.data_nbytes,
-                digests,
-            )
-        )
 
     def _finish(self) -> None:
-        file = self._open()
-        # Plain data is the same on every rank.
-        if self._rank == 0:
-            for key, value in self._contents.plain.items():
-                blob = plain_blob(value)
-                where = (file.position, len(blob))  # of the blob, which is all data
-                file.write(blob)
-                digests = digests_of(blob)
-                self._records.append(ChunkRecord(key, "", (), (), *where, *where, digests))
+        file, index = self._open()
+        # Plain data is the same on every rank, and rank 0's is written.
+        for key in index.plain:
+            blob = self._contents.plain_blobs[key]
+            file.write(blob)
+            self._digests.append(digests_of(blob))
 
         self._draft.check()
-        nbytes, records = file.finish(), tuple(self._records)
-        name = data_file(self._rank)
-        manifest = Manifest(self._draft.save_id, self._rank, name, nbytes, records)
+        file.finish()
+        plan = index.plan_of(self._rank)
+        manifest = Manifest(self._draft.save_id, self._rank, plan, tuple(self._digests))
         self._hand_over(manifest.to_bytes())
-        self.manifest = manifest
 
     def _hand_over(self, content: bytes) -> None:
         """Makes the manifest visible. See [Note: last step]."""
@@ -311,9 +287,7 @@ class RankWriter:
         give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
 
 
-def _rows_of(entry: Entry, share: Placed, tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a share, as a view of the memory that this rank holds."""
-    part = entry.part_of(tensor)
-    if share.sizes:
-        part = part.narrow(0, share.offsets[0] - entry.offsets[0], share.sizes[0])
-    return part
+def _rows_of(entry: Entry, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a chunk, as a view of the memory that this rank holds."""
+    part, (offsets, sizes) = entry.part_of(tensor), chunk.box
+    return part.narrow(0, offsets[0] - entry.offsets[0], sizes[0]) if sizes else part

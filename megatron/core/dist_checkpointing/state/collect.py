@@ -279,7 +279,7 @@ class _Collector:
 
         # A rank holds at most one chunk of a parameter.
         for own in holdings.holdings(self._rank):
-            return _Place(holdings, own.offsets, own.sizes)
+            return _Place(holdings, *own.box)
         return _Place(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
 
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.metadata import differences, tensors_of
+from megatron.core.dist_checkpointing.format.metadata_reading import saved_tensors
+from megatron.core.dist_checkpointing.plan.saved import differences
 from megatron.core.optimizer.torch_optimizer import init_states
 
 
@@ -93,7 +94,7 @@ def check_tensors(
     # By the keys that DCP gives the values of nested dicts.
     flat = flatten(wanted).items()
     tensors = {key: value for key, value in flat if isinstance(value, torch.Tensor)}
-    saved = tensors_of(metadata)
+    saved = saved_tensors(metadata, path)
     extra = [key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)]
 
     problems = []
@@ -103,6 +104,6 @@ def check_tensors(
         problems.append(f"the model has no {few(extra)}")
     for key, value in tensors.items():
         if key in saved:
-            problems += differences(key, saved[key], value.shape, value.dtype)
+            problems += differences(saved[key], tuple(value.shape), value.dtype)
     if problems:
         raise other_model(path, problems)

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
+from megatron.core.dist_checkpointing.format.blob import plain_blob
+from megatron.core.dist_checkpointing.format.index import Index
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
 from megatron.core.dist_checkpointing.state.dcp_hooks import describe
 from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
@@ -217,6 +220,18 @@ class Contents:
         scale are copies in fp32, and can only be saved.
         """
         return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
+
+    @cached_property
+    def plain_blobs(self) -> dict[str, bytes]:
+        """What `torch.save` makes of the plain data, by key."""
+        return {key: plain_blob(value) for key, value in self.plain.items()}
+
+    def index(self, save_id: str, rank: int | None = None) -> Index:
+        """The index of a checkpoint of this; with `rank`, of its chunks alone."""
+        # Rank 0 writes the plain data, which is the same on every rank.
+        plain = self.plain_blobs if rank in (None, 0) else {}
+        nbytes = {key: len(blob) for key, blob in plain.items()}
+        return plan_index(save_id, [entry.saved_as for entry in self.entries], nbytes, rank)
 
     def frozen(self) -> Contents:
         """The same with copies of entries that do not wait for their readers."""
