@@ -8,14 +8,14 @@ against the index; and goes on after a problem.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout
-from megatron.core.dist_checkpointing.format.index import Index, blob_place, manifest_problems
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES, blob_frame
+from megatron.core.dist_checkpointing.format.index import Index, manifest_problems
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     INDEX_FILE,
@@ -78,6 +78,9 @@ class Audit:
         self._progress = progress
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._writer_torch = torch.__version__
+        # Bytes before and behind the data in the blob of each chunk. Another version of torch may
+        # have written other ones than this would, so `.metadata` is asked.
+        self._frames: dict[Chunk, tuple[int, int]] = {}
 
     def run(self) -> None:
         """Goes through all files."""
@@ -91,7 +94,7 @@ class Audit:
             self._writer_torch = versions.get("torch", self._writer_torch)
 
         index = self._attempt(lambda: self._read_index(marker))
-        self._attempt(lambda: self._check_metadata(marker, index))
+        self._attempt(lambda: self._read_metadata(marker, index))
         if marker is not None:
             self._check_further_files(marker)
         if index is not None:
@@ -120,7 +123,7 @@ class Audit:
         content, source = self._content(INDEX_FILE, marker)
         return Index.from_bytes(content, marker, source)
 
-    def _check_metadata(self, marker: Marker | None, index: Index | None) -> None:
+    def _read_metadata(self, marker: Marker | None, index: Index | None) -> None:
         """Holds what other programs read against the index."""
         content, source = self._content(METADATA_FILE, marker)
         metadata = parse_metadata(content, source)
@@ -128,18 +131,32 @@ class Audit:
         if index is None:
             return
 
-        for key, tensor in _as_blobs(index).items():
-            if found.get(key) != tensor:
+        blobs = {(i.relative_path, i.offset): i.length for i in metadata.storage_data.values()}
+        for key, tensor in index.tensors.items():
+            is_elsewhere = any(not chunk.file.endswith(".distcp") for chunk in tensor.chunks)
+            if not is_elsewhere and not self._is_same(tensor, found.get(key), blobs):
                 self.problems.append(
                     f"Expected {key!r} in {source} as {INDEX_FILE} has it, got another, or none."
                 )
-        for key in found.keys() - index.tensors.keys():
-            self.problems.append(f"Expected keys of {INDEX_FILE} in {source}, got {key!r}.")
-        if set(plain_keys(metadata)) != index.plain.keys():
-            self.problems.append(
-                f"Expected the plain data {sorted(index.plain)} in {source}, got "
-                f"{sorted(plain_keys(metadata))}."
-            )
+        got, wanted = {*found, *plain_keys(metadata)}, {*index.tensors, *index.plain}
+        if got - wanted or index.plain.keys() - set(plain_keys(metadata)):
+            keys = few(sorted(got - wanted)) or f"not all of {few(list(index.plain))}"
+            self.problems.append(f"Expected the keys of {INDEX_FILE} in {source}, got {keys}.")
+
+    def _is_same(
+        self, tensor: SavedTensor, found: SavedTensor | None, blobs: Mapping[tuple[str, int], int]
+    ) -> bool:
+        """Whether `.metadata` has the tensor with the same chunks, and their data in its blobs."""
+        if found is None or found[:3] != tensor[:3] or len(found.chunks) != len(tensor.chunks):
+            return False
+        for own, blob in zip(tensor.chunks, found.chunks, strict=True):
+            header = own.offset - blob.offset
+            footer = blobs[blob.file, blob.offset] - header - tensor.chunk_nbytes(own)
+            is_around = min(header, footer) >= 0 and header + footer <= MAX_FRAME_BYTES
+            if own[:3] != blob[:3] or not is_around:
+                return False
+            self._frames[own] = (header, footer)
+        return True
 
     def _check_further_files(self, marker: Marker) -> None:
         """Small files of the checkpoint that no load reads."""
@@ -155,7 +172,7 @@ class Audit:
                 by_file.setdefault(written.chunk.file, []).append(written)
 
         for file, chunks in by_file.items():
-            self._attempt(functools.partial(self._check_file, file, chunks, index, marker))
+            self._attempt(functools.partial(self._check_file, file, chunks, marker))
 
     def _written(self, rank: int, index: Index, marker: Marker | None) -> Iterator[_Written]:
         """What a rank has written, if its manifest says so."""
@@ -171,18 +188,17 @@ class Audit:
             for place, digests in zip(index.chunks_by_rank[rank], manifest.digests, strict=True):
                 yield _Written(*place, digests)
 
-    def _check_file(
-        self, file: str, chunks: list[_Written], index: Index, marker: Marker | None
-    ) -> None:
-        end = 0
+    def _check_file(self, file: str, chunks: list[_Written], marker: Marker | None) -> None:
+        # Unless `.metadata` tells of frames, nothing is known of the bytes between data.
+        is_known, end = bool(self._frames) or not file.endswith(".distcp"), 0
         for written in sorted(chunks, key=lambda each: each.chunk.offset):
             tensor, chunk, _ = written
-            has_frame = tensor.key in index.tensors and file.endswith(".distcp")
-            header, footer = _frame_lengths(tensor, chunk) if has_frame else (0, 0)
-            self._check_zeros(file, end, chunk.offset - header)
+            header, footer = self._frames.get(chunk, (0, 0))
+            if is_known:
+                self._check_zeros(file, end, chunk.offset - header)
             self._check_chunk(written, header, footer)
             end = chunk.offset + tensor.chunk_nbytes(chunk) + footer
-        if marker is not None:
+        if is_known and marker is not None:
             self._check_zeros(file, end, marker.files[file].nbytes)
 
     def _check_chunk(self, written: _Written, header_nbytes: int, footer_nbytes: int) -> None:
@@ -233,23 +249,3 @@ class Audit:
         self.num_bytes += nbytes
         self._progress(nbytes)
         return into
-
-
-def _frame_lengths(tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
-    """The bytes before and behind the data of a chunk in its blob."""
-    layout = blob_layout(tensor.dtype, chunk.box.sizes)
-    return layout.header_nbytes, layout.nbytes - layout.header_nbytes - layout.data_nbytes
-
-
-def _as_blobs(index: Index) -> dict[str, SavedTensor]:
-    """The tensors of `.distcp` files as `.metadata` has them: places are those of the blobs."""
-    found = {}
-    for key, tensor in index.tensors.items():
-        chunks = [
-            chunk._replace(offset=blob_place(tensor, chunk)[0])
-            for chunk in tensor.chunks
-            if chunk.file.endswith(".distcp")
-        ]
-        if chunks or not tensor.chunks:
-            found[key] = tensor._replace(chunks=chunks)
-    return found

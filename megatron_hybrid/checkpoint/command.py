@@ -7,6 +7,7 @@
     python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
     python -m tools.checkpoint export runs/gpt_cpu exports/gpt --format hf
+    python -m tools.checkpoint upgrade runs/of_version_1 runs/of_version_2
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
 fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
@@ -36,6 +37,8 @@ from megatron.core.dist_checkpointing.format.names import (
     iteration_of,
     parse_folder,
     path_of,
+    published_iterations,
+    track,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
@@ -49,7 +52,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_train_state,
 )
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
-from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, open_store
+from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
@@ -59,6 +62,7 @@ from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sent
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
+from megatron_hybrid.checkpoint.upgrade import upgrade_checkpoint
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
@@ -155,7 +159,8 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
         if row["format"] is not None:
             row["state"] = "published"
     except CheckpointError as error:
-        row |= {"state": "damaged", "problem": str(error)}
+        is_damaged = isinstance(error, CheckpointDamagedError)
+        row |= {"state": "damaged" if is_damaged else "unreadable", "problem": str(error)}
     return row
 
 
@@ -358,6 +363,28 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
 
 
+def upgrade(arguments: argparse.Namespace) -> int:
+    """Makes a checkpoint of format version 1, or a folder of them, one of the present version."""
+    source, target = Path(arguments.old).resolve(), Path(arguments.new).resolve()
+    if iteration_of(source.name) is not None:
+        if source.name != target.name:
+            raise CheckpointError(f"Expected {source.name} as the new name, got {target.name}.")
+        source, names, target = source.parent, [source.name], target.parent
+    else:
+        names = [checkpoint_name(each) for each in published_iterations(LocalStore(source))]
+    if not names:
+        raise CheckpointError(f"Expected checkpoints in {source}, got none.")
+
+    for name in names:
+        upgrade_checkpoint(LocalStore(source), name, LocalStore(target))
+        if not arguments.json:
+            _print(f"{target / name}: upgraded")
+    track(LocalStore(target), max(iteration_of(name) or 0 for name in names))
+    if arguments.json:
+        _print_json({"target": str(target), "checkpoints": names})
+    return 0
+
+
 def export(arguments: argparse.Namespace) -> int:
     """Exports a run's model for the transformers library: weights, config and tokenizer."""
     summary = export_run(arguments)
@@ -427,6 +454,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     converted.add_argument(
         "--prefix", default="", help="put before every key of a file, e.g. model."
     )
+    add("upgrade", upgrade, "old", "new")
     exported = add("export", export, "run", "out")
     exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
     add_export_flags(exported)

@@ -1,7 +1,7 @@
 """`index.json`: everything that a load has to know of a checkpoint, in one file.
 
     {"format_version": 2, "save_id": ..., "writers": [[file, rank], ...],
-     "tensors": {key: [dtype, shape, [[writer, offset, box's offsets, box's sizes], ...]], ...},
+     "tensors": {key: [dtype, shape, [[writer, offset, *box's offsets, *box's sizes], ...]], ...},
      "plain": ..., "exported": ...}
 
 A *writer* is a file with a rank that writes to it; a chunk names it by its number. `.metadata` has
@@ -10,7 +10,6 @@ the same for PyTorch, as a pickle, of what lies in `.distcp` files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,8 +174,8 @@ def _tensors_to_json(
     lines = []
     for key, (_, dtype, shape, chunks) in tensors.items():
         places = [
-            [writers.setdefault((file, rank), len(writers)), offset, *box]
-            for box, rank, file, offset in chunks
+            [writers.setdefault((file, rank), len(writers)), offset, *offsets, *sizes]
+            for (offsets, sizes), rank, file, offset in chunks
         ]
         lines.append(f"\n{to_json(key)}:{to_json([dtype_name(dtype), shape, places])}")
     return "{" + ",".join(lines) + "}"
@@ -216,19 +215,18 @@ class _Reader:
         expect(isinstance(dtype, str) and dtype in DTYPES, "a dtype", dtype, where)
         expect(is_counts(shape), "a shape", shape, where)
         expect(isinstance(chunks, list), "a list of chunks", chunks, where)
-        found = [self._chunk(chunk, where) for chunk in chunks]
+        found = [self._chunk(chunk, len(shape), where) for chunk in chunks]
         return SavedTensor(key, DTYPES[dtype], tuple(shape), found)
 
-    def _chunk(self, values: Any, where: str) -> Chunk:
-        is_whole = isinstance(values, list) and len(values) == 4
-        expect(is_whole, "a chunk of 4 values", values, where)
-        writer, offset, offsets, sizes = values
-        is_place = is_count(offset) and is_count(writer) and writer < len(self._writers)
-        expect(is_place, "a chunk's place", values, where)
-        is_box = is_counts(offsets) and is_counts(sizes) and len(offsets) == len(sizes)
-        expect(is_box and math.prod(sizes) > 0, "a box with elements", [offsets, sizes], where)
+    def _chunk(self, values: Any, num_dims: int, where: str) -> Chunk:
+        is_whole = is_counts(values) and len(values) == 2 + 2 * num_dims
+        expect(is_whole, f"a chunk of {2 + 2 * num_dims} numbers", values, where)
+        writer, offset = values[:2]
+        expect(writer < len(self._writers), f"one of {len(self._writers)} writers", writer, where)
+        box = Box(tuple(values[2 : 2 + num_dims]), tuple(values[2 + num_dims :]))
+        expect(box.numel > 0, "a box with elements", values, where)
         file, rank = self._writers[writer]
-        return Chunk(Box(tuple(offsets), tuple(sizes)), rank, file, offset)
+        return Chunk(box, rank, file, offset)
 
 
 def _check_places(index: Index, marker: Marker | None, source: str) -> None:

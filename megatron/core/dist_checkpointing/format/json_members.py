@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.json_reading import parse_json
 
 FORMAT_VERSION = 2
-UPGRADE = "python -m tools.checkpoint upgrade"
+UPGRADE = "python -m tools.checkpoint upgrade OLD NEW"
 
 _MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -38,7 +38,7 @@ def check_version(members: dict[str, Any], source: str) -> None:
     version = members.pop("format_version", None)
     expect(is_count(version), "a format version", version, source)
     if version != FORMAT_VERSION:
-        mend = f" `{UPGRADE}` with its folder converts it." if version == 1 else ""
+        mend = f" `{UPGRADE}` makes one of this version of it." if version == 1 else ""
         raise CheckpointError(
             f"Expected format version {FORMAT_VERSION} in {source}, got {version}.{mend}"
         )
