@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.format.blob import blob_frame, plain_blob
+from megatron.core.dist_checkpointing.format.index import Index, blob_place
 from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
+    INDEX_FILE,
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
-    ChunkRecord,
     FileRecord,
     Manifest,
     Marker,
     data_file,
     digest,
     digests_of,
-    dtype_name,
+    files_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import (
-    SavedChunk,
-    SavedPlain,
-    SavedTensor,
-    compose_metadata,
-)
+from megatron.core.dist_checkpointing.format.metadata import compose_metadata
 from megatron.core.dist_checkpointing.format.names import iteration_of
+from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 
 
 class Cut(NamedTuple):
@@ -83,53 +82,96 @@ def write_checkpoint(
     """Writes all files of a published checkpoint; plain data goes into rank 0's file."""
     folder.mkdir(parents=True)
     files = [bytearray() for _ in range(world_size)]
-    records: list[list[ChunkRecord]] = [[] for _ in range(world_size)]
-    saved = []
+    saved = {}
     for key, (tensor, cuts) in tensors.items():
-        chunks = []
-        for cut in cuts:
-            content = files[cut.rank]
-            part = tensor[
-                tuple(slice(o, o + n) for o, n in zip(cut.offsets, cut.sizes, strict=True))
-            ]
-            record = _add(content, key, part, cut)
-            records[cut.rank].append(record)
-            chunks.append(SavedChunk(*cut, record.blob_offset, record.blob_nbytes))
-        saved.append(SavedTensor(key, tensor.dtype, tuple(tensor.shape), chunks))
-    plain_saved = []
+        chunks = [_add(files[cut.rank], tensor, cut) for cut in cuts]
+        saved[key] = SavedTensor(key, tensor.dtype, tuple(tensor.shape), chunks)
+    plain_saved = {}
     for key, value in plain.items():
-        blob, offset = plain_blob(value), len(files[0])
+        blob = plain_blob(value)
+        chunk = Chunk(Box.whole((len(blob),)), 0, data_file(0), len(files[0]))
+        plain_saved[key] = SavedTensor(key, torch.uint8, (len(blob),), [chunk])
         files[0] += blob
-        records[0].append(
-            ChunkRecord(key, "", (), (), offset, len(blob), offset, len(blob), digests_of(blob))
-        )
-        plain_saved.append(SavedPlain(key, 0, offset, len(blob)))
-    small = {METADATA_FILE: compose_metadata(saved, plain_saved)}
+
+    index = Index(save_id, saved, plain_saved)
+    small = {
+        METADATA_FILE: compose_metadata(saved.values(), plain_saved.values()),
+        INDEX_FILE: index.to_bytes(),
+    }
     small[TRAIN_STATE_FILE] = json.dumps(
         dict(train_state or {"progress": {"iteration": 10}})
     ).encode()
-    for rank, (content, chunk_records) in enumerate(zip(files, records, strict=True)):
-        manifest = Manifest(save_id, rank, data_file(rank), len(content), tuple(chunk_records))
-        small[manifest_file(rank)] = manifest.to_bytes()
-    marked = {name: FileRecord(len(content), digest(content)) for name, content in small.items()}
+    for rank, content in enumerate(files):
+        small[manifest_file(rank)] = manifest_for(index, rank, content).to_bytes()
     for rank, content in enumerate(files):
         (folder / data_file(rank)).write_bytes(content)
-        marked[data_file(rank)] = FileRecord(len(content), None)
     for name, content in small.items():
         (folder / name).write_bytes(content)
     iteration = iteration_of(folder.name)
-    marker = Marker(save_id, 10 if iteration is None else iteration, world_size, marked)
-    (folder / MARKER_FILE).write_bytes(marker.to_bytes())
+    mark(folder, Marker(save_id, 10 if iteration is None else iteration, world_size, {}))
     return folder
 
 
-def _add(content: bytearray, key: str, part: torch.Tensor, cut: Cut) -> ChunkRecord:
+def manifest_for(index: Index, rank: int, content: bytes | bytearray) -> Manifest:
+    """The manifest of a rank whose data file has this content."""
+    digests = [
+        digests_of(content[chunk.offset : chunk.offset + tensor.chunk_nbytes(chunk)])
+        for tensor, chunk in index.chunks_by_rank.get(rank, ())
+    ]
+    return Manifest(index.save_id, rank, index.plan_of(rank), tuple(digests))
+
+
+def mark(folder: Path, marker: Marker) -> None:
+    """Writes a marker that vouches for the files as they are now."""
+    files = {}
+    for name in files_of(marker.world_size):
+        content = (folder / name).read_bytes()
+        is_data = name.endswith(".distcp")
+        files[name] = FileRecord(len(content), None if is_data else digest(content))
+    (folder / MARKER_FILE).write_bytes(replace(marker, files=files).to_bytes())
+
+
+def mark_again(folder: Path, **changed: Any) -> None:
+    """The same for files that a test has exchanged, so that only what lies behind the marker can
+    notice.
+
+    Args:
+        changed: members of the marker.
+    """
+    old = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
+    mark(folder, replace(old, **changed))
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint, as it is."""
+    return Index.from_bytes((folder / INDEX_FILE).read_bytes(), None, "")
+
+
+def read_manifest(folder: Path, rank: int) -> Manifest:
+    """The manifest of a rank, as it is."""
+    return Manifest.from_bytes((folder / manifest_file(rank)).read_bytes(), "")
+
+
+def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, Chunk]]:
+    """What a rank has written, in the order of its file."""
+    chunks = read_index(folder).chunks_by_rank[rank]
+    return sorted(chunks, key=lambda each: each[1].offset)
+
+
+def blob_span(folder: Path, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
+    """Where the blob of a chunk, or plain data, begins in its file and where it ends."""
+    if tensor.key in read_index(folder).plain:
+        return chunk.offset, chunk.offset + tensor.nbytes
+    begin, nbytes = blob_place(tensor, chunk)
+    return begin, begin + nbytes
+
+
+def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> Chunk:
+    """Adds the blob of a part of a tensor to a file."""
+    box = Box(cut.offsets, cut.sizes)
+    part = tensor[box.slices()]
     header, footer = blob_frame(part.dtype, part.shape)
-    data = raw_bytes(part)
     content += bytes(-(len(content) + len(header)) % DATA_ALIGNMENT)
-    offset = len(content)
-    content += header + data + footer
-    place = (offset, len(content) - offset, offset + len(header), len(data))
-    return ChunkRecord(
-        key, dtype_name(part.dtype), cut.offsets, cut.sizes, *place, digests_of(data)
-    )
+    offset = len(content) + len(header)
+    content += header + raw_bytes(part) + footer
+    return Chunk(box, cut.rank, data_file(cut.rank), offset)

@@ -9,7 +9,7 @@ is read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,9 +95,9 @@ class PublishedCheckpoint:
         return cls(store, name, marker, index, train_state, verify=verify)
 
     @property
-    def tensors(self) -> dict[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, SavedTensor]:
         """The tensors by key, in the order in which they were saved."""
-        return dict(self.index.tensors)
+        return self.index.tensors
 
     @property
     def plain(self) -> Collection[str]:

@@ -12,53 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
-    DATA_ALIGNMENT,
-    ChunkRecord,
+    DTYPES,
     FileRecord,
     Manifest,
     Marker,
-    data_file,
     digest,
     digests_of,
     dtype_name,
-    dtype_named,
     files_of,
     num_blocks,
+    writer_of,
 )
 
 KEYS = st.text(min_size=1, max_size=12)
 
 
+DIGESTS = st.integers(0, (1 << 128) - 1).map(lambda number: f"{number:032x}")
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Manifests of tensors of different sizes, scalars and plain data, laid out as a writer
-    would.
-    """
-    records, end = [], 0
-    for key in draw(st.lists(KEYS, max_size=5)):
-        if draw(st.booleans()):
-            sizes = tuple(draw(st.lists(st.integers(1, 400), max_size=3)))
-            dtype = draw(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "bool"]))
-            data_nbytes = torch.Size(sizes).numel() * dtype_named(dtype).itemsize
-            data_offset = -(-(end + draw(st.integers(64, 512))) // DATA_ALIGNMENT) * DATA_ALIGNMENT
-            begin = data_offset - 64
-            blob_nbytes = 64 + data_nbytes + 100
-        else:
-            sizes, dtype, data_nbytes = (), "", draw(st.integers(0, 3 * BLOCK_BYTES))
-            begin = data_offset = end
-            blob_nbytes = data_nbytes
-        digests = tuple(digest(str(number).encode()) for number in range(num_blocks(data_nbytes)))
-        offsets = tuple(draw(st.integers(0, 1 << 40)) for _ in sizes)
-        records.append(
-            ChunkRecord(
-                key, dtype, offsets, sizes, begin, blob_nbytes, data_offset, data_nbytes, digests
-            )
-        )
-        end = begin + blob_nbytes
-    rank = draw(st.integers(0, 5000))
-    return Manifest(draw(KEYS), rank, data_file(rank), end, tuple(records))
+    """Of chunks of any number of blocks, plain data without a byte among them."""
+    digests = draw(st.lists(st.lists(DIGESTS, max_size=4).map(tuple), max_size=5))
+    return Manifest(draw(KEYS), draw(st.integers(0, 5000)), draw(DIGESTS), tuple(digests))
 
 
 def marker(world_size: int = 2) -> Marker:
@@ -74,7 +53,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest: Manifest):
     content = manifest.to_bytes()
     assert Manifest.from_bytes(content, "here") == manifest
     assert Manifest.from_bytes(content, "here").to_bytes() == content
-    assert content.count(b"\n") == len(manifest.chunks) + 2
+    assert content.count(b"\n") == len(manifest.digests) + 2
 
 
 def test_a_marker_is_read_as_it_was_written_whatever_the_order_of_its_files():
@@ -121,31 +100,34 @@ def test_digests_are_the_published_ones():
     "dtype", [torch.float32, torch.float, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
 )
 def test_dtypes_have_one_name(dtype: torch.dtype):
-    assert dtype_named(dtype_name(dtype)) is dtype
+    assert DTYPES[dtype_name(dtype)] is dtype
     assert "." not in dtype_name(dtype)
 
 
-TENSOR = ["w", "float32", [4, 0], [2, 3], 100, 4100, 4096, 24, [digest(b"x")]]
-PLAIN = ["p", "", [], [], 5000, 10, 5000, 10, [digest(b"y")]]
+def test_the_name_of_a_data_file_tells_who_wrote_it():
+    assert [writer_of(f"__{rank}_0.distcp") for rank in (0, 7, 40_000)] == [0, 7, 40_000]
+    assert writer_of("__3_5.distcp") == 3
+    for other in ("hf/model.safetensors", "__0_0.distcp ", "a/__0_0.distcp", "__" + "9" * 5000):
+        assert writer_of(other) == -1
 
 
-def manifest_of(*chunks: Any, **members: Any) -> bytes:
+DIGEST = digest(b"x")
+
+
+def manifest_of(**members: Any) -> bytes:
     head = {
-        "format_version": 1,
+        "format_version": 2,
         "save_id": "an id",
         "rank": 0,
-        "file": "__0_0.distcp",
-        "nbytes": 6000,
-        "chunk_fields": list(ChunkRecord._fields),
-        "chunks": list(chunks),
+        "plan": digest(b"a plan"),
+        "digests": [[DIGEST, digest(b"y")], [], [DIGEST]],
     }
     return json.dumps({**head, **members}).encode()
 
 
 def test_the_manifest_that_is_changed_below_is_whole():
-    manifest = Manifest.from_bytes(manifest_of(TENSOR, PLAIN), "here")
-    assert [chunk.key for chunk in manifest.chunks] == ["w", "p"]
-    assert manifest.chunks[0].offsets == (4, 0)
+    manifest = Manifest.from_bytes(manifest_of(), "here")
+    assert manifest.digests == ((DIGEST, digest(b"y")), (), (DIGEST,))
 
 
 @pytest.mark.parametrize(
@@ -155,59 +137,39 @@ def test_the_manifest_that_is_changed_below_is_whole():
         ("save_id", None, "a save id"),
         ("rank", -1, "a rank"),
         ("rank", True, "a rank"),
-        ("rank", 1, "the file __1_0.distcp in here, got __0_0.distcp"),
-        ("file", "../__0_0.distcp", "the file __0_0.distcp"),
-        ("nbytes", 1.5, "a number of bytes"),
-        ("nbytes", 5009, "blobs within the 5009 bytes of the file in here, got 5010"),
-        ("chunk_fields", ["key"], "the fields"),
-        ("chunks", {}, "a list of chunks"),
-        ("chunks", [[]], "a chunk of 9 values"),
-        ("chunks", [5], "a chunk of 9 values"),
-        ("chunks", [PLAIN, TENSOR], "a blob from byte 5010 on in 'w' in here, got 100"),
+        ("rank", 1.0, "a rank"),
+        ("rank", 1 << 63, "a rank"),
+        ("plan", None, "the digest of a plan"),
+        ("plan", "", "the digest of a plan"),
+        ("plan", DIGEST.upper(), "the digest of a plan"),
+        ("plan", DIGEST + "\n", "the digest of a plan"),
+        ("digests", {}, "lists of digests"),
+        ("digests", None, "lists of digests"),
+        ("digests", [5], "lists of digests"),
+        ("digests", [[DIGEST], DIGEST], "lists of digests"),
+        ("digests", [[DIGEST], {DIGEST: DIGEST}], "lists of digests"),
+        ("digests", [[], [DIGEST, DIGEST.upper()]], "digests of chunk 1"),
+        ("digests", [["0"]], "digests of chunk 0"),
+        ("digests", [[None]], "digests of chunk 0"),
+        ("digests", [[[DIGEST]]], "digests of chunk 0"),
         ("more", 1, "the members"),
     ],
 )
 def test_a_manifest_that_was_not_written_so_is_refused(member: str, value: Any, message: str):
-    with pytest.raises(CheckpointDamagedError, match=f"Expected .*{message}"):
-        Manifest.from_bytes(manifest_of(TENSOR, PLAIN, **{member: value}), "here")
+    with pytest.raises(CheckpointDamagedError, match=f"Expected {message}.* in here, got"):
+        Manifest.from_bytes(manifest_of(**{member: value}), "here")
+
+
+@pytest.mark.parametrize("member", ["save_id", "rank", "plan", "digests"])
+def test_a_manifest_that_lacks_a_member_is_refused(member: str):
+    members = json.loads(manifest_of())
+    del members[member]
+    with pytest.raises(CheckpointDamagedError, match="Expected the members .* in here, got"):
+        Manifest.from_bytes(json.dumps(members).encode(), "here")
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("key", "", "a key"),
-        ("key", 3, "a key"),
-        ("dtype", "float33", "a dtype in 'w' in here, got float33"),
-        ("dtype", ["float32"], "a dtype"),
-        ("dtype", "float64", "48 bytes of data"),
-        ("dtype", "", "a blob that is all data"),
-        ("offsets", [4], "as many offsets as sizes"),
-        ("offsets", [4, -1], "as many offsets as sizes"),
-        ("sizes", [2, "3"], "as many offsets as sizes"),
-        ("sizes", [2, 4], "32 bytes of data"),
-        ("blob_offset", -1, "places"),
-        ("blob_offset", 4097, "data within the blob"),
-        ("blob_nbytes", 4019, "data within the blob"),
-        ("data_offset", 4095, "aligned data"),
-        ("data_offset", 0, "data within the blob"),
-        ("data_nbytes", 1 << 70, "places in the file"),
-        ("data_nbytes", 1 << 60, "digests"),
-        ("digests", [], "1 digests"),
-        ("digests", [digest(b"x").upper()], "digests"),
-        ("digests", ["0"], "digests"),
-    ],
-)
-def test_a_chunk_whose_values_do_not_fit_each_other_is_refused(
-    field: str, value: Any, message: str
-):
-    changed = [*TENSOR]
-    changed[ChunkRecord._fields.index(field)] = value
-    with pytest.raises(CheckpointDamagedError, match=f"Expected .*{message}"):
-        Manifest.from_bytes(manifest_of(changed), "here")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 1}']
+    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 2}']
 )
 def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
     for read in (Manifest.from_bytes, Marker.from_bytes):
@@ -235,8 +197,21 @@ FILES = {name: list(record) for name, record in marker().files.items()}
         ("world_size", 1, "the files of 1 ranks"),
         ("world_size", 10**15, "the files of 10{15} ranks"),
         ("files", [], "files by name"),
-        ("files", {**FILES, "../../etc/passwd": [1, None]}, "the files of 2 ranks"),
+        ("files", {}, "the files of 2 ranks"),
+        ("files", {**FILES, "../../etc/passwd": [1, None]}, "further files in folders of their"),
+        ("files", {**FILES, "..": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "hf/..": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "../x": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "/x": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "x": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "hf/a/b": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "hf/a\n": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "hf\\..": [1, None]}, "further files in folders of their own"),
+        ("files", {**FILES, "hf/a": [1, "0"]}, "the digest of hf/a"),
+        ("files", {**FILES, "hf/a": [-1, None]}, "a size and a digest of hf/a"),
+        ("files", {**FILES, "__2_0.distcp": [7, None]}, "further files in folders of their own"),
         ("files", {**FILES, ".metadata": [7, None]}, "the digest of .metadata"),
+        ("files", {**FILES, "index.json": [7, None]}, "the digest of index.json"),
         ("files", {**FILES, "__0_0.distcp": [7, digest(b"")]}, "the digest of __0_0.distcp"),
         ("files", {**FILES, "__0_0.distcp": [-7, None]}, "a size and a digest of __0_0.distcp"),
         ("files", {**FILES, "__0_0.distcp": 7}, "a size and a digest of __0_0.distcp"),
@@ -248,13 +223,48 @@ def test_a_marker_that_was_not_written_so_is_refused(member: str, value: Any, me
         Marker.from_bytes(signed(**{member: value}), "here")
 
 
-def test_another_version_of_the_format_is_no_damage():
-    for read, content in (
-        (Marker.from_bytes, signed(format_version=2)),
-        (Manifest.from_bytes, manifest_of(format_version=2)),
-    ):
-        with pytest.raises(
-            CheckpointError, match="Expected format version 1 in here, got 2"
-        ) as caught:
-            read(content, "here")
-        assert not isinstance(caught.value, CheckpointDamagedError)
+@pytest.mark.parametrize("lost", [".metadata", "index.json", "train_state.json", "manifest_1.json"])
+def test_a_marker_that_lacks_a_file_is_refused(lost: str):
+    files = {name: record for name, record in FILES.items() if name != lost}
+    with pytest.raises(CheckpointDamagedError, match="Expected the files of 2 ranks in here"):
+        Marker.from_bytes(signed(files=files), "here")
+    # Neither does another file make up for it.
+    with pytest.raises(CheckpointDamagedError, match="Expected the files of 2 ranks in here"):
+        Marker.from_bytes(signed(files={**files, "hf/more": [7, None]}), "here")
+
+
+def test_further_files_in_a_folder_may_have_a_digest_or_chunks():
+    further = {
+        "hf/config.json": FileRecord(7, digest(b"config")),
+        "hf/model-00001-of-00002.safetensors": FileRecord(1 << 40, None),
+    }
+    written = dataclasses.replace(marker(), files={**marker().files, **further})
+    assert Marker.from_bytes(written.to_bytes(), "here") == written
+
+
+def read_index(content: bytes, source: str) -> Index:
+    return Index.from_bytes(content, None, source)
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        (Marker.from_bytes, signed),
+        (Manifest.from_bytes, manifest_of),
+        (read_index, lambda **members: json.dumps(members).encode()),
+    ],
+)
+def test_another_version_of_the_format_is_no_damage(read: Any, content: Any):
+    with pytest.raises(CheckpointError, match="Expected format version 2 in here, got 3") as caught:
+        read(content(format_version=3), "here")
+    assert not isinstance(caught.value, CheckpointDamagedError)
+    assert "upgrade" not in str(caught.value), "of a version to come"
+
+    with pytest.raises(CheckpointError, match="Expected format version 2 in here, got 1") as caught:
+        read(content(format_version=1), "here")
+    assert not isinstance(caught.value, CheckpointDamagedError)
+    assert "`python -m tools.checkpoint upgrade" in str(caught.value)
+
+    for wrong in (None, True, -1, "2", 2.0):
+        with pytest.raises(CheckpointDamagedError, match="Expected a format version in here"):
+            read(content(format_version=wrong), "here")
