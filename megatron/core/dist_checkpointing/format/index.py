@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
@@ -37,6 +38,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     Marker,
     data_file,
     dtype_name,
+    may_hold_chunks,
     num_blocks,
 )
 from megatron.core.dist_checkpointing.plan.boxes import Box
@@ -45,6 +47,7 @@ from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 
 # Readers compare a key with others, and put it into messages, for every chunk of its tensor.
 MAX_KEY_CHARS = 4096
+_MAX_DIMS = 64  # as torch's
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,10 @@ class Index:
 
         reader = _Reader([_writer(values, marker, source) for values in writers], source)
         index = cls(save_id, *map(reader.tensors, groups))
+        for key, (_, dtype, shape, chunks) in index.plain.items():
+            is_blob = dtype is torch.uint8 and len(shape) == len(chunks) == 1
+            got = f"{dtype} of shape {shape} in {len(chunks)} chunks"
+            expect(is_blob and key not in index.tensors, f"{key!r} as plain data", got, source)
         check_coverage(index.all_tensors, source)
         _check_places(index, marker, source)
         return index
@@ -186,6 +193,7 @@ def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, in
     expect(is_pair and is_count(values[1]), "a file and a rank", values, source)  # type: ignore[index]
     assert isinstance(values, list), "as just checked"
     file, rank = values
+    expect(may_hold_chunks(file), "a file with chunks in the folder", file, source)
     if marker is not None:
         entry = marker.files.get(file)
         is_known = entry is not None and entry.digest is None and rank < marker.world_size
@@ -213,7 +221,7 @@ class _Reader:
         expect(is_whole, "dtype, shape and chunks of", values, where)
         dtype, shape, chunks = values
         expect(isinstance(dtype, str) and dtype in DTYPES, "a dtype", dtype, where)
-        expect(is_counts(shape), "a shape", shape, where)
+        expect(is_counts(shape) and len(shape) <= _MAX_DIMS, "a shape", shape, where)
         expect(isinstance(chunks, list), "a list of chunks", chunks, where)
         found = [self._chunk(chunk, len(shape), where) for chunk in chunks]
         return SavedTensor(key, DTYPES[dtype], tuple(shape), found)
