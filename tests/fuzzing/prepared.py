@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import pickletools
 import struct
@@ -150,6 +151,75 @@ def metadata(draw: st.DrawFn, content: bytes) -> bytes:
         return pickle.dumps(found, protocol=pick(draw, [2, 4]))
     except RuntimeError:  # a memory format that torch does not know
         return content
+
+
+def chunk_index(draw: st.DrawFn, content: bytes) -> bytes:
+    """The index of a checkpoint, where something else is announced or lies elsewhere."""
+    members = json.loads(content)
+    for _ in range(pick(draw, [1, 1, 2])):
+        _announce(draw, members)
+    return json.dumps(members).encode()
+
+
+_NUMBERS = [0, 1, 2, 4096, 2**20, 2**31, 2**40, 2**62, 2**63, -1, 0.5, True, None, "0", [], [0]]
+_WRITERS = [
+    *(["__0_0.distcp", 1], ["__1_0.distcp", 0], ["published.json", 0], ["../../x", 0]),
+    *(["/dev/zero", 0], ["index.json", 0], ["__0_0.distcp", 2**40], [".", 0], ["hf/x", 0], []),
+]
+_DTYPES = ["float64", "int8", "float32", "float8_e4m3fn", "complex128", "quint8", "", "x", None]
+
+
+def _announce(draw: st.DrawFn, members: dict[str, Any]) -> None:
+    """Another member, tensor or chunk; or a lie that fits itself."""
+    group = members[pick(draw, ["tensors", "tensors", "tensors", "plain"])]
+    keys = [key for key, saved in group.items() if saved and len(saved) == 3 and saved[2]]
+    if not keys:
+        return
+    key = pick(draw, keys)
+    saved = group[key]
+    chunks = saved[2]
+    chunk = pick(draw, chunks)
+    kinds = ["number", "number", "size", "size", "larger", "larger", "dtype", "twice", "exchange"]
+    kinds += ["many", "split", "remove", "key", "group", "writer", "member", "dims"]
+    kind = pick(draw, kinds)
+    if kind == "number":
+        chunk[pick(draw, range(len(chunk)))] = pick(draw, _NUMBERS)
+    elif kind == "size" and saved[1]:
+        saved[1][pick(draw, range(len(saved[1])))] = pick(draw, _NUMBERS)
+    elif kind == "larger":  # the tensor and its only chunk, which tile each other
+        shape = pick(draw, [[2**40], [2**20, 2**20], [0, 2**62], [1] * 64, [1] * 500, [3], []])
+        saved[1:] = [shape, [[*chunk[:2], *(0 for _ in shape), *shape]]]
+    elif kind == "dtype":
+        saved[0] = pick(draw, _DTYPES)
+    elif kind == "twice":
+        chunks.append(list(chunk))
+    elif kind == "exchange":
+        other = group[pick(draw, keys)]
+        saved[2], other[2] = other[2], saved[2]
+    elif kind == "many":
+        chunks.extend([list(chunk)] * pick(draw, [1, 3000]))
+    elif kind == "split" and len(chunk) > 3 and isinstance(chunk[-1], int) and chunk[-1] < 100:
+        size = chunk[-1]  # into columns, each at the same place or behind the last
+        step = pick(draw, [0, 1, 4])
+        chunks.remove(chunk)
+        half = len(chunk) // 2
+        for at in range(size):
+            part = [*chunk[:half], chunk[half] + at, *chunk[half + 1 : -1], 1]
+            chunks.append([part[0], part[1] + at * step, *part[2:]])
+    elif kind == "remove":
+        del group[key]
+    elif kind == "key":
+        group[pick(draw, ["", "other", "k" * 5000, "\x1b[31m\n", "../x"])] = group.pop(key)
+    elif kind == "group":
+        members[pick(draw, ["tensors", "plain", "exported"])][key] = saved
+    elif kind == "writer":
+        writers = members["writers"]
+        writers[pick(draw, range(len(writers)))] = pick(draw, _WRITERS)
+    elif kind == "member":
+        name = pick(draw, [*members])
+        members[name] = pick(draw, [None, {}, [], 0, "x", [[]], {key: saved}, 3])
+    elif kind == "dims":
+        saved[1:] = [[*saved[1], 1], [[*each[: 2 + len(saved[1])], 0, 1] for each in chunks]]
 
 
 def _set_somewhere(draw: st.DrawFn, found: Any) -> None:

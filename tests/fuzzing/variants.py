@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
+from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.format.manifest import (
+    INDEX_FILE,
     MARKER_FILE,
     METADATA_FILE,
-    Manifest,
     data_file,
     digest,
-    digests_of,
     manifest_file,
 )
 from tests.fuzzing.edits import damaged, pick, text, yaml
 from tests.fuzzing.harness import Files, Place
-from tests.fuzzing.prepared import archive, array, exchanged, index, metadata, program, safetensors
+from tests.fuzzing.prepared import (
+    archive,
+    array,
+    chunk_index,
+    exchanged,
+    index,
+    metadata,
+    program,
+    safetensors,
+)
+from tests.helpers.checkpoints import manifest_for
 
 # Draws how to change the content of a file.
 Mutation: TypeAlias = Callable[[st.DrawFn, bytes], bytes]
@@ -59,6 +69,7 @@ def _excerpt(content: bytes | Place | None) -> str:
 
 _BY_ENDING: dict[str, list[Mutation]] = {
     ".metadata": [program, metadata, metadata],
+    f"/{INDEX_FILE}": [chunk_index, chunk_index, text],
     ".json": [text],
     ".jsonl": [text],
     ".txt": [text],
@@ -102,7 +113,7 @@ def variants(draw: st.DrawFn, intact: Intact) -> Variant:
         is_prepared |= how not in ("place", "damaged")
         what.append(f"{name}: {how}")
     if marker is not None and pick(draw, [False, True, True]):
-        files |= sealed(files, marker)
+        files |= sealed(files, marker, changed)
         is_sealed = True
         what.append("sealed again")
     return Variant(files, tuple(changed), is_prepared, is_sealed, ", ".join(what))
@@ -123,25 +134,20 @@ def _changed(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes | Place,
     return made(draw, content), made.__name__
 
 
-def sealed(files: Files, marker: str) -> dict[str, bytes]:
-    """Manifest and marker with sizes and digests of what there is, as far as they can be read."""
+def sealed(files: Files, marker: str, changed: Sequence[str]) -> dict[str, bytes]:
+    """Manifest and marker with sizes and digests of what there is, as far as they can be made."""
     folder = marker.rpartition("/")[0]
     found: dict[str, bytes] = {}
     manifest_name, data_name = f"{folder}/{manifest_file(0)}", f"{folder}/{data_file(0)}"
-    data, content = files[data_name], files[manifest_name]
-    if isinstance(data, bytes) and isinstance(content, bytes):
+    data, content = files[data_name], files[f"{folder}/{INDEX_FILE}"]
+    # A manifest that has been changed itself stays as it is: only the marker fits it.
+    if isinstance(data, bytes) and isinstance(content, bytes) and manifest_name not in changed:
         try:
-            manifest = Manifest.from_bytes(content, "")
+            planned = Index.from_bytes(content, None, "")
         except Exception:  # which is what is tested elsewhere
-            manifest = None
-        if manifest is not None:
-            chunks = [
-                chunk._replace(digests=digests_of(data[chunk.data_offset :][: chunk.data_nbytes]))
-                for chunk in manifest.chunks
-            ]
-            found[manifest_name] = Manifest(
-                manifest.save_id, manifest.rank, manifest.file, len(data), tuple(chunks)
-            ).to_bytes()
+            planned = None
+        if planned is not None:
+            found[manifest_name] = manifest_for(planned, 0, data).to_bytes()
 
     content = files[marker]
     try:

@@ -200,7 +200,11 @@ def test_verify_lists_all_that_is_wrong(root: Path, run: Run):
 
 
 @pytest.mark.parametrize(
-    "file", ["published.json", ".metadata", "manifest_1.json", "train_state.json", "__1_0.distcp"]
+    "file",
+    [
+        *("published.json", "index.json", ".metadata", "manifest_1.json", "train_state.json"),
+        "__1_0.distcp",
+    ],
 )
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_verify_finds_any_damaged_file(root: Path, run: Run, file: str, damage: str):

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.metadata import tensors_of
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
     pieces_of,
 )
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import open_store
 from megatron_hybrid.checkpoint.comparison import KeyComparison, _differences, compare
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
@@ -45,7 +45,7 @@ def ignore(num_bytes: int) -> None:
 
 
 def compared(a: ReadableCheckpoint, b: ReadableCheckpoint) -> dict[str, KeyComparison]:
-    keys = list(dict.fromkeys([*a.metadata.state_dict_metadata, *b.metadata.state_dict_metadata]))
+    keys = list(dict.fromkeys([*a.tensors, *a.plain, *b.tensors, *b.plain]))
     found = list(compare(a, b, keys, ignore))
     assert [each.key for each in found] == keys
     return {each.key: each for each in found}
@@ -120,12 +120,10 @@ def test_any_dtype_is_compared(dtype: torch.dtype):
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(4, 100))
 def test_pieces_hold_each_element_once_and_none_is_large(shape: list[int], piece_bytes: int):
     memory = torch.arange(torch.Size(shape).numel()).float().reshape(shape)
-    entry = dcp.metadata.TensorStorageMetadata(
-        dcp.metadata.TensorProperties(torch.float32), memory.shape, []
-    )
+    saved = SavedTensor("w", torch.float32, tuple(memory.shape), [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "_PIECE_BYTES", piece_bytes)
-        pieces = [memory[box.slices()].flatten() for box in pieces_of(entry)]
+        pieces = [memory[box.slices()].flatten() for box in pieces_of(saved)]
     assert all(0 < piece.nbytes <= piece_bytes for piece in pieces)
     assert torch.equal(torch.cat([torch.empty(0), *pieces]), memory.flatten())
 
@@ -159,7 +157,8 @@ def test_a_checkpoint_that_pytorch_wrote_is_read(tmp_path: Path):
     save_torch_dcp(tmp_path / "a", STATE)
     checkpoint = open_checkpoint(open_store(tmp_path), "a")
     assert checkpoint.train_state == {}
-    assert list(tensors_of(checkpoint.metadata)) == ["model.w", "model.b"]
+    assert list(checkpoint.tensors) == ["model.w", "model.b"]
+    assert list(checkpoint.plain) == ["optim.groups.0.lr"]
     out = torch.empty(2, 2)
     assert checkpoint.read("model.w", (1, 1), out) == 48
     assert torch.equal(out, STATE["model"]["w"][1:3, 1:])

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megatron.core.dist_checkpointing import formats
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import data_file
-from megatron.core.dist_checkpointing.format.metadata import plain_keys_of
 from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
@@ -56,12 +55,12 @@ def published(root: Path, iteration: int) -> PublishedCheckpoint:
 def assert_holds(
     checkpoint: PublishedCheckpoint, tensors: dict[str, torch.Tensor], plain: dict[str, Any]
 ) -> None:
-    assert checkpoint.tensors().keys() == tensors.keys()
+    assert checkpoint.tensors.keys() == tensors.keys()
     for key, tensor in tensors.items():
-        out = torch.empty(tensor.shape, dtype=checkpoint.tensors()[key].properties.dtype)
+        out = torch.empty(tensor.shape, dtype=checkpoint.tensors[key].dtype)
         checkpoint.read(key, (0,) * tensor.dim(), out)
         assert (out.dtype, raw_bytes(out)) == (tensor.dtype, raw_bytes(tensor)), key
-    assert {key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint.metadata)} == plain
+    assert {key: checkpoint.read_plain(key) for key in checkpoint.plain} == plain
 
 
 WHOLE = {key: tensor for key, (tensor, _) in TENSORS.items()}

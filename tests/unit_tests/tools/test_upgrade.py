@@ -57,9 +57,7 @@ def make_version_1(folder: Path) -> None:
             dtype = "" if is_plain else str(tensor.dtype).removeprefix("torch.")
             nbytes = tensor.chunk_nbytes(chunk)
             blob = (place.offset, place.length)
-            lines.append(
-                [tensor.key, dtype, offsets, sizes, *blob, chunk.offset, nbytes, digests]
-            )
+            lines.append([tensor.key, dtype, offsets, sizes, *blob, chunk.offset, nbytes, digests])
         name = f"manifest_{rank}.json"
         head = {"format_version": 1, "save_id": index.save_id, "rank": rank}
         size = marker.files[f"__{rank}_0.distcp"].nbytes

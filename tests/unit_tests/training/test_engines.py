@@ -5,7 +5,6 @@ bit.
 from __future__ import annotations
 
 import io
-import json
 import random
 import zipfile
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from megatron.training.engines import (
     build_engine,
 )
 from megatron.training.step import StepInfo
+from tests.helpers.checkpoints import chunks_of
 from tests.helpers.ranks import run_ranks
 
 OFFLOADED = OptimizerConfig(
@@ -429,10 +429,10 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
 
 def _first_byte_of_data(file: Path) -> int:
     """Where the data of a tensor in the middle of the file begins."""
-    manifest = file.parent / "manifest_1.json"
-    if manifest.exists():
-        chunks = json.loads(manifest.read_text())["chunks"]
-        return chunks[len(chunks) // 2][6]
+    if (file.parent / "index.json").exists():
+        chunks = chunks_of(file.parent, 1)
+        _, chunk = chunks[len(chunks) // 2]
+        return chunk.offset
     metadata = FileSystemReader(file.parent).read_metadata()
     place = max(
         (info for info in metadata.storage_data.values() if info.relative_path == file.name),

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import Store, open_store
+from tests.helpers.checkpoints import blob_span, chunks_of
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     NEW,
     OLD,
@@ -33,7 +34,8 @@ from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
 )
 
 FILES = [*files_of(2), MARKER_FILE]
-SMALL_FILES = [name for name in FILES if not name.endswith(".distcp")]
+# A load reads them. Of `.metadata`, which is for other programs, it only looks at the size.
+SMALL_FILES = [name for name in FILES if not name.endswith((".distcp", METADATA_FILE))]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_a_file_that_is_gone_or_is_a_folder_or_is_another_checkpoints_is_damage(
     assert_damaged(damaged, name)
     (damaged / name).rmdir()
     shutil.copy(damaged.parent / checkpoint_name(OLD) / name, damaged / name)
-    if name != METADATA_FILE:  # in which there are no values
+    if name != METADATA_FILE:  # in which there are no values, and which no load reads
         # Without its marker, it is the rest that is not as it should be.
         assert_damaged(damaged, *(SMALL_FILES if name == MARKER_FILE else [name]))
     (damaged / name).write_bytes(content)
@@ -128,18 +130,18 @@ def test_a_flipped_bit_in_a_chunk_is_damage_that_names_it_and_around_the_chunks_
     damaged, rank
 ):
     store, lot = open_store(damaged.parent), random.Random(rank)
-    manifest = read_small_files(store)[rank]
     file, end = damaged / data_file(rank), 0
     seen = set()
-    for chunk in manifest.chunks:
-        data_end = chunk.data_offset + chunk.data_nbytes
+    for tensor, chunk in chunks_of(damaged, rank):
+        data_end = chunk.offset + tensor.chunk_nbytes(chunk)
+        blob_begin, blob_end = blob_span(damaged, tensor, chunk)
         regions = {
-            "padding": (end, chunk.blob_offset),
-            "header": (chunk.blob_offset, chunk.data_offset),
-            "first byte": (chunk.data_offset, min(chunk.data_offset + 1, data_end)),
-            "data": (chunk.data_offset, data_end),
-            "last byte": (max(data_end - 1, chunk.data_offset), data_end),
-            "footer": (data_end, chunk.blob_offset + chunk.blob_nbytes),
+            "padding": (end, blob_begin),
+            "header": (blob_begin, chunk.offset),
+            "first byte": (chunk.offset, min(chunk.offset + 1, data_end)),
+            "data": (chunk.offset, data_end),
+            "last byte": (max(data_end - 1, chunk.offset), data_end),
+            "footer": (data_end, blob_end),
         }
         for region, (begin, stop) in regions.items():
             if begin == stop:
@@ -147,14 +149,14 @@ def test_a_flipped_bit_in_a_chunk_is_damage_that_names_it_and_around_the_chunks_
             seen.add(region)
             position, bit = lot.randrange(begin, stop), lot.randrange(8)
             flip(file, position, bit)
-            if chunk.data_offset <= position < data_end:
+            if chunk.offset <= position < data_end:
                 with pytest.raises(
-                    CheckpointDamagedError, match=f"{chunk.key!r} .*{re.escape(str(file))}"
+                    CheckpointDamagedError, match=f"{tensor.key!r} .*{re.escape(str(file))}"
                 ):
                     load(store, NEW, SMALL)
             else:
                 assert check_loads(store, NEW, SMALL) == 0
             flip(file, position, bit)
-        end = chunk.blob_offset + chunk.blob_nbytes
+        end = blob_end
     assert len(seen) == 6
     assert check_loads(store, NEW, SMALL) == 0

@@ -32,32 +32,31 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import (
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
+    INDEX_FILE,
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
-    FileRecord,
-    Marker,
-    digest,
     manifest_file,
-)
-from megatron.core.dist_checkpointing.format.metadata import (
-    SavedChunk,
-    SavedTensor,
-    compose_metadata,
-    plain_keys_of,
-    tensors_of,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
 from megatron_hybrid.checkpoint import command as tool
 from megatron_hybrid.checkpoint.from_file import read_file
-from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint
+from tests.helpers.checkpoints import (
+    mark_again,
+    read_index,
+    row_cuts,
+    whole,
+    write_checkpoint,
+)
 from tests.helpers.ranks import run_ranks
 
 NAME = "iter_0000010"
@@ -133,9 +132,9 @@ def load(folder: Path, metadata: Metadata, verify: bool) -> dict[str, Any]:
 
 def read_everything(opened: ReadableCheckpoint) -> None:
     """As whoever looks at a checkpoint does."""
-    for key, entry in tensors_of(opened.metadata).items():
-        opened.read(key, (0,) * len(entry.size), torch.empty(entry.size))
-    for key in plain_keys_of(opened.metadata):
+    for key, saved in opened.tensors.items():
+        opened.read(key, (0,) * len(saved.shape), torch.empty(saved.shape))
+    for key in opened.plain:
         opened.read_plain(key)
 
 
@@ -382,7 +381,10 @@ def read_all(root: Path) -> None:
 FILES = [
     *(
         f"ours/{NAME}/{file}"
-        for file in (MARKER_FILE, METADATA_FILE, TRAIN_STATE_FILE, manifest_file(1), "__1_0.distcp")
+        for file in (
+            *(MARKER_FILE, METADATA_FILE, INDEX_FILE, TRAIN_STATE_FILE),
+            *(manifest_file(1), "__1_0.distcp"),
+        )
     ),
     *(f"dcp/{NAME}/{file}" for file in (METADATA_FILE, TRAIN_STATE_FILE, "__0_0.distcp")),
     *("x.pt", "x.safetensors"),
@@ -481,15 +483,15 @@ def test_a_published_checkpoint_with_an_absurd_shape_is_refused_when_it_is_opene
     folder = write_checkpoint(
         tmp_path / NAME, {"model.w": (weight, whole(weight))}, {}, world_size=1
     )
-    (record,) = PublishedCheckpoint.open(LocalStore(tmp_path), NAME).manifest(0).chunks
-    chunk = SavedChunk((0, 0), (1 << 40, 3), 0, record.blob_offset, record.blob_nbytes)
-    content = compose_metadata([SavedTensor("model.w", torch.float32, chunk.sizes, [chunk])], [])
-    (folder / METADATA_FILE).write_bytes(content)
-
-    marker = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
-    files = {**marker.files, METADATA_FILE: FileRecord(len(content), digest(content))}
-    (folder / MARKER_FILE).write_bytes(replace(marker, files=files).to_bytes())
+    index = read_index(folder)
+    (chunk,) = index.tensors["model.w"].chunks
+    box = Box.whole((1 << 40, 3))
+    absurd = SavedTensor("model.w", torch.float32, box.sizes, [chunk._replace(box=box)])
+    content = replace(index, tensors={"model.w": absurd}).to_bytes()
+    (folder / INDEX_FILE).write_bytes(content)
+    mark_again(folder)
     with pytest.raises(
-        CheckpointDamagedError, match=r"Expected \d+ bytes or more of 'model.w' in __0_0.distcp"
+        CheckpointDamagedError,
+        match=r"Expected 'model.w' within the \d+ bytes of __0_0.distcp in .*index.json, got byte",
     ):
         PublishedCheckpoint.open(LocalStore(tmp_path), NAME)

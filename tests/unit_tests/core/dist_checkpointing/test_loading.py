@@ -409,9 +409,7 @@ def test_a_plain_model_goes_on_bit_by_bit_with_any_optimizer(tmp_path, dtype, ma
         losses = _plain_losses(model, optimizer, range(ITERATION, 6))
         manager.finish()
     checkpoint = open_checkpoint(str(tmp_path))
-    assert {"model.gate.weight", "model.up.weight", "model.scale"} < set(
-        checkpoint.metadata.state_dict_metadata
-    )
+    assert {"model.gate.weight", "model.up.weight", "model.scale"} < set(checkpoint.tensors)
     for num_steps_before in (0, 1):
         other = Plain(dtype, seed=1)
         optimizer = make(other)
@@ -464,7 +462,7 @@ def _load_frozen(root: str, setting: Setting) -> tuple[list[str], list[float], s
 )
 def test_frozen_weights_are_saved_without_states(tmp_path, saving, loading):
     losses = run_ranks(2, _save_frozen, str(tmp_path), saving)[0]
-    keys = open_checkpoint(str(tmp_path)).metadata.state_dict_metadata
+    keys = open_checkpoint(str(tmp_path)).tensors
     assert "model.embedding.word_embeddings.weight" in keys
     assert "model.decoder.layers.0.mlp.up.weight" in keys
     assert not [

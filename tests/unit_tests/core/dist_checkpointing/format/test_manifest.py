@@ -164,7 +164,7 @@ def test_a_manifest_that_was_not_written_so_is_refused(member: str, value: Any, 
 def test_a_manifest_that_lacks_a_member_is_refused(member: str):
     members = json.loads(manifest_of())
     del members[member]
-    with pytest.raises(CheckpointDamagedError, match="Expected the members .* in here, got"):
+    with pytest.raises(CheckpointDamagedError, match=r"Expected the members .* in here, got"):
         Manifest.from_bytes(json.dumps(members).encode(), "here")
 
 
@@ -194,7 +194,8 @@ FILES = {name: list(record) for name, record in marker().files.items()}
         ("save_id", 5, "a save id"),
         ("iteration", -1, "an iteration"),
         ("world_size", 0, "a number of ranks"),
-        ("world_size", 1, "the files of 1 ranks"),
+        ("world_size", 1, "further files in folders of their own in here, got __1_0.distcp"),
+        ("world_size", 3, "the files of 3 ranks"),
         ("world_size", 10**15, "the files of 10{15} ranks"),
         ("files", [], "files by name"),
         ("files", {}, "the files of 2 ranks"),

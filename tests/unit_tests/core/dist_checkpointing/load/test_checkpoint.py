@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,30 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
+    INDEX_FILE,
     MARKER_FILE,
     METADATA_FILE,
     TRAIN_STATE_FILE,
-    FileRecord,
-    Manifest,
-    Marker,
     data_file,
     digest,
     digests_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata import plain_keys_of
 from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
-from tests.helpers.checkpoints import Cut, raw_bytes, row_cuts, whole, write_checkpoint
+from tests.helpers.checkpoints import (
+    Cut,
+    chunks_of,
+    mark_again,
+    raw_bytes,
+    read_index,
+    read_manifest,
+    row_cuts,
+    whole,
+    write_checkpoint,
+)
 
 NAME = "iter_0000010"
 ROWS = 3 * BLOCK_BYTES // (64 * 4)  # of 64 fp32 elements: three blocks
@@ -106,12 +114,10 @@ def checkpoint(pristine: Path) -> PublishedCheckpoint:
 def read_all(root: Path, verify: bool = True) -> dict[str, Any]:
     """Everything in the checkpoint, as a load on one rank would read it."""
     checkpoint = PublishedCheckpoint.open(open_store(root), NAME, verify=verify)
-    state: dict[str, Any] = {
-        key: checkpoint.read_plain(key) for key in plain_keys_of(checkpoint.metadata)
-    }
-    for key, entry in checkpoint.tensors().items():
-        state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        checkpoint.read(key, (0,) * len(entry.size), state[key])
+    state: dict[str, Any] = {key: checkpoint.read_plain(key) for key in checkpoint.plain}
+    for key, saved in checkpoint.tensors.items():
+        state[key] = torch.empty(saved.shape, dtype=saved.dtype)
+        checkpoint.read(key, (0,) * len(saved.shape), state[key])
     return state
 
 
@@ -128,13 +134,45 @@ def test_everything_is_read_as_it_was_saved(pristine: Path, verify: bool):
 def test_what_is_in_a_checkpoint_is_known_without_reading_data(pristine: Path):
     store = CountingStore(pristine)
     checkpoint = PublishedCheckpoint.open(store, NAME)
-    assert list(checkpoint.metadata.state_dict_metadata) == [*TENSORS, *PLAIN]
-    assert list(checkpoint.tensors()) == list(TENSORS)
-    assert plain_keys_of(checkpoint.metadata) == list(PLAIN)
+    assert list(checkpoint.tensors) == list(TENSORS)
+    for key, (tensor, cuts) in TENSORS.items():
+        saved = checkpoint.tensors[key]
+        assert (saved.key, saved.dtype, saved.shape) == (key, tensor.dtype, tuple(tensor.shape))
+        assert [(*chunk.box, chunk.rank) for chunk in saved.chunks] == cuts
+    assert list(checkpoint.plain) == list(PLAIN)
     assert checkpoint.train_state == {"progress": {"iteration": 10}}
     assert checkpoint.marker.world_size == 3
     assert checkpoint.path == f"{pristine}/{NAME}"
     assert store.reads == []
+
+
+class WithoutMetadata(LocalStore):
+    """A store in which nobody may read, or open, the file for other programs."""
+
+    def read(self, path: str, *most: int) -> bytes:
+        assert not path.endswith(METADATA_FILE), "read"
+        return super().read(path, *most)
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        assert not path.endswith(METADATA_FILE), "read"
+        super().read_into(path, offset, buffer)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_loads_do_not_read_what_is_for_other_programs(root: Path, verify: bool):
+    checkpoint = PublishedCheckpoint.open(WithoutMetadata(root), NAME, verify=verify)
+    for key, (tensor, _) in TENSORS.items():
+        out = torch.empty_like(tensor)
+        checkpoint.read(key, (0,) * tensor.dim(), out)
+        assert raw_bytes(out) == raw_bytes(tensor)
+    assert {key: checkpoint.read_plain(key) for key in checkpoint.plain} == PLAIN
+
+    # So it may say anything, as long as the marker has its size.
+    path = root / NAME / METADATA_FILE
+    path.write_bytes(bytes(path.stat().st_size))
+    assert read_all(root, verify).keys() == {*TENSORS, *PLAIN}
+    with pytest.raises(AssertionError, match="read"):
+        WithoutMetadata(root).read(f"{NAME}/{METADATA_FILE}")
 
 
 @st.composite
@@ -341,6 +379,7 @@ def test_a_key_that_is_not_there_is_named(checkpoint: PublishedCheckpoint):
 FILES = [
     MARKER_FILE,
     METADATA_FILE,
+    INDEX_FILE,
     TRAIN_STATE_FILE,
     *(name for rank in range(3) for name in (data_file(rank), manifest_file(rank))),
 ]
@@ -365,7 +404,11 @@ def test_a_file_of_another_length_is_named(root: Path, file: str, by: int, verif
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([name for name in FILES if not name.endswith(".distcp")]), st.data())
+@given(
+    # Of `.metadata`, which no load reads, the audit tells.
+    st.sampled_from([name for name in FILES if not name.endswith((".distcp", METADATA_FILE))]),
+    st.data(),
+)
 def test_any_flipped_bit_in_a_small_file_is_noticed(pristine: Path, file: str, data: st.DataObject):
     path = pristine / NAME / file
     content = path.read_bytes()
@@ -389,26 +432,25 @@ def _flipped(content: bytes, bit: int) -> bytes:
 def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(
     pristine: Path, rank: int, data: st.DataObject
 ):
-    manifest = Manifest.from_bytes((pristine / NAME / manifest_file(rank)).read_bytes(), "")
-    chunk = data.draw(st.sampled_from(manifest.chunks))
-    bit = data.draw(st.integers(0, 8 * chunk.data_nbytes - 1))
+    number = data.draw(st.integers(0, len(chunks_of(pristine / NAME, rank)) - 1))
+    tensor, chunk = chunks_of(pristine / NAME, rank)[number]
+    bit = data.draw(st.integers(0, 8 * tensor.chunk_nbytes(chunk) - 1))
     path = pristine / NAME / data_file(rank)
     content = path.read_bytes()
     try:
-        path.write_bytes(_flipped(content, 8 * chunk.data_offset + bit))
-        with pytest.raises(CheckpointDamagedError, match=rf"'{chunk.key}'.*{data_file(rank)}"):
+        path.write_bytes(_flipped(content, 8 * chunk.offset + bit))
+        with pytest.raises(CheckpointDamagedError, match=rf"'{tensor.key}'.*{data_file(rank)}"):
             read_all(pristine)
-        if chunk.dtype:
+        if tensor.key in TENSORS:
             read_all(pristine, verify=False)
     finally:
         path.write_bytes(content)
 
 
 def test_damage_in_one_block_does_not_hinder_reading_others(root: Path):
-    manifest = Manifest.from_bytes((root / NAME / manifest_file(0)).read_bytes(), "")
-    chunk = manifest.chunks[0]
+    _, chunk = chunks_of(root / NAME, 0)[0]
     path = root / NAME / data_file(0)
-    path.write_bytes(_flipped(path.read_bytes(), 8 * (chunk.data_offset + BLOCK_BYTES)))
+    path.write_bytes(_flipped(path.read_bytes(), 8 * (chunk.offset + BLOCK_BYTES)))
     checkpoint = PublishedCheckpoint.open(open_store(root), NAME)
     rows = BLOCK_BYTES // 256
     checkpoint.read("model.big", (0, 0), torch.empty(rows, 64))
@@ -444,24 +486,6 @@ def test_errors_of_the_system_that_are_no_damage_are_not_called_so(
     assert not isinstance(caught.value, CheckpointDamagedError)
 
 
-def _mark_again(folder: Path, **changed: Any) -> None:
-    """Writes the marker anew for files that a test has exchanged, so that only what lies behind it
-    can notice.
-    """
-    old = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
-    files = {}
-    for name, record in old.files.items():
-        content = (folder / name).read_bytes()
-        files[name] = FileRecord(len(content), None if record.digest is None else digest(content))
-    values = {
-        "save_id": old.save_id,
-        "iteration": old.iteration,
-        "world_size": old.world_size,
-        **changed,
-    }
-    (folder / MARKER_FILE).write_bytes(Marker(files=files, **values).to_bytes())
-
-
 def test_a_manifest_of_another_save_is_refused(root: Path):
     other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
     shutil.copy(other / manifest_file(1), root / NAME / manifest_file(1))
@@ -469,7 +493,7 @@ def test_a_manifest_of_another_save_is_refused(root: Path):
         CheckpointDamagedError, match=f"digest .* {manifest_file(1)}|bytes in .*{manifest_file(1)}"
     ):
         read_all(root)
-    _mark_again(root / NAME)
+    mark_again(root / NAME)
     with pytest.raises(
         CheckpointDamagedError,
         match=f"Expected save id a-save in .*{manifest_file(1)}, got another",
@@ -481,30 +505,51 @@ def test_a_manifest_of_another_save_is_refused(root: Path):
     ("change", "message"),
     [
         (
-            lambda chunks: chunks[1:],
-            r"Expected the chunk of 'model.big' at \(0, 0\) in .*manifest_0.json, got none",
+            lambda manifest: {"digests": manifest.digests[1:]},
+            r"Expected rank 0 to have written the 6 chunks of the index, got 5 others in .*_0.json",
         ),
         (
-            lambda chunks: (chunks[0]._replace(key="model.bag"), *chunks[1:]),
-            r"Expected chunks that .metadata has in .*manifest_0.json, got 'model.bag' at \(0, 0\)",
+            lambda manifest: {"digests": (*manifest.digests, ())},
+            r"Expected rank 0 to have written the 6 chunks of the index, got 7 others in .*_0.json",
         ),
         (
-            lambda chunks: (chunks[0]._replace(dtype="int32"), *chunks[1:]),
-            "dtype='float32'.* as .metadata has it, in .*manifest_0.json, got .*dtype='int32'",
+            lambda _: {"plan": digest(b"another")},
+            r"Expected rank 0 to have written the 6 chunks of the index, got 6 others in .*_0.json",
         ),
         (
-            lambda chunks: (chunks[0]._replace(blob_nbytes=chunks[0].blob_nbytes - 1), *chunks[1:]),
-            "as .metadata has it, in .*manifest_0.json",
+            lambda manifest: {"digests": (manifest.digests[0][1:], *manifest.digests[1:])},
+            r"Expected 4 digests of 'model.big' at \(0, 0\) in .*manifest_0.json, got 3",
         ),
     ],
 )
-def test_a_manifest_that_contradicts_the_metadata_is_refused(root: Path, change: Any, message: str):
-    path = root / NAME / manifest_file(0)
-    manifest = Manifest.from_bytes(path.read_bytes(), "")
-    path.write_bytes(
-        Manifest(*list(vars(manifest).values())[:4], change(manifest.chunks)).to_bytes()
-    )
-    _mark_again(root / NAME)
+def test_a_manifest_that_contradicts_the_index_is_refused(root: Path, change: Any, message: str):
+    manifest = read_manifest(root / NAME, 0)
+    changed = replace(manifest, **change(manifest))
+    (root / NAME / manifest_file(0)).write_bytes(changed.to_bytes())
+    mark_again(root / NAME)
+    with pytest.raises(CheckpointDamagedError, match=message):
+        read_all(root)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda chunk: chunk._replace(rank=1),
+        lambda chunk: chunk._replace(file=data_file(1), offset=1 << 22),
+        lambda chunk: chunk._replace(offset=chunk.offset + 1),
+    ],
+)
+def test_an_index_that_ranks_have_not_written_by_is_refused(root: Path, change: Any):
+    index = read_index(root / NAME)
+    first, *others = index.tensors["model.small"].chunks
+    chunks = [change(first), *others]
+    tensor = index.tensors["model.small"]._replace(chunks=chunks)
+    wrong = replace(index, tensors={**index.tensors, "model.small": tensor})
+    with (root / NAME / data_file(1)).open("ab") as stream:
+        stream.write(bytes(1 << 22))  # room for what is moved there
+    (root / NAME / INDEX_FILE).write_bytes(wrong.to_bytes())
+    mark_again(root / NAME)
+    message = r"Expected rank [01] to have written the \d+ chunks of the index, got \d+ others"
     with pytest.raises(CheckpointDamagedError, match=message):
         read_all(root)
 
@@ -512,34 +557,44 @@ def test_a_manifest_that_contradicts_the_metadata_is_refused(root: Path, change:
 def test_a_manifest_of_another_rank_is_refused(root: Path):
     path = root / NAME / manifest_file(0)
     shutil.copy(root / NAME / manifest_file(1), path)
-    _mark_again(root / NAME)
+    mark_again(root / NAME)
     with pytest.raises(
         CheckpointDamagedError, match=r"Expected rank 0 in .*manifest_0.json, got 1"
     ):
         read_all(root)
 
 
-def test_metadata_that_names_other_files_is_refused(root: Path):
+def test_an_index_that_names_other_files_is_refused(root: Path):
     moved = {
         key: (tensor, [cut._replace(rank=3) for cut in cuts])
         for key, (tensor, cuts) in TENSORS.items()
     }
     elsewhere = write_checkpoint(root / "elsewhere", moved, PLAIN, world_size=4)
-    shutil.copy(elsewhere / METADATA_FILE, root / NAME / METADATA_FILE)
-    _mark_again(root / NAME)
+    shutil.copy(elsewhere / INDEX_FILE, root / NAME / INDEX_FILE)
+    mark_again(root / NAME)
     with pytest.raises(
         CheckpointDamagedError, match=rf"Expected data files of 3 ranks in .*, got {data_file(3)}"
     ):
         PublishedCheckpoint.open(open_store(root), NAME)
 
 
-def test_a_data_file_that_is_shorter_than_the_metadata_says_is_refused(root: Path):
+def test_an_index_of_another_save_is_refused(root: Path):
+    other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
+    shutil.copy(other / INDEX_FILE, root / NAME / INDEX_FILE)
+    mark_again(root / NAME)
+    with pytest.raises(
+        CheckpointDamagedError, match=f"Expected save id a-save in .*{INDEX_FILE}, got another"
+    ):
+        PublishedCheckpoint.open(open_store(root), NAME)
+
+
+def test_a_data_file_that_is_shorter_than_the_index_says_is_refused(root: Path):
     path = root / NAME / data_file(2)
     path.write_bytes(path.read_bytes()[:-5000])
-    _mark_again(root / NAME)
+    mark_again(root / NAME)
     with pytest.raises(
         CheckpointDamagedError,
-        match=f"Expected blobs within the .* bytes of {data_file(2)} in .*meta",
+        match=f"Expected '.*' within the .* bytes of {data_file(2)} in .*{INDEX_FILE}, got byte",
     ):
         PublishedCheckpoint.open(open_store(root), NAME)
 
@@ -554,24 +609,23 @@ def test_a_tensor_with_a_gap_is_refused_when_it_is_opened(tmp_path: Path):
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
 def test_a_train_state_that_is_no_object_is_refused(root: Path, content: bytes):
     (root / NAME / TRAIN_STATE_FILE).write_bytes(content)
-    _mark_again(root / NAME)
+    mark_again(root / NAME)
     with pytest.raises(CheckpointDamagedError, match=TRAIN_STATE_FILE):
         PublishedCheckpoint.open(open_store(root), NAME)
 
 
 def test_plain_data_that_cannot_be_unpickled_safely_is_refused(root: Path):
     folder = root / NAME
-    path = folder / manifest_file(0)
-    manifest = Manifest.from_bytes(path.read_bytes(), "")
-    chunk = manifest.chunks[-1]
-    assert not chunk.dtype
+    tensor, chunk = chunks_of(folder, 0)[-1]
+    assert tensor.key == "rng.0.python"
     content = bytearray((folder / data_file(0)).read_bytes())
     changed = plain_blob(PLAIN["rng.0.python"]).replace(b"state", b"s\x00\xff\xfee")
-    content[chunk.blob_offset :] = changed
+    content[chunk.offset :] = changed
     (folder / data_file(0)).write_bytes(content)
-    chunks = (*manifest.chunks[:-1], chunk._replace(digests=digests_of(changed)))
-    path.write_bytes(Manifest(*list(vars(manifest).values())[:4], chunks).to_bytes())
-    _mark_again(folder)
+    manifest = read_manifest(folder, 0)
+    digests = (*manifest.digests[:-1], digests_of(changed))
+    (folder / manifest_file(0)).write_bytes(replace(manifest, digests=digests).to_bytes())
+    mark_again(folder)
     with pytest.raises(
         CheckpointDamagedError,
         match=r"Expected .* plain data 'rng.0.python' in .*__0_0.distcp, got",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from hypothesis import given
@@ -47,26 +48,28 @@ def test_an_overlap_is_what_lies_in_both(pair: tuple[Box, Box]):
 )
 def test_an_index_finds_what_overlaps_and_nothing_else(drawn: tuple[list[Box], Box]):
     boxes, wanted = drawn
-    index = BoxIndex(boxes)
-    assert sorted(index.boxes) == sorted(boxes)
-    found = dict(index.overlaps(wanted))
-    assert {
-        place: wanted.overlap(box) for place, box in enumerate(index.boxes) if wanted.overlap(box)
-    } == found
+    found = list(BoxIndex(boxes).overlaps(wanted))
+    assert sorted(found) == [
+        (number, wanted.overlap(box)) for number, box in enumerate(boxes) if wanted.overlap(box)
+    ]
+    rows = [boxes[number].offsets[:1] for number, _ in found]
+    assert rows == sorted(rows)
 
 
 def test_an_index_looks_only_at_rows_that_are_near():
-    index = BoxIndex([Box((row, 0), (1, 4)) for row in range(1000)])
-    seen = []
-    index.boxes = _Recording(index.boxes, seen)
-    assert len(list(index.overlaps(Box((500, 0), (3, 2))))) == 3
-    assert seen == [500, 501, 502]
+    boxes = _Recording(Box((999 - number, 0), (1, 4)) for number in range(1000))
+    index = BoxIndex(boxes)
+    boxes.seen.clear()
+    found = [number for number, _ in index.overlaps(Box((500, 0), (3, 2)))]
+    assert found == boxes.seen == [499, 498, 497], "those given, in the order of rows"
 
 
-class _Recording(list):
-    def __init__(self, boxes: list[Box], seen: list[int]) -> None:
+class _Recording(list[Box]):
+    """Remembers which boxes have been looked at."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
         super().__init__(boxes)
-        self.seen = seen
+        self.seen: list[int] = []
 
     def __getitem__(self, place):
         self.seen.append(place)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.chunks import (
     EvenShards,
     FlatShards,
@@ -21,7 +22,6 @@ from megatron.core.dist_checkpointing.plan.chunks import (
     RankMesh,
     Replicated,
     Section,
-    Share,
     shares,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
@@ -53,17 +53,11 @@ def flat_shards(draw: st.DrawFn) -> FlatShards:
     return FlatShards(layout, RankMesh(mesh_shape, tuple(ranks)), is_sharded)
 
 
-def box(chunk: Holding | Share) -> tuple[slice, ...]:
-    return tuple(
-        slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-    )
-
-
-def counts(shape: tuple[int, ...], chunks: Iterable[Holding | Share]) -> torch.Tensor:
-    """How many of the chunks have each element."""
+def counts(shape: tuple[int, ...], boxes: Iterable[Box]) -> torch.Tensor:
+    """How many of the boxes have each element."""
     count = torch.zeros(shape, dtype=torch.int64)
-    for chunk in chunks:
-        count[box(chunk)] += 1
+    for box in boxes:
+        count[box.slices()] += 1
     return count
 
 
@@ -90,8 +84,9 @@ def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
             chunk = layout.chunk(i, piece)
             assert len(own) == (chunk.num_rows > 0)
             for holding in own:
-                values = held[chunk.offset :][: holding.numel].view(holding.sizes)
-                assert torch.equal(values, tensor[box(holding)])
+                box = holding.box
+                values = held[chunk.offset :][: box.numel].view(box.sizes)
+                assert torch.equal(values, tensor[box.slices()])
 
 
 @settings(deadline=None)
@@ -105,15 +100,15 @@ def test_every_element_is_written_once_by_one_who_holds_it(shards):
     all_shapes = [*shards.layout.tensor_shapes, (), (3,)]
     written = list(shares(tensors))
     for number, shape in enumerate(all_shapes):
-        assert (counts(shape, [share for share in written if share.tensor == number]) == 1).all()
-    for share in written:
+        assert (counts(shape, [box for tensor, box, _ in written if tensor == number]) == 1).all()
+    for number, box, owner in written:
         holders = {
             rank
-            for holding in tensors[share.tensor][0].holdings()
+            for holding in tensors[number][0].holdings()
             for rank in holding.ranks
-            if counts(all_shapes[share.tensor], [holding])[box(share)].all()
+            if counts(all_shapes[number], [holding.box])[box.slices()].all()
         }
-        assert share.rank in holders
+        assert owner in holders
 
 
 @settings(deadline=None)
@@ -122,7 +117,7 @@ def test_a_rank_alone_knows_what_it_writes(shards):
     tensors = [(FlatTensor(shards, i), 2) for i in range(len(shards.layout.tensor_shapes))]
     everyone = list(shares(tensors))
     for rank in shards.mesh.ranks:
-        assert list(shares(tensors, rank)) == [share for share in everyone if share.rank == rank]
+        assert list(shares(tensors, rank)) == [share for share in everyone if share[2] == rank]
     assert list(shares(tensors, rank=1000)) == []
 
 
@@ -131,8 +126,8 @@ def test_a_rank_alone_knows_what_it_writes(shards):
 def test_those_who_hold_the_same_write_as_many_bytes_to_within_a_row(shards):
     tensors = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
     nbytes = dict.fromkeys(shards.mesh.ranks, 0)
-    for share in shares(tensors):
-        nbytes[share.rank] += 4 * math.prod(share.sizes)
+    for _, box, owner in shares(tensors):
+        nbytes[owner] += 4 * box.numel
     largest_row = 4 * max(math.prod(shape[1:]) for shape in shards.layout.tensor_shapes)
     groups = {holding.ranks for tensor, _ in tensors for holding in tensor.holdings()}
     for ranks in groups:
@@ -142,7 +137,7 @@ def test_those_who_hold_the_same_write_as_many_bytes_to_within_a_row(shards):
 
 def test_the_drawing_in_the_note_is_what_is_computed():
     tensors = [(Replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
-    owners = [[share.rank] * share.sizes[0] for share in shares(tensors)]
+    owners = [[owner] * box.sizes[0] for _, box, owner in shares(tensors)]
     assert list(itertools.chain(*owners)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -166,8 +161,8 @@ def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
         )
         own = list(shards.holdings(rank))
         assert own == [holding for holding in everyone if rank in holding.ranks]
-        assert [(holding.offsets, holding.sizes) for holding in own] == (
-            [(tuple(offsets), tuple(sizes))] if math.prod(sizes) else []
+        assert [holding.box for holding in own] == (
+            [Box(tuple(offsets), tuple(sizes))] if math.prod(sizes) else []
         )
     assert list(shards.holdings(rank=1000)) == []
 
@@ -180,11 +175,12 @@ def test_sections_are_the_rows_of_the_whole(shards, data):
     whole = FlatTensor(shards, 0)
     found = []
     for begin, end in ((0, cut), (cut, rows)):
-        for offsets, sizes, ranks in Section(whole, begin, end - begin).holdings():
+        for (offsets, sizes), ranks in Section(whole, begin, end - begin).holdings():
             assert offsets[0] + sizes[0] <= end - begin
-            found.append(Holding((offsets[0] + begin, *offsets[1:]), sizes, ranks))
+            found.append(Holding(Box((offsets[0] + begin, *offsets[1:]), sizes), ranks))
     shape = shards.layout.tensor_shapes[0]
-    assert torch.equal(counts(shape, found), counts(shape, whole.holdings()))
+    boxes = [[holding.box for holding in holdings] for holdings in (found, whole.holdings())]
+    assert torch.equal(*(counts(shape, each) for each in boxes))
     assert {holding.ranks for holding in found} == {holding.ranks for holding in whole.holdings()}
 
 
@@ -201,11 +197,11 @@ def test_a_section_looks_only_at_chunks_that_are_near():
             return super().__getitem__(place)
 
     looked_at: list[object] = []
-    found = Seen(Holding((4 * n, 0), (4, 3), (n,)) for n in range(1024))
+    found = Seen(Holding(Box((4 * n, 0), (4, 3)), (n,)) for n in range(1024))
     section = Section(Rows(), first_row=2002, num_rows=4)
     assert section.holdings() == [
-        Holding((0, 0), (2, 3), (500,)),
-        Holding((2, 0), (2, 3), (501,)),
+        Holding(Box((0, 0), (2, 3)), (500,)),
+        Holding(Box((2, 0), (2, 3)), (501,)),
     ]
     assert len(looked_at) < 30
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.format.blob import blob_layout
-from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
+from megatron.core.dist_checkpointing.format.blob import blob_layout, plain_blob
+from megatron.core.dist_checkpointing.format.index import Index, blob_place
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.chunks import (
     FlatShards,
     FlatTensor,
     RankMesh,
     Replicated,
 )
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, place
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -35,24 +38,78 @@ def state(shapes: list[tuple[int, ...]], num_ranks: int, is_sharded: bool) -> li
 sizes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=4)
 
 
+PLAIN = {"optimizer.param_groups": 1234, "rng.0.python": 77}
+
+
 @settings(deadline=None)
 @given(sizes, st.integers(1, 5), st.booleans())
 def test_blobs_follow_each_other_with_data_on_pages(shapes, num_ranks, is_sharded):
     ends = dict.fromkeys(range(num_ranks), 0)
-    for placed in place(state(shapes, num_ranks, is_sharded)):
-        assert placed.blob == blob_layout(DTYPES[placed.tensor % 3], placed.sizes)
-        assert placed.data_offset % DATA_ALIGNMENT == 0
-        gap = placed.blob_offset - ends[placed.rank]
-        assert 0 <= gap < DATA_ALIGNMENT
-        ends[placed.rank] = placed.stop
+    index = plan_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            assert chunk.file == data_file(chunk.rank)
+            assert chunk.offset % DATA_ALIGNMENT == 0
+            begin, nbytes = blob_place(tensor, chunk)
+            layout = blob_layout(tensor.dtype, chunk.box.sizes)
+            assert (chunk.offset - begin, nbytes) == (layout.header_nbytes, layout.nbytes)
+            assert 0 <= begin - ends[chunk.rank] < DATA_ALIGNMENT
+            ends[chunk.rank] = begin + nbytes
+    for key, nbytes in PLAIN.items():
+        (chunk,) = index.plain[key].chunks
+        assert (chunk.rank, chunk.file, chunk.offset) == (0, data_file(0), ends[0])
+        assert chunk.box == Box.whole((nbytes,))
+        ends[0] += nbytes
+    assert {rank: index.data_file_nbytes(rank) for rank in ends} == ends
 
 
 @settings(deadline=None)
 @given(sizes, st.integers(1, 5), st.booleans())
 def test_a_rank_knows_its_own_file_and_rank_zero_all_of_them(shapes, num_ranks, is_sharded):
     tensors = state(shapes, num_ranks, is_sharded)
-    everything = list(place(tensors))
+    everything = plan_index("a save", tensors, PLAIN)
     for rank in range(num_ranks):
-        assert list(place(tensors, rank)) == [
-            placed for placed in everything if placed.rank == rank
-        ]
+        own = plan_index("a save", tensors, PLAIN, rank)
+        assert own.tensors.keys() == everything.tensors.keys()
+        for key, tensor in everything.tensors.items():
+            chunks = [chunk for chunk in tensor.chunks if chunk.rank == rank]
+            assert own.tensors[key] == tensor._replace(chunks=chunks)
+        assert own.plain == (everything.plain if rank == 0 else {})
+        assert own.plan_of(rank) == everything.plan_of(rank)
+        assert own.data_file_nbytes(rank) == everything.data_file_nbytes(rank)
+
+
+@settings(deadline=None)
+@given(sizes, st.integers(1, 5), st.booleans())
+def test_what_is_planned_is_an_index_that_readers_take(shapes, num_ranks, is_sharded):
+    index = plan_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
+    assert Index.from_bytes(index.to_bytes(), None, "here") == index
+    assert [*index.tensors] == [tensor.key for tensor in state(shapes, num_ranks, is_sharded)]
+
+
+def saved_as(key: str) -> SavedAs:
+    return SavedAs(key, torch.float32, (), Replicated((), (0,)))
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_repeated_keys_are_refused_on_every_rank(rank):
+    message = r"Expected each key once, got several of model\.a"
+    with pytest.raises(ValueError, match=message):
+        plan_index("a save", [saved_as("model.a"), saved_as("model.a")], {}, rank)
+    with pytest.raises(ValueError, match=message):
+        plan_index("a save", [saved_as("model.a")], {"model.a": 1}, rank)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_no_key_is_written_that_would_not_be_read(rank):
+    blob = plain_blob(None)
+    for longest in (
+        plan_index("a save", [saved_as("k" * 4096)], {}),
+        plan_index("a save", [], {"k" * 4096: len(blob)}),
+    ):
+        assert Index.from_bytes(longest.to_bytes(), None, "here") == longest
+    message = "Expected keys of at most 4096 characters, got one of 4097"
+    with pytest.raises(ValueError, match=message):
+        plan_index("a save", [saved_as("k" * 4097)], {}, rank)
+    with pytest.raises(ValueError, match=message):
+        plan_index("a save", [], {"k" * 4097: len(blob)}, rank)

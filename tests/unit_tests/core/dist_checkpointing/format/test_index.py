@@ -1,0 +1,532 @@
+"""The index: read as it was written, and refused wherever it says what no save would write."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout
+from megatron.core.dist_checkpointing.format.index import (
+    Index,
+    blob_place,
+    manifest_problems,
+    plan_digest,
+)
+from megatron.core.dist_checkpointing.format.manifest import (
+    BLOCK_BYTES,
+    FileRecord,
+    Manifest,
+    Marker,
+    data_file,
+    digest,
+    files_of,
+)
+from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+
+SOURCE = "iter_0000010/index.json"
+SAVE_ID = "a save"
+HF_FILE = "hf/model.safetensors"
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
+
+
+def marker(world_size: int = 3, nbytes: int = 1 << 40, save_id: str = SAVE_ID) -> Marker:
+    """Whose data files, and a file with weights in another format, have this size."""
+    files = {
+        name: FileRecord(nbytes, None if name.endswith(".distcp") else digest(name.encode()))
+        for name in files_of(world_size)
+    }
+    files[HF_FILE] = FileRecord(nbytes, None)
+    files["hf/config.json"] = FileRecord(9, digest(b"config"))
+    return Marker(save_id, 10, world_size, files)
+
+
+class _Files:
+    """Places that follow each other in files."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, int] = {}
+
+    def place(self, file: str, before: int, nbytes: int) -> int:
+        offset = self._ends.get(file, 0) + before
+        self._ends[file] = offset + nbytes
+        return offset
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> Index:
+    """Tensors in rows of several ranks, plain data, and tensors of a file in another format."""
+    files = _Files()
+    keys = draw(st.lists(st.text(min_size=1, max_size=9), max_size=8, unique=True))
+    first, second = sorted(draw(st.integers(0, len(keys))) for _ in range(2))
+
+    def chunk(box: Box, itemsize: int, file: str, rank: int) -> Chunk:
+        before = draw(st.integers(0, 5000))
+        return Chunk(box, rank, file, files.place(file, before, box.numel * itemsize))
+
+    def tensor(key: str, *, is_exported: bool) -> SavedTensor:
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        boxes = [Box.whole(shape)] if math.prod(shape) else []
+        if shape and boxes:
+            cuts = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=2))})
+            tail = shape[1:]
+            boxes = [
+                Box((begin, *(0,) * len(tail)), (end - begin, *tail))
+                for begin, end in itertools.pairwise(cuts)
+            ]
+        chunks = []
+        for box in draw(st.permutations(boxes)):
+            rank = draw(st.integers(0, 2))
+            file = HF_FILE if is_exported else data_file(rank)
+            chunks.append(chunk(box, dtype.itemsize, file, rank))
+        return SavedTensor(key, dtype, shape, chunks)
+
+    def plain(key: str) -> SavedTensor:
+        box = Box.whole((draw(st.integers(1, 3 * BLOCK_BYTES)),))
+        return SavedTensor(key, torch.uint8, box.sizes, [chunk(box, 1, data_file(0), 0)])
+
+    return Index(
+        draw(st.text(min_size=1, max_size=5)),
+        {key: tensor(key, is_exported=False) for key in keys[:first]},
+        {key: plain(key) for key in keys[first:second]},
+        {key: tensor(key, is_exported=True) for key in keys[second:]},
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(indexes())
+def test_an_index_is_read_as_it_was_written(index: Index):
+    content = index.to_bytes()
+    for known in (marker(save_id=index.save_id), None):
+        found = Index.from_bytes(content, known, SOURCE)
+        assert found == index
+        assert list(found.tensors) == list(index.tensors)
+        assert found.to_bytes() == content
+    tensors = [*index.all_tensors]
+    assert content.count(b"\n") == len(tensors) + 5
+    assert all(f"\n{json.dumps(tensor.key)}:".encode() in content for tensor in tensors)
+
+
+@settings(deadline=None)
+@given(indexes())
+def test_the_chunks_of_each_rank_are_in_the_order_of_tensors_exported_ones_and_plain_data(index):
+    tensors = [*index.tensors.values(), *index.exported.values(), *index.plain.values()]
+    expected = [(tensor, chunk) for tensor in tensors for chunk in tensor.chunks]
+    by_rank = index.chunks_by_rank
+    assert by_rank.keys() == {chunk.rank for _, chunk in expected}
+    for rank, found in by_rank.items():
+        assert found == [each for each in expected if each[1].rank == rank]
+        assert index.plan_of(rank) == plan_digest(found)
+    assert index.plan_of(99) == plan_digest([])
+
+
+@settings(deadline=None)
+@given(indexes())
+def test_digests_are_one_for_each_block_of_each_chunk_in_that_order(index):
+    for rank in range(3):
+        chunks = index.chunks_by_rank.get(rank, [])
+        sizes = [-(-tensor.chunk_nbytes(chunk) // BLOCK_BYTES) for tensor, chunk in chunks]
+        digests = tuple((digest(b""),) * size for size in sizes)
+        manifest = Manifest(index.save_id, rank, index.plan_of(rank), digests)
+        assert list(manifest_problems(manifest, rank, index, "here")) == []
+
+
+# One that can be changed by hand.
+
+
+def example() -> dict[str, Any]:
+    """w lies on two ranks, row by row, s on the second of them, x in another file, p is plain."""
+    return {
+        "format_version": 2,
+        "save_id": SAVE_ID,
+        "writers": [["__0_0.distcp", 0], ["__1_0.distcp", 1], [HF_FILE, 1]],
+        "tensors": {
+            "w": ["float32", [4, 3], [[0, 4096, 0, 0, 2, 3], [1, 4096, 2, 0, 2, 3]]],
+            "s": ["bfloat16", [], [[1, 8192]]],
+            "e": ["float32", [0, 3], []],
+        },
+        "plain": {"p": ["uint8", [100], [[0, 9000, 0, 100]]]},
+        "exported": {"x": ["bfloat16", [4], [[2, 88, 0, 4]]]},
+    }
+
+
+def parse(members: Any, known: Marker | None = None) -> Index:
+    return Index.from_bytes(json.dumps(members).encode(), known or marker(), SOURCE)
+
+
+def test_the_index_that_is_changed_below_is_whole():
+    index = parse(example())
+    assert list(index.tensors) == ["w", "s", "e"]
+    box = Box((2, 0), (2, 3))
+    assert index.tensors["w"].chunks[1] == Chunk(box, 1, "__1_0.distcp", 4096)
+    assert index.exported["x"].chunks == [Chunk(Box.whole((4,)), 1, HF_FILE, 88)]
+    assert [(tensor.key, chunk.offset) for tensor, chunk in index.chunks_by_rank[1]] == [
+        ("w", 4096),
+        ("s", 8192),
+        ("x", 88),
+    ]
+
+
+def put(value: object, *path: str | int) -> Callable[[dict[str, Any]], None]:
+    """Puts something into one place of the example."""
+
+    def change(members: Any) -> None:
+        for name in path[:-1]:
+            members = members[name]
+        members[path[-1]] = value
+
+    return change
+
+
+W, S, P = ("tensors", "w"), ("tensors", "s"), ("plain", "p")
+FIRST = (*W, 2, 0)  # chunk of w: writer, offset, offsets and sizes of its box
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an empty save id": (put("", "save_id"), "a save id"),
+    "a number for a save id": (put(3, "save_id"), "a save id"),
+    "the save id of another save": (put("another", "save_id"), "save id a save"),
+    "an object of writers": (put({}, "writers"), "a list of writers"),
+    "a writer that is text": (put("__0_0.distcp", "writers", 0), "a file and a rank"),
+    "a writer without a rank": (put(["__0_0.distcp"], "writers", 0), "a file and a rank"),
+    "a writer with more": (put(["__0_0.distcp", 0, 0], "writers", 0), "a file and a rank"),
+    "a file that is a number": (put([0, 0], "writers", 0), "a file and a rank"),
+    "a rank that is text": (put(["__0_0.distcp", "0"], "writers", 0), "a file and a rank"),
+    "a rank that is true": (put(["__0_0.distcp", True], "writers", 0), "a file and a rank"),
+    "a negative rank": (put(["__0_0.distcp", -1], "writers", 0), "a file and a rank"),
+    "a rank that is not there": (
+        put(["__0_0.distcp", 3], "writers", 0),
+        "data files of 3 ranks in .*, got __0_0.distcp of 3",
+    ),
+    "a file that is not there": (put(["__3_0.distcp", 0], "writers", 0), "data files of 3 ranks"),
+    "a file that has no chunks": (put(["hf/config.json", 0], "writers", 0), "data files of 3"),
+    "a file elsewhere": (put(["../__0_0.distcp", 0], "writers", 0), "a file with chunks in"),
+    "a list of tensors": (put([], "tensors"), "tensors by key"),
+    "null for plain data": (put(None, "plain"), "tensors by key"),
+    "text for exported tensors": (put("x", "exported"), "tensors by key"),
+    "an empty key": (put(["float32", [0], []], "tensors", ""), "keys of 1 to 4096 characters"),
+    "a key too long": (
+        put(["float32", [0], []], "tensors", "k" * 4097),
+        "keys of 1 to 4096 characters in .*, got k{64}",
+    ),
+    "a key of plain data too long": (
+        put(["uint8", [1], [[0, 10_000, 0, 1]]], "plain", "k" * 4097),
+        "keys of 1 to 4096 characters",
+    ),
+    "a key of an exported tensor too long": (
+        put(["uint8", [0], []], "exported", "k" * 4097),
+        "keys of 1 to 4096 characters",
+    ),
+    "a tensor that is an object": (put({}, *W), "dtype, shape and chunks of in 'w'"),
+    "a tensor without chunks": (put(["float32", [0]], *W), "dtype, shape and chunks of in 'w'"),
+    "a tensor with more": (put(["float32", [0], [], 0], *W), "dtype, shape and chunks of in 'w'"),
+    "a dtype that is not one": (put("float33", *W, 0), "a dtype in 'w'"),
+    "a dtype that is a list": (put(["float32"], *W, 0), "a dtype in 'w'"),
+    "a dtype by another name": (put("torch.float32", *W, 0), "a dtype in 'w'"),
+    "a shape that is a number": (put(12, *W, 1), "a shape in 'w'"),
+    "a negative size": (put([-4, 3], *W, 1), "a shape in 'w'"),
+    "a size that is a fraction": (put([4.0, 3], *W, 1), "a shape in 'w'"),
+    "a size that is true": (put([4, True], *W, 1), "a shape in 'w'"),
+    "a size beyond all": (put([1 << 63, 3], *W, 1), "a shape in 'w'"),
+    "a shape of 65 dims": (put([1] * 65, *S, 1), "a shape in 's'"),
+    "an object of chunks": (put({}, *W, 2), "a list of chunks in 'w'"),
+    "a chunk that is a number": (put(4096, *FIRST), "a chunk of 6 numbers in 'w'"),
+    "a chunk without a size": (put([0, 4096, 0, 0, 2], *FIRST), "a chunk of 6 numbers in 'w'"),
+    "a chunk with more": (put([0, 4096, 0, 0, 2, 3, 0], *FIRST), "a chunk of 6 numbers in 'w'"),
+    "a chunk of another number of dims": (put([0, 4096, 0, 4], *FIRST), "a chunk of 6 numbers"),
+    "a chunk of a scalar with dims": (put([1, 8192, 0, 1], *S, 2, 0), "a chunk of 2 numbers"),
+    "a writer that is not there": (put(3, *FIRST, 0), "one of 3 writers in 'w' in .*, got 3"),
+    "a writer before the first": (put(-1, *FIRST, 0), "a chunk of 6 numbers in 'w'"),
+    "a writer that is no number": (put("0", *FIRST, 0), "a chunk of 6 numbers in 'w'"),
+    "no writers": (put([], "writers"), "one of 0 writers in 'w'"),
+    "a negative place": (put(-1, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
+    "a place that is a fraction": (put(0.5, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
+    "a place that is true": (put(True, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
+    "a place beyond all": (put(1 << 63, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
+    "a box in a list": (put([0, 4096, [0, 0], [2, 3]], *FIRST), "a chunk of 6 numbers in 'w'"),
+    "a negative offset": (put(-1, *FIRST, 2), "a chunk of 6 numbers in 'w'"),
+    "an offset that is text": (put("0", *FIRST, 2), "a chunk of 6 numbers in 'w'"),
+    "a size of a box that is null": (put(None, *FIRST, 4), "a chunk of 6 numbers in 'w'"),
+    "a box without elements": (put(0, *FIRST, 5), "a box with elements in 'w'"),
+    "a chunk of a tensor without elements": (
+        put([[0, 8192, 0, 0, 0, 3]], "tensors", "e", 2),
+        "a box with elements in 'e'",
+    ),
+    "a box in another": (put(3, *FIRST, 4), r"each element of w in one chunk .* in 2"),
+    "a box that reaches out": (put(9, *FIRST, 4), r"chunks of w inside \(4, 3\)"),
+    "a box outside": (put(1, *FIRST, 3), r"chunks of w inside \(4, 3\) .* at \(0, 1\)"),
+    "a gap": (put(1, *FIRST, 4), r"each element of w in one chunk .* at \(1, 0\) in 0"),
+    "no chunks": (put([], *W, 2), r"each element of w in one chunk .* at \(0, 0\) in 0"),
+    "a chunk twice": (
+        lambda it: it["tensors"]["w"][2].append([1, 99_999, 2, 0, 2, 3]),
+        r"each element of w in one chunk .* at \(2, 0\) in 2",
+    ),
+    "no chunk of a scalar": (put([], *S, 2), r"each element of s in one chunk .* at \(\) in 0"),
+    "no chunk of an exported tensor": (put([], "exported", "x", 2), "each element of x in one"),
+    "a gap in plain data": (put(99, *P, 2, 0, 3), "plain data|each element of p in one chunk"),
+    "more elements than torch can count": (
+        put([1 << 62, 0, 4], "tensors", "e", 1),
+        r"e in .* to have at most \d+ elements",
+    ),
+    "a chunk before the last one's end": (
+        put([[1, 4119]], *S, 2),
+        "'s' from byte 4120 of __1_0.distcp on in .*, where 'w' ends, got byte 4119",
+    ),
+    "two chunks in one place": (put([[1, 4096]], *S, 2), "where '[sw]' ends"),
+    "plain data in a tensor's place": (
+        put([[0, 4000, 0, 100]], *P, 2),
+        "'w' from byte 4100 of __0_0.distcp",
+    ),
+    "a place behind the end of the file": (
+        put((1 << 40) - 23, *FIRST, 1),
+        f"'w' within the {1 << 40} bytes of __0_0.distcp in .*, got byte {(1 << 40) + 1}",
+    ),
+    "an exported tensor behind the end of its file": (
+        put((1 << 40) - 7, "exported", "x", 2, 0, 1),
+        f"'x' within the {1 << 40} bytes of {HF_FILE}",
+    ),
+    "plain data of another dtype": (put("int8", *P, 0), "plain data"),
+    "plain data in rows": (
+        put(["uint8", [10, 10], [[0, 9000, 0, 0, 10, 10]]], *P),
+        "plain data",
+    ),
+    "plain data in two chunks": (
+        put([[0, 9000, 0, 50], [0, 9050, 50, 50]], *P, 2),
+        "plain data",
+    ),
+    "plain data of no bytes": (put(["uint8", [0], []], *P), "plain data"),
+    "a key of two kinds": (
+        put(["uint8", [1], [[0, 9500, 0, 1]]], "plain", "w"),
+        "'w' as plain data",
+    ),
+    "a member too many": (put(1, "more"), "the members"),
+    **{
+        f"no {name}": (lambda it, name=name: it.pop(name), "the members")
+        for name in ("save_id", "writers", "tensors", "plain", "exported")
+    },
+    "no version": (lambda it: it.pop("format_version"), "a format version"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_no_save_writes_is_damage_that_names_the_file(case: str):
+    change, message = WRONG[case]
+    members = example()
+    change(members)
+    with pytest.raises(CheckpointDamagedError, match=f"Expected .*{message}") as caught:
+        parse(members)
+    assert SOURCE in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps(example()).encode() + b"{}",
+        json.dumps(example()).replace('"s":', '"w":').encode(),  # a key twice
+        json.dumps(example()).replace("4096", "NaN").encode(),
+        json.dumps(example()).replace("4096", "9" * 5000).encode(),
+    ],
+)
+def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
+    with pytest.raises(CheckpointDamagedError, match=SOURCE) as caught:
+        Index.from_bytes(content, marker(), SOURCE)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_truncated_index_is_damaged_wherever_it_ends():
+    content = parse(example()).to_bytes()
+    for nbytes in range(len(content) - 1):  # the last byte ends the line
+        with pytest.raises(CheckpointDamagedError, match=SOURCE):
+            Index.from_bytes(content[:nbytes], marker(), SOURCE)
+
+
+JUNK = [None, True, -1, 0.5, 1 << 62, 1 << 100, "", "../x", [], {}, [[]], [0], [-1], {"a": [1]}]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_anything_in_any_place_is_an_index_that_can_be_written_or_damage(data: st.DataObject):
+    members: Any = copy.deepcopy(example())
+    place, name = members, data.draw(st.sampled_from(sorted(members)))
+    while isinstance(place[name], dict | list) and place[name] and data.draw(st.booleans()):
+        place = place[name]
+        name = data.draw(
+            st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
+    place[name] = data.draw(st.sampled_from(JUNK))
+    for known in (marker(), None):
+        content = json.dumps(members).encode()
+        # Of a version to come, not even that can be said.
+        kind = CheckpointError if name == "format_version" else CheckpointDamagedError
+        try:
+            index = Index.from_bytes(content, known, SOURCE)
+        except kind as error:
+            said = str(error)
+        else:
+            again = Index.from_bytes(index.to_bytes(), known, SOURCE)
+            said = f"{SOURCE} is the same" if again == index else "another"
+        assert SOURCE in said
+
+
+def test_a_checkpoint_of_version_1_is_refused_with_what_to_do():
+    members = {"format_version": 1, "save_id": SAVE_ID}
+    with pytest.raises(CheckpointError) as caught:
+        parse(members)
+    assert not isinstance(caught.value, CheckpointDamagedError), "an older one is as old"
+    message = str(caught.value)
+    assert message.startswith(f"Expected format version 2 in {SOURCE}, got 1.")
+    assert "`python -m tools.checkpoint upgrade" in message
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "file", ["../victim", "a/../../victim", "/etc/passwd", "..", "a\0", "a\\..\\b", "/", "hf/.."]
+)
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_files_outside_of_the_checkpoint_are_refused(file: str, has_marker: bool):
+    members = example()
+    members["writers"][0][0] = file
+    content, known = json.dumps(members).encode(), marker() if has_marker else None
+    with pytest.raises(CheckpointDamagedError, match=SOURCE):
+        Index.from_bytes(content, known, SOURCE)
+
+
+def test_without_a_marker_sizes_and_the_save_are_not_known():
+    members = example()
+    members["save_id"] = "another"
+    members["tensors"]["s"][2][0][1] = 1 << 50
+    index = Index.from_bytes(json.dumps(members).encode(), None, SOURCE)
+    assert index.save_id == "another"
+    assert index.tensors["s"].chunks[0].offset == 1 << 50
+
+
+# Plans.
+
+
+def with_chunk(change: Callable[[Chunk], Chunk]) -> Index:
+    """The example, with another first chunk of w."""
+    index = parse(example())
+    w = index.tensors["w"]
+    chunks = [change(w.chunks[0]), *w.chunks[1:]]
+    return Index(SAVE_ID, {**index.tensors, "w": w._replace(chunks=chunks)}, index.plain)
+
+
+def test_plans_differ_when_anything_of_them_does():
+    index = parse(example())
+    (tensor, chunk), *rest = index.chunks_by_rank[0]
+    box = chunk.box
+    plans = [
+        [(tensor, chunk), *rest],
+        [*rest, (tensor, chunk)],
+        rest,
+        [],
+        [(tensor, chunk), (tensor, chunk), *rest],
+        [(tensor._replace(key="v"), chunk), *rest],
+        [(tensor._replace(key="w\0"), chunk), *rest],
+        [(tensor._replace(dtype=torch.int32), chunk), *rest],  # of as many bytes
+        [(tensor, chunk._replace(offset=chunk.offset + 4096)), *rest],
+        [(tensor, chunk._replace(file="__1_0.distcp")), *rest],
+        [(tensor, chunk._replace(box=Box((1, 0), box.sizes))), *rest],
+        [(tensor, chunk._replace(box=Box((0, 1), box.sizes))), *rest],
+        [(tensor, chunk._replace(box=Box(box.offsets, (3, 2)))), *rest],
+        [(tensor, chunk._replace(box=Box((0,), (6,)))), *rest],
+    ]
+    assert len({plan_digest(plan) for plan in plans}) == len(plans)
+    assert plan_digest(plans[0]) == index.plan_of(0)
+    assert index.plan_of(0) != index.plan_of(1)
+
+
+def test_the_plan_of_a_rank_is_its_own_and_the_same_after_reading():
+    index = parse(example())
+    other = with_chunk(lambda chunk: chunk._replace(offset=0))
+    assert other.plan_of(0) != index.plan_of(0)
+    again = Index.from_bytes(index.to_bytes(), marker(), SOURCE)
+    assert [again.plan_of(rank) for rank in range(3)] == [index.plan_of(rank) for rank in range(3)]
+    # What another rank writes makes no difference: a rank reckons its own chunks alone.
+    own = Index(
+        SAVE_ID,
+        {"w": index.tensors["w"]._replace(chunks=index.tensors["w"].chunks[:1])},
+        index.plain,
+    )
+    assert own.plan_of(0) == index.plan_of(0)
+
+
+BLOCKS = {0: (1, 1), 1: (1, 1, 1)}  # of each chunk of the example
+
+
+def manifest(rank: int, **changed: Any) -> Manifest:
+    index = parse(example())
+    digests = tuple((digest(b""),) * number for number in BLOCKS[rank])
+    values = {"save_id": SAVE_ID, "rank": rank, "plan": index.plan_of(rank), "digests": digests}
+    return Manifest(**{**values, **changed})
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (manifest(0, save_id="another"), "Expected save id a save in here, got another."),
+        (manifest(1), "Expected rank 0 in here, got 1."),
+        (
+            manifest(0, plan=digest(b"another")),
+            "Expected rank 0 to have written the 2 chunks of the index, got 2 others in here.",
+        ),
+        (
+            manifest(0, digests=((digest(b""),),)),
+            "Expected rank 0 to have written the 2 chunks of the index, got 1 others in here.",
+        ),
+        (
+            manifest(0, digests=((digest(b""),), (digest(b""),) * 2)),
+            "Expected 1 digests of 'p' at (0,) in here, got 2.",
+        ),
+        (
+            manifest(0, digests=((), (digest(b""),))),
+            "Expected 1 digests of 'w' at (0, 0) in here, got 0.",
+        ),
+    ],
+)
+def test_a_manifest_that_does_not_fit_the_index_is_found(found: Manifest, message: str):
+    index = parse(example())
+    assert list(manifest_problems(found, 0, index, "here")) == [message]
+    assert list(manifest_problems(manifest(0), 0, index, "here")) == []
+    assert list(manifest_problems(manifest(1), 1, index, "here")) == []
+
+
+# Files.
+
+
+def test_a_data_file_ends_with_the_last_of_its_blobs():
+    index = parse(example())
+    header, footer = blob_frame(torch.bfloat16, ())
+    assert index.data_file_nbytes(1) == 8192 + 2 + len(footer)  # s is behind w
+    assert index.data_file_nbytes(0) == 9100, "plain data has no frame"
+    assert index.data_file_nbytes(2) == 0
+    s = index.tensors["s"]
+    assert blob_place(s, s.chunks[0]) == (
+        8192 - len(header),
+        blob_layout(torch.bfloat16, ()).nbytes,
+    )
+
+
+def test_chunks_in_another_file_do_not_lengthen_a_data_file():
+    members = example()
+    members["exported"]["x"][2][0][1] = 1 << 30
+    assert parse(members).data_file_nbytes(1) == parse(example()).data_file_nbytes(1)
+    # Not even where they are all of an entry.
+    members["tensors"]["y"] = ["float32", [4], [[2, 1 << 35, 0, 4]]]
+    assert parse(members).data_file_nbytes(1) == parse(example()).data_file_nbytes(1)
