@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -101,7 +100,7 @@ def test_an_upgraded_checkpoint_has_the_same_content_without_a_copy_of_the_data(
         assert torch.equal(out, tensor)
     assert checkpoint.read_plain("optimizer.param_groups") == PLAIN["optimizer.param_groups"]
     for rank in range(2):
-        assert os.path.samefile(old / f"__{rank}_0.distcp", new / f"__{rank}_0.distcp")
+        assert (old / f"__{rank}_0.distcp").samefile(new / f"__{rank}_0.distcp")
     assert {file.name: file.read_bytes() for file in old.iterdir()} == before
     tracker = tmp_path / "new" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text().strip() == "10"

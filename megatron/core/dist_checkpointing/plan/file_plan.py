@@ -79,8 +79,8 @@ def _check_keys(keys: Sequence[str]) -> None:
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:
         raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
-    longest = max(keys, key=len, default="")
-    if len(longest) > MAX_KEY_CHARS:
+    wrong = next((key for key in keys if not 0 < len(key) <= MAX_KEY_CHARS), None)
+    if wrong is not None:
         raise ValueError(
-            f"Expected keys of at most {MAX_KEY_CHARS} characters, got one of {len(longest)}."
+            f"Expected keys of 1 to {MAX_KEY_CHARS} characters, got one of {len(wrong)}."
         )

@@ -108,8 +108,9 @@ def test_no_key_is_written_that_would_not_be_read(rank):
         plan_index("a save", [], {"k" * 4096: len(blob)}),
     ):
         assert Index.from_bytes(longest.to_bytes(), None, "here") == longest
-    message = "Expected keys of at most 4096 characters, got one of 4097"
-    with pytest.raises(ValueError, match=message):
-        plan_index("a save", [saved_as("k" * 4097)], {}, rank)
-    with pytest.raises(ValueError, match=message):
-        plan_index("a save", [], {"k" * 4097: len(blob)}, rank)
+    for key in ("", "k" * 4097):
+        message = f"Expected keys of 1 to 4096 characters, got one of {len(key)}"
+        with pytest.raises(ValueError, match=message):
+            plan_index("a save", [saved_as("model.a"), saved_as(key)], {}, rank)
+        with pytest.raises(ValueError, match=message):
+            plan_index("a save", [], {key: len(blob)}, rank)
