@@ -153,7 +153,7 @@ def test_every_section_stands_in_the_checkpoint_under_a_name_of_its_own(
     saved: tuple[str, Contents],
 ) -> None:
     checkpoint = open_checkpoint(open_store(str(Path(saved[0]))), "saved")
-    shapes = {key: tuple(entry.size) for key, entry in checkpoint.tensors().items()}
+    shapes = {key: saved.shape for key, saved in checkpoint.tensors.items()}
     delta_net = {"query": 16, "key": 16, "value": 48, "z": 48, "beta": 4, "alpha": 4}
     attention = {"query": 64, "gate": 64, "key": 32, "value": 32}
     for layer, sections in ((0, delta_net), (1, attention), (2, delta_net), (3, attention)):

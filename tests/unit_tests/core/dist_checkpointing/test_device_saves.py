@@ -79,7 +79,7 @@ class Training:
 def wrong_in(root: Path, iteration: int, expected: dict[str, torch.Tensor]) -> list[str]:
     """The keys of a checkpoint whose values are others than expected."""
     checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(iteration))
-    assert checkpoint.tensors().keys() == expected.keys()
+    assert checkpoint.tensors.keys() == expected.keys()
     wrong = []
     for key, values in expected.items():
         found = torch.empty_like(values)

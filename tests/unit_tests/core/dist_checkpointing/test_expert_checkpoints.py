@@ -66,11 +66,11 @@ def _tensors(folder: str, name: str) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds of a model and its optimizer."""
     checkpoint = open_checkpoint(open_store(folder), name)
     found = {}
-    for key, entry in checkpoint.tensors().items():
+    for key, saved in checkpoint.tensors.items():
         if key.startswith("rng."):
             continue  # of each rank
-        found[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        checkpoint.read(key, (0,) * len(entry.size), found[key])
+        found[key] = torch.empty(saved.shape, dtype=saved.dtype)
+        checkpoint.read(key, (0,) * len(saved.shape), found[key])
     return found
 
 

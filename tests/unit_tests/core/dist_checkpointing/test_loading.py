@@ -50,7 +50,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def _keys(root: str, setting: Setting) -> dict[str, tuple[int, ...]]:
     trained = Trained(setting, seed=0, model=build_gpt(setting, num_layers=1))
     trained.save(root)
-    return {key: tuple(value.size) for key, value in open_checkpoint(root).tensors().items()}
+    return {key: saved.shape for key, saved in open_checkpoint(root).tensors.items()}
 
 
 WEIGHTS = {

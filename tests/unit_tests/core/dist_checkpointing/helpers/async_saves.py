@@ -130,7 +130,7 @@ def is_same(parts: Parts, others: Parts) -> bool:
 def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
     """What a checkpoint has where this rank has its parts."""
     checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(iteration))
-    assert set(checkpoint.tensors()) == set(like)
+    assert set(checkpoint.tensors) == set(like)
     found = {
         key: (offsets, torch.full_like(part, torch.nan)) for key, (offsets, part) in like.items()
     }

@@ -18,7 +18,11 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE
+from megatron.core.dist_checkpointing.format.manifest import (
+    INDEX_FILE,
+    MARKER_FILE,
+    METADATA_FILE,
+)
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
@@ -406,11 +410,16 @@ def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published
     assert published_iterations(open_store(root)) == []
 
 
-def test_metadata_that_no_load_would_read_are_not_published(root, monkeypatch):
+@pytest.mark.parametrize("file", [METADATA_FILE, INDEX_FILE])
+def test_small_files_that_no_load_would_read_are_not_published(root, monkeypatch, file):
     model, optimizer = trained(0)
-    monkeypatch.setattr(publisher, "MAX_METADATA_BYTES", 100)
+    if file == INDEX_FILE:  # of which the other may be the larger one
+        monkeypatch.setattr(publisher, "compose_metadata", lambda *_: b"short")
+    most = 100
+    monkeypatch.setattr(publisher, "MAX_METADATA_BYTES", most)
     with CheckpointManager.start(root, DEVICE, 0, 1) as manager:
         manager.save(5, collect(model, optimizer, rank=0, world_size=1), {})
-        with pytest.raises(CheckpointError, match="Expected metadata of at most 100 bytes, got"):
+        message = rf"Expected {file} to have at most {most} bytes, got \d+ of \d+ chunks"
+        with pytest.raises(CheckpointError, match=message):
             manager.finish()
     assert published_iterations(open_store(root)) == []
