@@ -113,11 +113,11 @@ def written(
 
     held = [(each.holdings, each.part.dtype.itemsize) for each in own]
     for rank in range(num_ranks):
-        for share in shares(held, rank):
-            part, values, _ = own[share.tensor]
+        for number, mine, _ in shares(held, rank):
+            part, values, _ = own[number]
             place = layout.places[part.rows.name]
-            for box in pieces(share.sizes, piece):
-                offsets = tuple(a + b for a, b in zip(share.offsets, box.offsets, strict=True))
+            for box in pieces(mine.sizes, piece):
+                offsets = tuple(a + b for a, b in zip(mine.offsets, box.offsets, strict=True))
                 where = Box(offsets, box.sizes)
                 rest = list(values[where.slices()].tobytes())
                 for offset, nbytes in runs(part.rows, where, place):
