@@ -69,7 +69,7 @@ def read_settings(path: str) -> Settings:
         ConfigError: no regular file of at most 256 KiB, no YAML, a key that stands twice, or
             anything else than keys with plain values and lists of these.
     """
-    root = _parse(path)
+    root = parse_yaml(path, "--config")
     if root is None or (isinstance(root, yaml.ScalarNode) and root.tag == _TAG + "null"):
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -90,21 +90,23 @@ def read_settings(path: str) -> Settings:
     return settings
 
 
-def _parse(path: str) -> yaml.Node | None:
-    """The root node of a file."""
+def parse_yaml(path: str, flag: str) -> yaml.Node | None:
+    """The root node of a YAML file; None if it is empty. ConfigError, which begins with the flag
+    that names the file, if it cannot be read.
+    """
     try:
         content = read_regular(path, max_bytes=_MAX_BYTES, what="a YAML file").decode("utf-8")
         return _Loader(content).get_single_node()
     except OSError as failure:
         reason = failure.strerror
-        raise ConfigError(f"--config: expected a readable file, got {path!r} ({reason}).") from None
+        raise ConfigError(f"{flag}: expected a readable file, got {path!r} ({reason}).") from None
     except UnicodeDecodeError as failure:
-        raise ConfigError(f"--config: expected UTF-8 in {path}, got {failure}.") from None
+        raise ConfigError(f"{flag}: expected UTF-8 in {path}, got {failure}.") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as failure:
         # Besides its own errors, PyYAML lets those of int() and chr() through, for the numbers in
         # directives and escapes.
         reason = printable(" ".join(str(failure).split()))
-        raise ConfigError(f"--config: expected YAML in {path}, got {reason}.") from None
+        raise ConfigError(f"{flag}: expected YAML in {path}, got {reason}.") from None
 
 
 def _value(path: str, key: str, node: yaml.Node) -> Setting | list[Setting]:

@@ -1,4 +1,4 @@
-"""Looks at checkpoints, verifies, compares, converts and exports them.
+"""Looks at checkpoints, verifies, compares, converts, exports and imports them.
 
     python -m tools.checkpoint list runs/gpt_cpu
     python -m tools.checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
@@ -8,6 +8,7 @@
     python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
     python -m tools.checkpoint export runs/gpt_cpu exports/gpt --format hf
     python -m tools.checkpoint upgrade runs/of_version_1 runs/of_version_2
+    python -m tools.checkpoint import outputs/step-1000 runs/start --dcp-key-map table.yaml
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
 fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`
@@ -59,6 +60,7 @@ from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
+from megatron_hybrid.checkpoint.from_dcp import add_import_flags, import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
@@ -395,6 +397,18 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def import_folder(arguments: argparse.Namespace) -> int:
+    """Makes ROOT/iter_0000000 of what another program saved with torch.distributed.checkpoint."""
+    summary = import_dcp(arguments)
+    if arguments.json:
+        _print_json(summary)
+    else:
+        what = "weights and moments" if summary["has_moments"] else "weights"
+        size = format_bytes(summary["num_bytes"])
+        _print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}, {what}")
+    return 0
+
+
 def _locate(checkpoint: str) -> Location:
     if "://" in checkpoint:
         root, _, name = checkpoint.rstrip("/").rpartition("/")
@@ -427,7 +441,7 @@ def _print_json(value: object) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Looks at checkpoints, verifies, compares, converts and exports them."
+        description="Looks at checkpoints, verifies, compares, converts, exports and imports them."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -458,4 +472,5 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     exported = add("export", export, "run", "out")
     exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
     add_export_flags(exported)
+    add_import_flags(add("import", import_folder, "path", "root"))
     return parser.parse_args(argv)

@@ -25,7 +25,11 @@ from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    path_of,
+    published_iterations,
+)
 from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
@@ -35,7 +39,7 @@ from megatron.core.dist_checkpointing.save.publisher import publish
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
-from megatron.core.files import open_regular
+from megatron.core.files import open_regular, remove_empty_folder
 from megatron.core.json_reading import parse_json
 from megatron_hybrid.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
@@ -90,6 +94,35 @@ def publish_content(
     """Writes and publishes the checkpoint of this iteration, as `publish_entries`."""
     entries = [_entry(key, tensor) for key, tensor in content.tensors.items()]
     publish_entries(store, iteration, entries, content.plain, train_state, progress)
+
+
+def publish_import(
+    store: Store, entries: Sequence[Entry], train_state: Mapping[str, Any], progress: Progress
+) -> None:
+    """Writes and publishes the first checkpoint of a folder of checkpoints, iteration 0. Without
+    it, a folder that was made for it is removed again.
+
+    Raises:
+        CheckpointError: if there are checkpoints already, and as `publish_entries`.
+    """
+    expect_no_checkpoints(store)
+    # There is no checkpoint yet, so drafts are what killed imports have left.
+    store.sweep()
+    is_new = store.is_rename_atomic and not os.path.lexists(store.root)
+    try:
+        publish_entries(store, 0, entries, {}, train_state, progress)
+    except BaseException:
+        if is_new:
+            remove_empty_folder(store.root)
+        raise
+
+
+def expect_no_checkpoints(store: Store) -> None:
+    """CheckpointError if a folder of checkpoints has any."""
+    if published := published_iterations(store):
+        raise CheckpointError(
+            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
+        )
 
 
 def publish_entries(

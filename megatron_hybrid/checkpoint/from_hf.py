@@ -9,24 +9,16 @@ would: the architecture, the tokenizer, and the folder.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    path_of,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.files import remove_empty_folder
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
@@ -41,7 +33,7 @@ from megatron.training.hf_settings import (
     take_settings,
 )
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
-from megatron_hybrid.checkpoint.from_file import publish_entries
+from megatron_hybrid.checkpoint.from_file import expect_no_checkpoints, publish_import
 from megatron_hybrid.checkpoint.to_file import Progress
 
 _ITERATION = 0  # nothing has been trained here
@@ -106,10 +98,7 @@ def check_import(
     _check_length(length, config.max_position_embeddings)
 
     store = open_store(root)
-    if published := published_iterations(store):
-        raise CheckpointError(
-            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
-        )
+    expect_no_checkpoints(store)
     with torch.device("meta"):
         model = GPTModel(config, num_rows)
     values |= {"seq_length": length, "hf_model": str(place), "ckpt_format": FSDP_DTENSOR}
@@ -143,28 +132,13 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
         entries = [
             _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
         ]
-        # There is no checkpoint yet, so drafts are what killed imports have left.
-        checked.store.sweep()
-        with _without_remains(checked.store):
-            publish_entries(checked.store, _ITERATION, entries, {}, train_state, progress)
+        publish_import(checked.store, entries, train_state, progress)
     return {
         "source": str(checked.folder),
         "target": checked.target,
         "num_tensors": len(entries),
         "num_bytes": checked.num_bytes,
     }
-
-
-@contextmanager
-def _without_remains(store: Store) -> Iterator[None]:
-    """Removes a folder of checkpoints again that was made in vain."""
-    is_new = store.is_rename_atomic and not os.path.lexists(store.root)
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            remove_empty_folder(store.root)
-        raise
 
 
 def _of_file(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:

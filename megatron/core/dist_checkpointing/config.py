@@ -132,6 +132,21 @@ class CheckpointConfig:
     hf_init_random: bool = option(
         False, "draw the initial weights instead of taking those of --hf-model", requires="hf_model"
     )
+    load_dcp: str | None = option(
+        None,
+        "folder that another program wrote with torch.distributed.checkpoint: the weights, and "
+        "moments if there are any, that a run without a checkpoint begins with",
+        noun="a folder",
+        requires="dcp_key_map",
+        may_change=True,
+    )
+    dcp_key_map: str | None = option(
+        None,
+        "YAML file that says which tensors of --load-dcp are this model's",
+        noun="a table",
+        requires="load_dcp",
+        may_change=True,
+    )
     ckpt_format: str | None = option(
         None,
         "fsdp_dtensor: written without communication; torch_dcp: by PyTorch; default: "
@@ -156,7 +171,8 @@ class CheckpointConfig:
             f"a folder of a file system with --ckpt-format {TORCH_DCP}",
             save,
         )
-        for flag, place in (("--save", save), ("--load", config.load)):
+        places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))
+        for flag, place in places:
             check_protocol(place or "", f"{flag}: ")
         return config
 

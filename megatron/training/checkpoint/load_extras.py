@@ -196,7 +196,8 @@ def _schedule(
     source: str,
 ) -> LRSchedule:
     """This run's schedule or the checkpoint's. ConfigError if they differ and no flag chooses."""
-    if config.override_opt_param_scheduler:
+    # What was imported with moments is a run's that has no schedule yet.
+    if config.override_opt_param_scheduler or not info.schedule:
         return own
     try:
         saved = LRSchedule.from_state(info.schedule)

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
+from megatron.training.checkpoint.dcp_import import load_dcp
 from megatron.training.checkpoint.loading import Loaded, load_run
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import (
@@ -64,7 +65,7 @@ class Resumer:
 
         Returns:
             None if there is no checkpoint, and training begins with the initial weights, which are
-            those of `--hf-model` if it is given.
+            those of `--load-dcp` or `--hf-model` if one is given.
 
         Raises:
             CheckpointError, ConfigError: as `load_run`; the engine is unchanged.
@@ -94,7 +95,7 @@ class Resumer:
         if loaded is None and looked_at is not None:
             logger.info("no checkpoint found in %s, starting from the beginning", looked_at)
         if loaded is None:
-            self._load_hf_model(engine)
+            self._load_first_state(engine)
 
         step_info = engine.step_info()
         self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
@@ -108,12 +109,16 @@ class Resumer:
         )
         return loaded
 
-    def _load_hf_model(self, engine: TrainEngine) -> None:
+    def _load_first_state(self, engine: TrainEngine) -> None:
         """The weights that a run begins with. A relaunch before the first checkpoint needs them
         again.
         """
         checkpoint = self._config.checkpoint
-        if checkpoint.hf_model is not None and not checkpoint.hf_init_random:
+        folder, table = checkpoint.load_dcp, checkpoint.dcp_key_map
+        if folder is not None and table is not None:
+            # --hf-model, beside it, has said what the model is.
+            load_dcp(folder, table, self._config.model, engine.state)
+        elif checkpoint.hf_model is not None and not checkpoint.hf_init_random:
             engine.load(SaveLoadMeta(checkpoint.hf_model, "hf"))
 
     def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:

@@ -30,7 +30,8 @@ class RecoverInfo:
 
     Attributes:
         step_info: how far the run had come.
-        schedule: of the learning rate: what `LRSchedule.state` gave.
+        schedule: of the learning rate: what `LRSchedule.state` gave. Empty: there is none, and that
+            of the run that loads it holds.
         loss_scaler: the scaler's state; None: the loss was not scaled.
         data: of the training data, what tells whether it is the same again.
         logger, evaluator: what they gave; empty in checkpoints of engines without them.

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
 from megatron.core.dist_checkpointing.plan.boxes import pieces
 from megatron.core.dist_checkpointing.plan.saved import differences
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues
@@ -26,7 +26,7 @@ _CHECKED_BYTES = 16 << 20  # at a time, by each of them
 
 
 def check_contents(
-    checkpoint: PublishedCheckpoint,
+    checkpoint: ReadableCheckpoint,
     contents: Contents,
     skip: Sequence[str] = (),
     strictness: str = "raise_all",
@@ -69,7 +69,7 @@ def check_contents(
     return [entry for entry in wanted.values() if entry.is_own]
 
 
-def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int:
+def check_data(checkpoint: ReadableCheckpoint, entries: Sequence[Entry]) -> int:
     """Reads this rank's part of the entries and compares it with the digests. Changes nothing.
 
     Args:
@@ -95,7 +95,7 @@ def check_data(checkpoint: PublishedCheckpoint, entries: Sequence[Entry]) -> int
 
 
 def load_entries(
-    checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]
+    checkpoint: ReadableCheckpoint, contents: Contents, entries: Sequence[Entry]
 ) -> int:
     """Reads this rank's part of the entries, in place.
 
@@ -168,7 +168,7 @@ def _is_scaled(shared: Sequence[Entry]) -> bool:
     return isinstance(shared[0].values, ScaledValues)
 
 
-def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
+def _load(checkpoint: ReadableCheckpoint, shared: Sequence[Entry]) -> int:
     num_bytes = 0
     target = shared[0].values.target()
     for number, entry in enumerate(shared):
@@ -184,9 +184,7 @@ def _load(checkpoint: PublishedCheckpoint, shared: Sequence[Entry]) -> int:
     return num_bytes
 
 
-def _check(
-    checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor
-) -> int:
+def _check(checkpoint: ReadableCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor) -> int:
     """Reads one entry in pieces; compares the counter of a section with the first section's."""
     dtype = entry.values.dtype
     if entry.num_rows is None and entry is not first:
@@ -205,7 +203,7 @@ def _check(
 
 
 def _expect_equal(
-    checkpoint: PublishedCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
+    checkpoint: ReadableCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
 ) -> int:
     """CheckpointError if a section's saved counter differs from that of the first section."""
     other = torch.empty_like(target)

@@ -1,0 +1,113 @@
+"""What another program saved with `torch.distributed.checkpoint` as a checkpoint that runs begin
+with, by one process without a model.
+
+Tensors go from file to file, by the table of `--dcp-key-map`: no more than one of ours, and one
+chunk of theirs, is ever in memory. Without a model nothing tells which tensors are missing: the
+first load does. Weights, moments and counters are written in fp32, as a run's own are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
+from megatron.core.dist_checkpointing.plan.chunks import Replicated
+from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
+from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.optimizer.state_loading import STEP
+from megatron.training.checkpoint.dcp_import import DcpView
+from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
+from megatron.training.checkpoint.dcp_sources import Source
+from megatron.training.checkpoint.run_info import FORMAT_VERSION, RecoverInfo
+from megatron.training.step import StepInfo
+from megatron_hybrid.checkpoint.from_file import publish_import
+from megatron_hybrid.checkpoint.progress import progress_bar
+
+
+def add_import_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `import_dcp`, which has PATH and ROOT besides."""
+    parser.add_argument(
+        FLAG, required=True, metavar="TABLE", help="YAML: which tensors are which of ours"
+    )
+    for name in COUNTS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help="for a table that asks"
+        )
+
+
+def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Writes and publishes ROOT/iter_0000000. Returns what was done, as plain data.
+
+    Raises:
+        ConfigError: for a table that cannot be used.
+        CheckpointError: before anything is written, if ROOT holds checkpoints, or PATH cannot be
+            read or has tensors that the table does not name; later, if a chunk is damaged. Nothing
+            is left of it then.
+    """
+    given = {name: getattr(arguments, name) for name in COUNTS}
+    heads = Heads({name: count for name, count in given.items() if count is not None})
+    view = DcpView.open(arguments.path, KeyMap.read(arguments.dcp_key_map, heads))
+    _check(view)
+
+    entries = [_entry(view, key, source) for key, source in view.sources.ours.items()]
+    num_bytes = sum(entry.values.stored.nbytes for entry in entries)
+    store = open_store(arguments.root)
+    with progress_bar("import", num_bytes) as progress:
+        publish_import(store, entries, _train_state(view), progress)
+    return {
+        "source": view.path,
+        "target": path_of(store, checkpoint_name(0)),
+        "num_tensors": len(entries),
+        "num_bytes": num_bytes,
+        "has_moments": view.sources.has_moments,
+    }
+
+
+def _check(view: DcpView) -> None:
+    if unknown := [tensor.key for tensor in view.sources.unknown]:
+        raise CheckpointError(
+            f"Expected only tensors that the table names or ignores in {view.path}, got "
+            f"{few(unknown)}."
+        )
+    if not view.sources.ours:
+        raise CheckpointError(f"Expected tensors that the table names in {view.path}, got none.")
+
+    for key, first in view.doubled(()).items():
+        if view.are_equal(key, first):
+            view.leave_out(key)
+    for key, source in view.sources.ours.items():
+        if key.endswith(f".{STEP}") and not source.shape:
+            view.check_step(key)
+
+
+def _train_state(view: DcpView) -> dict[str, Any]:
+    if view.sources.has_moments:
+        # A run at its beginning, whose schedule is that of whoever loads it.
+        return RecoverInfo(StepInfo(), {}).to_plain()
+    # Enough for --finetune, and for programs that look for a model.
+    return {"format_version": FORMAT_VERSION, "progress": {"iteration": 0}}
+
+
+def _entry(view: DcpView, key: str, source: Source) -> Entry:
+    shape, values = source.shape, _Rows(view, key, source)
+    saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
+    return Entry(saved_as, (0,) * len(shape), values, values.stored)
+
+
+class _Rows(Values):
+    """One of our tensors, read when it is written."""
+
+    def __init__(self, view: DcpView, key: str, source: Source) -> None:
+        super().__init__(torch.empty(source.shape, dtype=view.tensors[key].dtype, device="meta"))
+        self._view = view
+        self._key = key
+
+    def as_stored(self) -> Stored:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self._view.read(self._key, (0,) * tensor.dim(), tensor)
+        return Stored(tensor)

@@ -1,0 +1,81 @@
+"""Runs that begin with what an FSDP2 program has saved, and resume from what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid.checkpoint import command as checkpoint
+from tests.functional_tests.helpers.runs import losses, pretrain, published
+from tests.helpers.ranks import run_ranks
+from tests.helpers.titan_llama import Sizes, own, trained_llama, windows_of
+
+SIZES = Sizes()
+TABLE = Path(__file__).parents[2] / "examples" / "torchtitan_llama3.yaml"
+MODEL = (
+    "--num-layers 2 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 24 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --vocab-size 30 --make-vocab-size-divisible-by 1"
+).split()
+LOADED = "loaded weights and moments from"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("titan") / "step-3"
+
+    def save() -> None:
+        batches = [own(windows_of(number, SIZES)) for number in range(3)]
+        trained_llama(SIZES, batches).save(str(folder))
+
+    run_ranks(2, save)
+    return folder
+
+
+def test_a_run_begins_with_the_folder_once_and_then_goes_on_with_its_own_checkpoint(
+    saved, tmp_path
+):
+    begins = [*MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE]
+    whole, parts, runs = (tmp_path / name for name in ("whole.jsonl", "parts.jsonl", "runs"))
+    first = pretrain(*begins, "--metrics-jsonl", whole, world_size=2)[0]
+    assert not first.error
+    assert f"{LOADED} {saved}" in first.log
+
+    again = [*begins, "--save", runs, "--save-interval", 2, "--metrics-jsonl", parts]
+    stopped = pretrain(*again, "--exit-interval", 2, world_size=2)[0]
+    assert LOADED in stopped.log
+    resumed = pretrain(*again, world_size=2)[0]
+    assert not resumed.error
+    assert LOADED not in resumed.log
+    assert published(runs) == ["iter_0000002", "iter_0000004"]
+    assert losses(parts) == losses(whole)
+
+
+def test_an_imported_checkpoint_is_loaded_as_any_with_its_moments(saved, tmp_path):
+    root, direct, imported = (tmp_path / name for name in ("root", "a.jsonl", "b.jsonl"))
+    heads = ["--num-attention-heads", "4", "--num-query-groups", "2"]
+    argv = ["import", str(saved), str(root), "--dcp-key-map", str(TABLE), *heads]
+    assert checkpoint.main(argv) == 0
+
+    pretrain(
+        *MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE, "--metrics-jsonl", direct, world_size=2
+    )
+    run = pretrain(*MODEL, "--load", root, "--metrics-jsonl", imported, world_size=2)[0]
+    assert not run.error
+    assert "this run begins after iteration 0 and 0 samples" in run.log
+    assert losses(imported) == losses(direct)
+
+    # Weights alone take other first steps.
+    alone = tmp_path / "c.jsonl"
+    pretrain(*MODEL, "--load", root, "--finetune", "--metrics-jsonl", alone, world_size=2)
+    assert losses(alone)[1] == losses(direct)[1]
+    assert losses(alone)[2] != losses(direct)[2]
+
+
+def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):
+    flags = [*MODEL, "--make-vocab-size-divisible-by", "8"]
+    run = pretrain(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)[0]
+    assert (
+        "The folder's vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
+    )
