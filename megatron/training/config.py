@@ -180,6 +180,7 @@ class RunConfig:
             self.training.compute_dtype,
             self.training.seed,
             records_timings=self.logging.timing_log_level > 0,
+            ckpt_format=self.checkpoint.ckpt_format,
         )
 
     def num_microbatches(self, data_parallel_size: int) -> int:
@@ -316,12 +317,6 @@ class RunConfig:
             "--overlap-optimizer-with-forward",
             "--use-megatron-fsdp, whose layers wait for their own weights",
             self.parallel.engine,
-        )
-        expect(
-            not (self.parallel.use_torch_fsdp2 and self.checkpoint.ckpt_format == FSDP_DTENSOR),
-            "--ckpt-format",
-            f"{TORCH_DCP} with --use-torch-fsdp2",
-            self.checkpoint.ckpt_format,
         )
         if self.parallel.is_sharded:
             return

@@ -68,9 +68,10 @@ class EngineConfig:
         compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
         seed: of the initial weights.
         records_timings: whether an offloaded optimizer records how long its lanes took.
+        ckpt_format: of the checkpoints that it saves; None: the engine's own.
 
     Raises:
-        ConfigError: for another compute dtype.
+        ConfigError: for another compute dtype, or a format that does not exist.
     """
 
     optimizer: OptimizerConfig
@@ -80,8 +81,16 @@ class EngineConfig:
     compute_dtype: str = "fp32"
     seed: int = 1234
     records_timings: bool = False
+    ckpt_format: str | None = None
 
     def __post_init__(self) -> None:
+        formats = (None, FSDP_DTENSOR, TORCH_DCP)
+        expect(
+            self.ckpt_format in formats,
+            "ckpt_format",
+            f"{FSDP_DTENSOR} or {TORCH_DCP}",
+            self.ckpt_format,
+        )
         expect(
             self.compute_dtype in COMPUTE_DTYPES,
             "compute_dtype",
@@ -96,7 +105,7 @@ class ModuleEngine:
     Implements `TrainEngine`, which documents the methods.
     """
 
-    ckpt_format = FSDP_DTENSOR
+    own_format = FSDP_DTENSOR  # of its checkpoints, unless the configuration says otherwise
     _shards_modules = False  # whether what is offloaded is offloaded module by module
 
     def __init__(
@@ -283,7 +292,7 @@ class ModuleEngine:
             self.state,
             self.device,
             with_optim=meta.with_optim,
-            ckpt_format=self.ckpt_format,
+            ckpt_format=self.config.ckpt_format or self.own_format,
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -384,9 +393,9 @@ class MegatronEngine(ModuleEngine):
 
 
 class FSDPEngine(ModuleEngine):
-    """PyTorch FSDP2, with checkpoints that PyTorch DCP writes."""
+    """PyTorch FSDP2, with checkpoints that PyTorch DCP writes unless ours are asked for."""
 
-    ckpt_format = TORCH_DCP
+    own_format = TORCH_DCP
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         self._check_host_memory(plan, torch.float32, torch.float32)

@@ -178,9 +178,12 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ["--ckpt-format", "zarr"],
             "--ckpt-format: expected one of fsdp_dtensor, torch_dcp, got 'zarr'.",
         ),
+        (["--load-dcp", "x"], "--dcp-key-map: expected a table, since --load-dcp is given, got"),
+        (["--dcp-key-map", "x"], "--load-dcp: expected a folder, since --dcp-key-map is given"),
+        (["--load-dcp", "nil://x", "--dcp-key-map", "x"], "--load-dcp: expected a protocol that"),
         (
-            ["--use-torch-fsdp2", "--ckpt-format", "fsdp_dtensor"],
-            "--ckpt-format: expected torch_dcp with --use-torch-fsdp2, got 'fsdp_dtensor'.",
+            ["--use-torch-fsdp2", "--save", "x", "--async-save"],
+            "--async-save: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
         ),
         (["--async-save"], "--save: expected a folder, since --async-save is given"),
         (

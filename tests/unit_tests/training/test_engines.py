@@ -21,13 +21,20 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.formats import format_of
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.run_state import split_path
 from megatron.training.engine import SaveLoadMeta, TrainEngine
@@ -40,7 +47,8 @@ from megatron.training.engines import (
 )
 from megatron.training.step import StepInfo
 from tests.helpers.checkpoints import chunks_of
-from tests.helpers.ranks import run_ranks
+from tests.helpers.engine_contents import contents_of, differing
+from tests.helpers.ranks import random_delays, run_ranks
 
 OFFLOADED = OptimizerConfig(
     optimizer_cpu_offload=True,
@@ -57,6 +65,7 @@ ENGINES: dict[str, EngineConfig] = {
         OptimizerConfig(), SCHEDULE, DataParallelConfig(use_torch_fsdp2=True), train_iters=8
     ),
 }
+ENGINES["fsdp2, our format"] = replace(ENGINES["fsdp2"], ckpt_format=FSDP_DTENSOR)
 
 
 def gpt() -> nn.Module:
@@ -213,11 +222,53 @@ def _hand_over(first: str, second: str, folder: str) -> tuple[list[str], StepInf
     return found, other.step_info()
 
 
-@pytest.mark.parametrize(("first", "second"), [("megatron", "fsdp2"), ("fsdp2", "megatron")])
-def test_an_engine_loads_what_the_other_has_saved(tmp_path, first, second):
+@pytest.mark.parametrize(
+    ("first", "second", "saved_as"),
+    [
+        ("megatron", "fsdp2", FSDP_DTENSOR),
+        ("fsdp2", "megatron", TORCH_DCP),
+        ("fsdp2, our format", "megatron", FSDP_DTENSOR),
+        ("megatron", "fsdp2, our format", FSDP_DTENSOR),
+    ],
+)
+def test_an_engine_loads_what_the_other_has_saved(tmp_path, first, second, saved_as):
     for found, step_info in run_ranks(2, _hand_over, first, second, str(tmp_path)):
         assert found == []
         assert step_info == StepInfo(iteration=2, consumed_samples=16)
+    assert format_of(LocalStore(tmp_path), "saved") == saved_as
+
+
+def _save_beside_steps(folder: str) -> list[str]:
+    """What was there when a save began is what is saved, to the bit, although steps went on."""
+    engine = make(ENGINES["fsdp2, our format"])
+    step(engine, 0)
+    saved = contents_of(engine)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with (
+        random_delays(7),
+        CheckpointManager.start(folder, engine.device, rank, world_size) as manager,
+    ):
+        manager.save(1, engine.state.contents(engine.device, with_optim=True), {})
+        for number in (1, 2):
+            step(engine, number)
+        manager.finish()
+    moved = len(differing(saved, contents_of(engine)))
+
+    fresh = make(ENGINES["fsdp2"])
+    checkpoint = PublishedCheckpoint.open(open_store(folder), "iter_0000001")
+    contents = fresh.state.contents(fresh.device, with_optim=True, with_rng=False)
+    entries = check_contents(checkpoint, contents, ["rng.*"])
+    load_entries(checkpoint, contents, entries)
+    return differing(saved, contents_of(fresh)) + ([] if moved > 20 else ["nothing moved"])
+
+
+def test_fsdp2_saves_our_format_beside_its_steps(tmp_path):
+    assert run_ranks(2, _save_beside_steps, str(tmp_path)) == [[], []]
+
+
+def test_an_engine_refuses_a_format_that_does_not_exist():
+    with pytest.raises(ConfigError, match="ckpt_format: expected fsdp_dtensor or torch_dcp, got"):
+        replace(ENGINES["fsdp2"], ckpt_format="torch_dist")
 
 
 # What engines promise.
@@ -499,6 +550,6 @@ def test_an_engine_is_the_one_that_was_asked_for_and_wants_a_model_first():
         kinds = [type(build_engine(config, device, mesh)) for config in ENGINES.values()]
         with pytest.raises(RuntimeError, match="Expected initialize to have been called"):
             build_engine(ENGINES["fsdp2"], device, mesh).step_info()
-        return kinds == [MegatronEngine, MegatronEngine, FSDPEngine]
+        return kinds == [MegatronEngine, MegatronEngine, FSDPEngine, FSDPEngine]
 
     assert run_ranks(1, check) == [True]
