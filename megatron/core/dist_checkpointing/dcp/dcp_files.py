@@ -15,12 +15,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.archive_directory import ByteSource
 from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES
 from megatron.core.dist_checkpointing.format.blob_reading import (
     MAX_PLAIN_BYTES,
     TensorPlace,
-    open_blob,
     open_memory,
     read_plain,
 )
@@ -83,19 +81,14 @@ class DcpFiles:
         for file, end in ends.items():
             self._check_reaches(file, end)
 
-    def check(self, index: MetadataIndex, stream: ByteSource) -> None:
-        """Reads one blob in small pieces and compares it with `.metadata` and its CRC-32.
-
-        Raises:
-            CheckpointDamagedError, CheckpointError: as `tensor` and `plain`.
+    def check(self, index: MetadataIndex) -> None:
+        """Reads one blob and compares it with `.metadata` and its CRC-32. Raises what `tensor` and
+        `plain` do.
         """
-        info, source = self._checked_place(index)
-        archive = open_blob(stream, info.offset, info.length, source, checks_crc=self._checks_crc)
-        # Before the data, which may be large: the pickle alone tells dtype and shape.
+        memory, source = self._read(index)
+        archive = open_memory(memory, source, checks_crc=self._checks_crc)
         if index in self._chunks:
             self._expect_chunk(index, archive.value, source)
-        if self._checks_crc:
-            archive.check_data()
 
     def tensor(self, index: MetadataIndex) -> torch.Tensor:
         """A chunk of a tensor, in host memory.

@@ -54,8 +54,6 @@ _MAX_REBUILD_ARGUMENTS = 16
 _MAX_TENSOR_BYTES = 1 << 26
 _MAX_SHARING = 16
 
-_READ_BYTES = 1 << 22  # at a time, for checksums
-
 
 @dataclass(frozen=True)
 class TensorPlace:
@@ -146,17 +144,10 @@ class Archive(UntrustedReader):
         self.value = read_pickle(pickled, source, self._admitted(), what, self._storage)
         expect_tree(self.value, len(pickled), _LEAVES, source)
 
-    def check_data(self) -> None:
-        """Reads every record and compares it with its CRC-32. Raises CheckpointDamagedError."""
-        for name, record in self._records.items():
-            found = 0
-            for begin in range(0, record.nbytes, _READ_BYTES):
-                nbytes = min(_READ_BYTES, record.nbytes - begin)
-                found = zlib.crc32(self._bytes.read_at(record.begin + begin, nbytes), found)
-            self._check_crc(name, record, found)
-
     def check_memory(self, memory: torch.Tensor) -> None:
-        """As `check_data`, for an archive that has been read: [nbytes] uint8."""
+        """Compares every record of an archive that has been read, [nbytes] uint8, with its CRC-32.
+        Raises CheckpointDamagedError.
+        """
         content = memory.numpy().data
         for name, record in self._records.items():
             found = zlib.crc32(content[record.begin : record.begin + record.nbytes])
@@ -268,7 +259,8 @@ class Archive(UntrustedReader):
 
 
 def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archive:
-    """Opens an archive that has been read, and checks all of it. See [Note: archives].
+    """Opens the archive of a chunk or of plain data that has been read, and checks all of it. See
+    [Note: archives].
 
     Args:
         memory: all of the archive, [nbytes] uint8, in host memory.
@@ -277,23 +269,12 @@ def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archi
     Raises:
         CheckpointDamagedError, CheckpointError: as `Archive`.
     """
-    archive = open_blob(_MemoryStream(memory), 0, memory.numel(), source, checks_crc=checks_crc)
+    nbytes, most = memory.numel(), MAX_BLOB_DIRECTORY_BYTES
+    window = Window(_MemoryStream(memory), 0, nbytes)
+    archive = Archive(window, nbytes, source, checks_crc=checks_crc, max_directory_nbytes=most)
     if checks_crc:
         archive.check_memory(memory)
     return archive
-
-
-def open_blob(
-    stream: ByteSource, begin: int, nbytes: int, source: str, *, checks_crc: bool
-) -> Archive:
-    """Opens the archive in a range of a stream: one chunk of a tensor, or one piece of plain data.
-
-    Args:
-        begin, nbytes: where the archive lies in the stream.
-        source, checks_crc: as in `Archive`; so are the errors.
-    """
-    window, most = Window(stream, begin, nbytes), MAX_BLOB_DIRECTORY_BYTES
-    return Archive(window, nbytes, source, checks_crc=checks_crc, max_directory_nbytes=most)
 
 
 def read_plain(memory: torch.Tensor, source: str, *, checks_crc: bool = True) -> object:
