@@ -245,7 +245,7 @@ class Audit:
         """Bytes of a data file, until the next are read."""
         into = self._buffer[:nbytes]
         with system_errors(self._path(file)):
-            self._store.read_into(f"{self._name}/{file}", begin, into)
+            self._store.read_into(f"{self._name}/{file}", begin, [into])
         self.num_bytes += nbytes
         self._progress(nbytes)
         return into

@@ -50,10 +50,10 @@ def pretrain(*flags: object, restart: int = 0, world_size: int = 1) -> Run:
 def _run(argv: Sequence[str], restart: int) -> tuple[Any, ...]:
     log, error, code, num_read = io.StringIO(), "", ExitCode.FINISHED, 0
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal num_read
         num_read += 1
-        return load_checkpoint(*args)
+        return load_checkpoint(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))

@@ -198,6 +198,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.format.blob_reading",
         "megatron.core.dist_checkpointing.format.metadata_reading",
         "megatron.core.dist_checkpointing.save.data_sink",
+        "megatron.core.dist_checkpointing.load.data_source",
         "megatron.core.dist_checkpointing.state.tensor_bytes",
         "megatron.core.dist_checkpointing.store",
         "megatron.core.dist_checkpointing.save.data_file",

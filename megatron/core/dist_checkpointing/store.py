@@ -33,14 +33,13 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.dist_checkpointing.config import check_protocol
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
+from megatron.core.dist_checkpointing.load.data_source import Then, ignore, read_file, read_object
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink, naming
 from megatron.core.files import (
     Sync,
     UnusableFileError,
-    open_regular,
     published,
     read_regular,
     sync_folder,
@@ -95,8 +94,15 @@ class Store(Protocol):
     def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         """The content of a small file. UnusableFileError if it is larger, or no regular file."""
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills a contiguous buffer with the bytes of a file from `offset` on. Thread-safe.
+    def read_into(
+        self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
+    ) -> None:
+        """Fills buffers of bytes, one after the other, with a file from `offset` on. Thread-safe.
+
+        Args:
+            buffers: contiguous; one may come again once `then` has returned.
+            then: called with each as soon as it has been filled, while it is still in the
+                processor's cache. What it raises ends the reading.
 
         Raises:
             CheckpointDamagedError: if the file ends before that.
@@ -217,16 +223,10 @@ class LocalStore:
     def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         return read_regular(self._root / path, max_bytes=max_bytes)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        rest = buffer.cast("B")
-        with open_regular(self._root / path) as file:
-            file.seek(offset)
-            while rest:
-                num_read = file.readinto(rest)
-                if not num_read:
-                    got = buffer.nbytes - rest.nbytes
-                    raise _truncated(path_of(self, path), offset, buffer.nbytes, got)
-                rest = rest[num_read:]
+    def read_into(
+        self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
+    ) -> None:
+        read_file(self._root / path, offset, buffers, then)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         with naming(self._root / path), published(self._root / path, sync) as stream:
@@ -338,12 +338,10 @@ class RemoteStore:
             raise UnusableFileError(errno.EFBIG, message, path_of(self, path))
         return bytes(self._files.cat_file(self._at(path)))
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        if buffer.nbytes:
-            content = self._files.cat_file(self._at(path), start=offset, end=offset + buffer.nbytes)
-            if len(content) != buffer.nbytes:
-                raise _truncated(path_of(self, path), offset, buffer.nbytes, len(content))
-            buffer.cast("B")[:] = content
+    def read_into(
+        self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
+    ) -> None:
+        read_object(self._files, self._at(path), path_of(self, path), offset, buffers, then)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:  # noqa: ARG002 (all)
         self._files.pipe_file(self._at(path), content)
@@ -441,12 +439,6 @@ def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str)
 def _is_abandoned(name: str) -> bool:
     found = parse_folder(name)
     return found is not None and found.suffix.endswith((_SAVING, _DELETING))
-
-
-def _truncated(path: str, offset: int, nbytes: int, num_read: int) -> CheckpointDamagedError:
-    return CheckpointDamagedError(
-        f"Expected {nbytes} bytes at byte {offset} of {path}, got {num_read}: truncated."
-    )
 
 
 def _is_at(path: Path, folder: os.stat_result) -> bool:

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import TorchDcpCheckpoint, read_piece
-from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
+from megatron.core.dist_checkpointing.load.reader import Wanted, check_contents, load_entries
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.state_loading import STEP, check_step
@@ -197,14 +197,14 @@ def load_dcp(folder: str, table: str, config: TransformerConfig, state: RunState
         world_size=dist.get_world_size(),
     )
 
-    entries = on_all_ranks(lambda: _check(view, contents))
-    on_all_ranks(lambda: load_entries(view, contents, entries))
+    wanted = on_all_ranks(lambda: _check(view, contents))
+    on_all_ranks(lambda: load_entries(view, contents, wanted))
     what = "weights and moments" if view.sources.has_moments else "weights, without moments,"
     logger.info("loaded %s from %s", what, view.path)
 
 
-def _check(view: DcpView, contents: Contents) -> list[Entry]:
-    """The entries to load. CheckpointError if they, or what the folder has besides, do not fit."""
+def _check(view: DcpView, contents: Contents) -> Wanted:
+    """What to load. CheckpointError if they, or what the folder has besides, do not fit."""
     own = {entry.key: entry.saved_as for entry in contents.entries}
     view.convert({key: saved_as.dtype for key, saved_as in own.items()})
     for key, first in view.doubled(own).items():
@@ -217,14 +217,14 @@ def _check(view: DcpView, contents: Contents) -> list[Entry]:
         view.leave_out(key)
 
     try:
-        entries = check_contents(view, contents, [PARAM_GROUPS])
+        wanted = check_contents(view, contents, [PARAM_GROUPS])
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_on_vocabulary(view, own)}") from None
 
-    for entry in entries:
+    for entry in wanted.entries:
         if entry.key.endswith(f".{STEP}") and not entry.saved_as.shape:
             view.check_step(entry.key)
-    return entries
+    return wanted
 
 
 def _on_vocabulary(view: DcpView, own: Mapping[str, SavedAs]) -> str:

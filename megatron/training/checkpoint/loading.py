@@ -1,6 +1,9 @@
 """Loading a checkpoint: which one is loaded, what must fit, and what follows if it is damaged.
 
-A load is a transaction: everything is read and checked on all ranks first, and then installed.
+All ranks first agree that a checkpoint fits, and then read its tensors into place. At the start of
+a run these are verified as they arrive, since damage is followed by an older checkpoint, which
+overwrites them, or by the end of the run. A live engine must stay what it was: for it all data is
+read and verified first, and then read again.
 
 Whatever the flags do not ask for is not read, so it is never a reason to refuse a checkpoint. With
 `--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options
@@ -48,6 +51,7 @@ from megatron.core.dist_checkpointing.formats import (
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import (
+    Wanted,
     check_contents,
     check_data,
     is_skipped,
@@ -113,8 +117,9 @@ def load_run(
         None if there is no checkpoint at all, which `--exit-on-missing-checkpoint` makes an error.
 
     Raises:
-        CheckpointError: for a checkpoint that is there but cannot be loaded. `state` has not been
-            changed, unless a file that could be read a moment ago could not be read again.
+        CheckpointError: for a checkpoint that is there but cannot be loaded. If it, or a newer one,
+            is damaged, tensors of `state` may have been overwritten in part: the run must end.
+            Options, schedule, counters and random states are what they were.
         ConfigError: if there is none and there must be, or its schedule differs from this run's.
     """
     load = config.load
@@ -133,7 +138,9 @@ def load_run(
         reason = (known_damage or {}).get(path)
         if reason is None:
             try:
-                info = load_checkpoint(config, schedule, state, device, store, name)
+                info = load_checkpoint(
+                    config, schedule, state, device, store, name, checks_first=False
+                )
                 _log_loaded(f"{root}/{name}", info, state)
                 return Loaded(path, info, list(damaged))
             except CheckpointDamagedError as failure:
@@ -179,17 +186,26 @@ def load_checkpoint(
     device: Device,
     store: Store,
     name: str,
+    *,
+    checks_first: bool = True,
 ) -> RecoverInfo | None:
     """Loads one checkpoint of either format into `state`, in place. Called by all ranks together.
+
+    Args:
+        checks_first: whether `state` must stay what it was if the checkpoint is damaged. All data
+            is then read twice: to check it, and to put it into place. `torch_dcp` always does so.
 
     Returns:
         What it says of its run; None if `config` asks for weights alone.
 
     Raises:
-        CheckpointDamagedError, CheckpointError, ConfigError: as `load_run`.
+        CheckpointDamagedError: without `checks_first`, tensors of `state` may have been overwritten
+            in part. Another checkpoint that the same `config` asks for overwrites all of them.
+        CheckpointError, ConfigError: `state` has not been changed, unless a file that could be read
+            a moment ago could not be read again.
     """
     found = on_first_rank(lambda: format_of(store, name), f"looking at {name}")
-    load = _Load(config, schedule, state, device, store, name)
+    load = _Load(config, schedule, state, device, store, name, checks_first)
     return load.fsdp_dtensor() if found == FSDP_DTENSOR else load.torch_dcp()
 
 
@@ -234,6 +250,7 @@ class _Load:
     device: Device
     store: Store
     name: str
+    checks_first: bool
 
     @property
     def with_states(self) -> bool:
@@ -257,19 +274,20 @@ class _Load:
             world_size=dist.get_world_size(),
         )
 
-        def check() -> tuple[list[Entry], Extras]:
+        def check() -> tuple[Wanted, Extras]:
             # Random states and options are read on their own, where they are wanted.
             states = PARAM_GROUPS if self.with_states else "optimizer.*"
             skip = [*flags.load_skip_keys, "rng.*", states]
-            entries = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-            options = self._options_of(checkpoint, contents, entries)
+            wanted = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
+            options = self._options_of(checkpoint, contents, wanted.entries)
             extras = Extras(run, options, rng_to_load(checkpoint, self.device, flags))
-            if flags.verify_checkpoint:
-                check_data(checkpoint, entries)
-            return entries, extras
+            if self.checks_first and flags.verify_checkpoint:
+                check_data(checkpoint, wanted)
+            return wanted, extras
 
-        entries, extras = on_all_ranks(check)
-        on_all_ranks(lambda: load_entries(checkpoint, contents, entries))
+        wanted, extras = on_all_ranks(check)
+        # Without that check, only another checkpoint, or the end of the run, may follow an error.
+        on_all_ranks(lambda: load_entries(checkpoint, contents, wanted))
         extras.install(self.state, self.device)
         return None if run is None else run.info
 

@@ -58,7 +58,7 @@ class Resumer:
         self._restart_count = restart_count
 
     def load(self, engine: TrainEngine) -> Loaded | None:
-        """Loads all of the state that the run resumes from, or none of it.
+        """Loads all of the state that the run resumes from.
 
         With `--recover-mode` on or auto that is the newest intact checkpoint in the folder of
         `--save`. If there is none, or with off, `--load` and its flags choose.
@@ -68,7 +68,7 @@ class Resumer:
             those of `--load-dcp` or `--hf-model` if one is given.
 
         Raises:
-            CheckpointError, ConfigError: as `load_run`; the engine is unchanged.
+            CheckpointError, ConfigError: as `load_run`: the run must end.
             ExitError: NO_PROGRESS, if the run has been relaunched from there too often.
         """
         start = time.monotonic()

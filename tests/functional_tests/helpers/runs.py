@@ -17,6 +17,7 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.options import ConfigError
 from megatron.training.health.exits import ExitError
+from tests.helpers.checkpoints import chunks_of
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,16 +90,14 @@ def trained(metrics: Path) -> list[int]:
 
 def flip_last_weight(folder: Path, rank: int) -> None:
     """Changes a bit in what one rank has written last of its share of the weights."""
-    *_, last = [
-        chunk
-        for chunk in json.loads((folder / f"manifest_{rank}.json").read_text())["chunks"]
-        if chunk[1]
-    ]
-    data_offset, data_nbytes = last[6:8]
-    with (folder / f"__{rank}_0.distcp").open("r+b") as stream:
-        stream.seek(data_offset + data_nbytes - 1)
+    tensor, chunk = next(
+        each for each in reversed(chunks_of(folder, rank)) if each[0].key.startswith("model.")
+    )
+    last = chunk.offset + tensor.chunk_nbytes(chunk) - 1
+    with (folder / chunk.file).open("r+b") as stream:
+        stream.seek(last)
         byte = stream.read(1)[0]
-        stream.seek(data_offset + data_nbytes - 1)
+        stream.seek(last)
         stream.write(bytes([byte ^ 1]))
 
 

@@ -257,8 +257,8 @@ def _save_beside_steps(folder: str) -> list[str]:
     fresh = make(ENGINES["fsdp2"])
     checkpoint = PublishedCheckpoint.open(open_store(folder), "iter_0000001")
     contents = fresh.state.contents(fresh.device, with_optim=True, with_rng=False)
-    entries = check_contents(checkpoint, contents, ["rng.*"])
-    load_entries(checkpoint, contents, entries)
+    wanted = check_contents(checkpoint, contents, ["rng.*"])
+    load_entries(checkpoint, contents, wanted)
     return differing(saved, contents_of(fresh)) + ([] if moved > 20 else ["nothing moved"])
 
 

@@ -118,7 +118,7 @@ class DcpFiles:
         memory = torch.empty(info.length, dtype=torch.uint8)
         with system_errors(self._path(info.relative_path)):
             path = f"{self._name}/{info.relative_path}"
-            self._store.read_into(path, info.offset, memory.numpy().data)
+            self._store.read_into(path, info.offset, [memory.numpy().data])
         return memory, source
 
     def _check_reaches(self, file: str, end: int) -> None:

@@ -9,7 +9,7 @@ is read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,13 +145,8 @@ class PublishedCheckpoint:
             CheckpointError: if there is no tensor of that key.
             ValueError: for a box that is not in the tensor, or another dtype.
         """
-        saved = self.index.tensors.get(key)
-        if saved is None:
-            raise CheckpointError(
-                f"Expected the tensor {key!r} in {self.path}, got {self._kind(key)}."
-            )
-
-        whole, box = Box.whole(saved.shape), Box(tuple(offsets), tuple(out.shape))
+        saved, box = self._tensor(key), Box(tuple(offsets), tuple(out.shape))
+        whole = Box.whole(saved.shape)
         if not len(box.offsets) == len(box.sizes) == len(whole.sizes) or not whole.covers(box):
             raise ValueError(
                 f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at "
@@ -160,15 +155,32 @@ class PublishedCheckpoint:
         if out.dtype != saved.dtype:
             raise ValueError(f"Expected {saved.dtype} for {key!r}, got {out.dtype}.")
 
-        # Without a lock: threads that come first together make equal ones.
-        if key not in self._boxes:
-            self._boxes[key] = BoxIndex([chunk.box for chunk in saved.chunks])
         num_read = 0
-        for number, overlap in self._boxes[key].overlaps(box):
-            chunk = saved.chunks[number]
+        for chunk, overlap in self._overlaps(saved, box):
             data = self._open_chunk(saved, chunk)
             target = out.detach()[overlap.within(box.offsets).slices()]
             data.read_box(overlap.within(chunk.box.offsets), target)
+            num_read += data.num_read
+        return num_read
+
+    def check(self, key: str, box: Box, memory: memoryview) -> int:
+        """Compares the blocks that `read` would read with their digests, and keeps nothing. The
+        checkpoint must have been opened with `verify`.
+
+        Args:
+            box: of the tensor.
+            memory: a block's, which is overwritten.
+
+        Returns:
+            The number of bytes of data read.
+
+        Raises:
+            CheckpointDamagedError, CheckpointError: as `read`.
+        """
+        saved, num_read = self._tensor(key), 0
+        for chunk, overlap in self._overlaps(saved, box):
+            data = self._open_chunk(saved, chunk)
+            data.check_box(overlap.within(chunk.box.offsets), memory)
             num_read += data.num_read
         return num_read
 
@@ -184,6 +196,22 @@ class PublishedCheckpoint:
         for problem in manifest_problems(manifest, rank, self.index, source):
             raise CheckpointDamagedError(problem)
         return manifest
+
+    def _tensor(self, key: str) -> SavedTensor:
+        saved = self.index.tensors.get(key)
+        if saved is None:
+            raise CheckpointError(
+                f"Expected the tensor {key!r} in {self.path}, got {self._kind(key)}."
+            )
+        return saved
+
+    def _overlaps(self, saved: SavedTensor, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """The chunks that overlap a box of a tensor, with the overlaps."""
+        # Without a lock: threads that come first together make equal ones.
+        if saved.key not in self._boxes:
+            self._boxes[saved.key] = BoxIndex([chunk.box for chunk in saved.chunks])
+        for number, overlap in self._boxes[saved.key].overlaps(box):
+            yield saved.chunks[number], overlap
 
     def _kind(self, key: str) -> str:
         if key in self.index.tensors:

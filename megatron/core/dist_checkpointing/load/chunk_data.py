@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digests_of
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digest, num_blocks
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import (
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing.plan.boxes import (
 from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
-_READ_BYTES = 16 * BLOCK_BYTES  # at a time
 _STAGING_BYTES = 16 * BLOCK_BYTES  # for elements that cannot be read straight to their place
 _PAGE_BYTES = 4096  # the system reads whole pages, so a gap within one costs nothing
 
@@ -66,7 +66,7 @@ class ChunkData:
                 filled.
         """
         if self._digests is None:
-            self._read_raw(begin, into)
+            self._read_raw(begin, [into], self._count)
             return
 
         # Only whole blocks have digests. Those within the range are read to their place; of the
@@ -80,9 +80,8 @@ class ChunkData:
                 part = self._block(block)[skipped : skipped + stop - position]
                 into[position - begin : stop - begin] = part
             else:
-                whole_end = end if end == nbytes else end // BLOCK_BYTES * BLOCK_BYTES
-                stop = min(whole_end, position + _READ_BYTES)
-                self._read_blocks(block, into[position - begin : stop - begin])
+                stop = end if end == nbytes else end // BLOCK_BYTES * BLOCK_BYTES
+                self._read_blocks(block, _blocks_of(into[position - begin : stop - begin]))
             position = stop
 
     def read_box(self, box: Box, target: torch.Tensor) -> None:
@@ -108,6 +107,33 @@ class ChunkData:
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
             self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
 
+    def check_box(self, box: Box, memory: memoryview) -> None:
+        """Reads what `read_box` would read, and keeps nothing.
+
+        Args:
+            box: as there.
+            memory: a block's, which is overwritten.
+
+        Raises:
+            CheckpointDamagedError: as `read`.
+        """
+        itemsize, done = self._tensor.dtype.itemsize, 0
+        parts = ranges(
+            box, self._chunk.box.sizes, max_span=self._nbytes, max_gap=(BLOCK_BYTES - 1) // itemsize
+        )
+        for part in parts:
+            # Two ranges may meet in one block.
+            first = max(part.start * itemsize // BLOCK_BYTES, done)
+            done = num_blocks((part.start + part.span) * itemsize)
+            nbytes = min(done * BLOCK_BYTES, self._nbytes) - first * BLOCK_BYTES
+            self._read_blocks(
+                first,
+                (
+                    memory[: min(BLOCK_BYTES, nbytes - begin)]
+                    for begin in range(0, nbytes, BLOCK_BYTES)
+                ),
+            )
+
     def _read_part(self, part: Range, staging: torch.Tensor, target: torch.Tensor) -> None:
         self.read(part.start * staging.element_size(), bytes_of(staging[: part.span]))
         target.copy_(staging.as_strided(part.box.sizes, row_major_strides(self._chunk.box.sizes)))
@@ -117,26 +143,41 @@ class ChunkData:
         if self._edge[0] != number:
             begin = number * BLOCK_BYTES
             content = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes - begin)))
-            self._read_blocks(number, content)
+            self._read_blocks(number, [content])
             self._edge = (number, content)
         return self._edge[1]
 
-    def _read_blocks(self, first: int, into: memoryview) -> None:
-        """Reads whole blocks and compares them with their digests."""
-        self._read_raw(first * BLOCK_BYTES, into)
-        assert self._digests is not None, "else no whole blocks are read"
-        for number, got in enumerate(digests_of(into), start=first):
-            if got != self._digests[number]:
+    def _read_blocks(self, first: int, blocks: Iterable[memoryview]) -> None:
+        """Reads whole blocks, and compares each with its digest as soon as it is there."""
+        digests, numbers = self._digests, count(first)
+        assert digests is not None, "else no whole blocks are read"
+
+        def compare(block: memoryview) -> None:
+            number, got = next(numbers), digest(block)
+            if got != digests[number]:
                 path, offsets = path_of(self._store, self._path), self._chunk.box.offsets
                 raise CheckpointDamagedError(
-                    f"Expected digest {self._digests[number]} of block {number} of "
+                    f"Expected digest {digests[number]} of block {number} of "
                     f"{self._tensor.key!r} at {offsets} in {path}, got {got}."
                 )
+            self._count(block)
 
-    def _read_raw(self, begin: int, into: memoryview) -> None:
+        self._read_raw(first * BLOCK_BYTES, blocks, compare)
+
+    def _read_raw(
+        self, begin: int, buffers: Iterable[memoryview], then: Callable[[memoryview], None]
+    ) -> None:
         with system_errors(path_of(self._store, self._path)):
-            self._store.read_into(self._path, self._chunk.offset + begin, into)
-        self.num_read += into.nbytes
+            self._store.read_into(self._path, self._chunk.offset + begin, buffers, then)
+
+    def _count(self, buffer: memoryview) -> None:
+        self.num_read += buffer.nbytes
+
+
+def _blocks_of(memory: memoryview) -> Iterator[memoryview]:
+    """Memory cut into blocks; the last one may be shorter."""
+    for begin in range(0, memory.nbytes, BLOCK_BYTES):
+        yield memory[begin : begin + BLOCK_BYTES]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,28 +1,48 @@
 """Loading: from a published checkpoint straight into the memory of model and optimizer.
 
 First everything is compared: a checkpoint of another model is refused before a byte is changed.
-Then `check_data` reads all that this rank needs, compares it with the digests, and keeps nothing.
-Then `load_entries` reads it again, from the page cache where that is large enough, and puts it into
-place. It checks the digests once more, because the files may have changed in between.
+Then `load_entries` reads each byte once, into its final memory, and compares every block with its
+digest as soon as it is there. If one differs, the state is neither what it was nor what was saved:
+another load must follow, or the end of the run.
+
+Where that must not be, as in an engine that is training, `check_data` goes first: it reads the same
+blocks and keeps nothing. The page cache then has them for `load_entries`, if it is large enough.
+That needs no more memory than the other way to keep a state, which is to read into a second one.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
-from megatron.core.dist_checkpointing.plan.boxes import pieces
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.saved import differences
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues, Values
 
-_NUM_THREADS = 2  # that read: while one copies and hashes, the other waits for the disk
-_CHECKED_BYTES = 16 << 20  # at a time, by each of them
+_MOST_THREADS = 4  # that read, on each rank
+
+
+class Wanted(NamedTuple):
+    """What a rank loads from a checkpoint, and has found to fit.
+
+    Attributes:
+        entries: in the order in which they are written.
+        counters: those of fused weights, read already: whether the sections agree has to be known
+            before anything is changed.
+    """
+
+    entries: list[Entry]
+    counters: dict[Values, torch.Tensor]
 
 
 def check_contents(
@@ -30,7 +50,7 @@ def check_contents(
     contents: Contents,
     skip: Sequence[str] = (),
     strictness: str = "raise_all",
-) -> list[Entry]:
+) -> Wanted:
     """Compares a checkpoint with what is to be loaded from it. Changes nothing.
 
     Args:
@@ -40,10 +60,12 @@ def check_contents(
             expects but the checkpoint lacks.
 
     Returns:
-        The entries to load.
+        What to load.
 
     Raises:
-        CheckpointError: listing missing and unexpected keys, and other shapes and dtypes.
+        CheckpointError: listing missing and unexpected keys, and other shapes and dtypes; or for
+            counters of one fused weight's sections that differ.
+        CheckpointDamagedError: for a damaged counter.
     """
     wanted = {entry.key: entry for entry in contents.entries if not is_skipped(entry.key, skip)}
     tensors = checkpoint.tensors
@@ -66,42 +88,40 @@ def check_contents(
         raise other_model(checkpoint.path, problems)
 
     # Entries of other ranks have been compared too: all ranks refuse the same checkpoints.
-    return [entry for entry in wanted.values() if entry.is_own]
+    entries = [entry for entry in wanted.values() if entry.is_own]
+    return Wanted(entries, _fused_counters(checkpoint, entries))
 
 
-def check_data(checkpoint: ReadableCheckpoint, entries: Sequence[Entry]) -> int:
+def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
     """Reads this rank's part of the entries and compares it with the digests. Changes nothing.
 
     Args:
-        entries: from `check_contents`.
+        wanted: from `check_contents`.
 
     Returns:
         The bytes read from the checkpoint's files.
 
     Raises:
         CheckpointDamagedError: for bytes that are not those that were written.
-        CheckpointError: for counters of one fused weight's sections that differ.
     """
-    # A buffer per thread, used again and again: touching new memory costs more than reading.
-    own = threading.local()
+    own = threading.local()  # a block, which stays in the cache of the thread's processor
 
-    def check(shared: list[Entry]) -> int:
-        if not hasattr(own, "buffer"):
-            own.buffer = torch.empty(_CHECKED_BYTES, dtype=torch.uint8)
-        return sum(_check(checkpoint, entry, shared[0], own.buffer) for entry in shared)
+    def check(entry: Entry) -> int:
+        if not hasattr(own, "block"):
+            own.block = memoryview(bytearray(BLOCK_BYTES))
+        return checkpoint.check(entry.key, _box_of(entry), own.block)
 
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint reader") as pool:
-        return sum(pool.map(check, _by_values(entries)))
+    with ThreadPoolExecutor(_num_threads(), thread_name_prefix="checkpoint reader") as pool:
+        return sum(pool.map(check, wanted.entries))
 
 
-def load_entries(
-    checkpoint: ReadableCheckpoint, contents: Contents, entries: Sequence[Entry]
-) -> int:
-    """Reads this rank's part of the entries, in place.
+def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wanted) -> int:
+    """Reads this rank's part of the entries, in place. Each byte is read once, and compared with
+    its digest before the next ones are read.
 
     Args:
         contents: of live objects, with no save of them under way.
-        entries: from `check_contents`.
+        wanted: from `check_contents`.
 
     Returns:
         The bytes read from the checkpoint's files.
@@ -110,31 +130,36 @@ def load_entries(
         CheckpointDamagedError: for bytes that are not those that were written. The state is then
             neither what it was nor what was saved.
     """
-    chosen = {id(entry) for entry in entries}
+    # An update still under way would overwrite the loaded states.
+    for group in contents.groups:
+        if group.unit is not None and group.unit.updated is not None:
+            group.unit.updated.synchronize()
 
     def load(shared: list[Entry]) -> int:
-        return _load(checkpoint, shared)
+        return _load(checkpoint, shared, wanted.counters)
 
-    num_bytes = 0
+    alike = _by_values(wanted.entries)
     with ThreadPoolExecutor(
-        _NUM_THREADS,
+        _num_threads(),
         thread_name_prefix="checkpoint reader",
         initializer=_following_this_thread(contents),
     ) as pool:
-        for group in contents.groups:
-            # An update still under way would overwrite the loaded states.
-            if group.unit is not None and group.unit.updated is not None:
-                group.unit.updated.synchronize()
-
-            alike = _by_values(entry for entry in group.entries if id(entry) in chosen)
-            num_bytes += sum(pool.map(load, [shared for shared in alike if not _is_scaled(shared)]))
-            # A scaled state is loaded into fp32 memory first: one at a time, or there would be
-            # such memory for many of them at once.
-            num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
+        num_bytes = sum(pool.map(load, [shared for shared in alike if not _is_scaled(shared)]))
+    # A scaled state is loaded into fp32 memory first: one at a time, or there would be such memory
+    # for many of them at once.
+    num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
 
     # Autograd has not seen these writes, and compute weights are made anew by its version counters.
     torch.autograd.graph.increment_version(list(contents.names))
     return num_bytes
+
+
+def _num_threads() -> int:
+    """One for each core that this rank has to itself. More would only take turns: the system reads
+    ahead while a thread copies and hashes.
+    """
+    num_cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(num_cores, 1), _MOST_THREADS)
 
 
 def _following_this_thread(contents: Contents) -> Callable[[], None]:
@@ -168,52 +193,55 @@ def _is_scaled(shared: Sequence[Entry]) -> bool:
     return isinstance(shared[0].values, ScaledValues)
 
 
-def _load(checkpoint: ReadableCheckpoint, shared: Sequence[Entry]) -> int:
-    num_bytes = 0
-    target = shared[0].values.target()
-    for number, entry in enumerate(shared):
-        # The counters of a fused weight's sections are one number here, and must be one there.
-        if entry.num_rows is None and number:
-            num_bytes += _expect_equal(checkpoint, entry, shared[0], target)
-            continue
+def _load(
+    checkpoint: ReadableCheckpoint, shared: Sequence[Entry], counters: Mapping[Values, torch.Tensor]
+) -> int:
+    values, num_bytes = shared[0].values, 0
+    if values in counters:
+        values.target().copy_(counters[values])
+        return 0
 
-        part = entry.part_of(target)
+    for entry in shared:
+        part = entry.part_of(values.target())
         if part.numel():
             num_bytes += checkpoint.read(entry.key, entry.offsets, part)
-    shared[0].values.install()
+    values.install()
     return num_bytes
 
 
-def _check(checkpoint: ReadableCheckpoint, entry: Entry, first: Entry, buffer: torch.Tensor) -> int:
-    """Reads one entry in pieces; compares the counter of a section with the first section's."""
-    dtype = entry.values.dtype
-    if entry.num_rows is None and entry is not first:
-        target = torch.empty(entry.values.shape, dtype=dtype)
-        num_bytes = checkpoint.read(first.key, first.offsets, target)
-        return num_bytes + _expect_equal(checkpoint, entry, first, target)
+def _fused_counters(
+    checkpoint: ReadableCheckpoint, entries: Sequence[Entry]
+) -> dict[Values, torch.Tensor]:
+    """The counters of fused weights: one number here, and one for each section there.
 
-    num_bytes, shape = 0, tuple(entry.values.shape)
-    if entry.num_rows is not None:
-        shape = (entry.num_rows, *shape[1:])
-    for box in pieces(shape, _CHECKED_BYTES // dtype.itemsize):
-        piece = buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
-        offsets = [mine + inner for mine, inner in zip(entry.offsets, box.offsets, strict=True)]
-        num_bytes += checkpoint.read(entry.key, offsets, piece)
-    return num_bytes
+    Raises:
+        CheckpointError: if those of one weight differ.
+    """
+    found: dict[Values, torch.Tensor] = {}
+    for first, *others in _by_values(entry for entry in entries if entry.num_rows is None):
+        if others:
+            found[first.values] = counter = _read_counter(checkpoint, first)
+        for entry in others:
+            other = _read_counter(checkpoint, entry)
+            if not torch.equal(other, counter):
+                raise CheckpointError(
+                    f"Expected {entry.key} to be {counter.tolist()} in {checkpoint.path}, as "
+                    f"{first.key} is, whose weight is fused with its own here, got "
+                    f"{other.tolist()}."
+                )
+    return found
 
 
-def _expect_equal(
-    checkpoint: ReadableCheckpoint, entry: Entry, first: Entry, target: torch.Tensor
-) -> int:
-    """CheckpointError if a section's saved counter differs from that of the first section."""
-    other = torch.empty_like(target)
-    num_bytes = checkpoint.read(entry.key, entry.offsets, other)
-    if not torch.equal(other, target):
-        raise CheckpointError(
-            f"Expected {entry.key} to be {target.tolist()} in {checkpoint.path}, as {first.key} "
-            f"is, whose weight is fused with its own here, got {other.tolist()}."
-        )
-    return num_bytes
+def _read_counter(checkpoint: ReadableCheckpoint, entry: Entry) -> torch.Tensor:
+    counter = torch.empty(entry.values.shape, dtype=entry.values.dtype)
+    checkpoint.read(entry.key, entry.offsets, counter)
+    return counter
+
+
+def _box_of(entry: Entry) -> Box:
+    """This rank's part of the saved tensor."""
+    shape = tuple(entry.values.shape)
+    return Box(entry.offsets, shape if entry.num_rows is None else (entry.num_rows, *shape[1:]))
 
 
 def is_skipped(key: str, patterns: Sequence[str]) -> bool:

@@ -18,6 +18,7 @@ import pytest
 from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
+from megatron.core.dist_checkpointing.load import data_source
 from megatron.core.dist_checkpointing.save import data_sink
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
@@ -161,7 +162,7 @@ def test_a_file_that_is_missing_is_a_file_not_found(store, use):
 
 def test_a_missing_file_cannot_be_read_into_a_buffer(store):
     with pytest.raises(FileNotFoundError):
-        store.read_into(f"{FINAL}/missing", 0, memoryview(bytearray(1)))
+        store.read_into(f"{FINAL}/missing", 0, [memoryview(bytearray(1))])
 
 
 @pytest.mark.parametrize(
@@ -172,17 +173,41 @@ def test_a_range_of_a_file_is_read_into_a_buffer(store, offset, nbytes):
     store.make_folder(FINAL)
     store.write(f"{FINAL}/file", content)
     buffer = bytearray(nbytes)
-    store.read_into(f"{FINAL}/file", offset, memoryview(buffer))
+    store.read_into(f"{FINAL}/file", offset, [memoryview(buffer)])
     assert buffer == content[offset : offset + nbytes]
 
 
-def test_a_buffer_of_any_element_type_is_filled_with_bytes(store):
-    content = os.urandom(64)
+@pytest.mark.parametrize("request_bytes", [1, 100, 1 << 22])
+def test_buffers_are_filled_in_order_and_handed_on_one_by_one(store, monkeypatch, request_bytes):
+    monkeypatch.setattr(data_source, "_REQUEST_BYTES", request_bytes)
+    content = os.urandom(1000)
     store.make_folder(FINAL)
     store.write(f"{FINAL}/file", content)
-    buffer = bytearray(32)
-    store.read_into(f"{FINAL}/file", 8, memoryview(buffer).cast("d"))
-    assert buffer == content[8:40]
+    memory, seen = memoryview(bytearray(64)), []
+    # The same memory each time: it is free again once it has been handed on.
+    sizes = [64, 7, 0, 64, 33]
+    store.read_into(
+        f"{FINAL}/file",
+        8,
+        (memory[:size] for size in sizes),
+        lambda buffer: seen.append(bytes(buffer)),
+    )
+    assert [len(each) for each in seen if each] == [64, 7, 64, 33]
+    assert b"".join(seen) == content[8 : 8 + sum(sizes)]
+
+
+def test_nothing_is_read_once_a_buffer_has_been_found_wrong(store):
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", bytes(range(100)))
+    memory = memoryview(bytearray(40))
+
+    def refuse(buffer: memoryview) -> None:
+        raise CheckpointDamagedError(f"it begins with {buffer[0]}")
+
+    with pytest.raises(CheckpointDamagedError, match="it begins with 10"):
+        store.read_into(f"{FINAL}/file", 10, [memory[:20], memory[20:]], refuse)
+    if store.is_rename_atomic:
+        assert bytes(memory[20:]) == bytes(20)
 
 
 @pytest.mark.parametrize(("offset", "got"), [(0, 100), (90, 10), (100, 0), (500, 0)])
@@ -192,7 +217,7 @@ def test_a_file_that_ends_too_early_is_damage_that_names_it(store, offset, got):
     with pytest.raises(
         CheckpointDamagedError, match=rf"Expected 101 bytes at byte {offset} of .*/file, got {got}"
     ):
-        store.read_into(f"{FINAL}/file", offset, memoryview(bytearray(101)))
+        store.read_into(f"{FINAL}/file", offset, [memoryview(bytearray(101))])
 
 
 def test_threads_read_one_file_side_by_side(store):
@@ -204,7 +229,7 @@ def test_threads_read_one_file_side_by_side(store):
     def read(first_page: int) -> None:
         for page in range(first_page, 64, 4):
             store.read_into(
-                f"{FINAL}/file", page * PAGE, memoryview(whole)[page * PAGE : (page + 1) * PAGE]
+                f"{FINAL}/file", page * PAGE, [memoryview(whole)[page * PAGE : (page + 1) * PAGE]]
             )
 
     threads = [threading.Thread(target=read, args=(first_page,)) for first_page in range(4)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.data_source import Then, ignore
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.helpers.checkpoints import (
@@ -84,9 +86,12 @@ class CountingStore(LocalStore):
         super().__init__(root)
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        self.reads.append((path, offset, buffer.nbytes))
-        super().read_into(path, offset, buffer)
+    def read_into(
+        self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
+    ) -> None:
+        buffers = list(buffers)
+        self.reads.append((path, offset, sum(buffer.nbytes for buffer in buffers)))
+        super().read_into(path, offset, buffers, then)
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +158,9 @@ class WithoutMetadata(LocalStore):
         assert not path.endswith(METADATA_FILE), "read"
         return super().read(path, *most)
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self, path: str, *others: Any) -> None:
         assert not path.endswith(METADATA_FILE), "read"
-        super().read_into(path, offset, buffer)
+        super().read_into(path, *others)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -213,8 +218,10 @@ def test_any_box_is_read_into_any_memory(
     tensor = TENSORS[key][0]
     checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME, verify=verify)
     out = getattr(Layouts, layout)(box.sizes, tensor.dtype)
-    checkpoint.read(key, box.offsets, out)
+    num_read = checkpoint.read(key, box.offsets, out)
     assert raw_bytes(out) == raw_bytes(tensor[box.slices()])
+    if verify:
+        assert checkpoint.check(key, box, memoryview(bytearray(BLOCK_BYTES))) == num_read
 
 
 def test_a_single_element_of_any_stride_is_read(checkpoint: PublishedCheckpoint):
@@ -237,7 +244,6 @@ def test_small_pieces_of_staging_make_no_difference(
     pristine: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(chunk_data, "_STAGING_BYTES", 48)
-    monkeypatch.setattr(chunk_data, "_READ_BYTES", BLOCK_BYTES)
     assert torch.equal(read_all(pristine)["model.big"], TENSORS["model.big"][0])
     checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME)
     out = torch.zeros(6, 4, 5).permute(1, 0, 2)
@@ -443,6 +449,9 @@ def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(
             read_all(pristine)
         if tensor.key in TENSORS:
             read_all(pristine, verify=False)
+            checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME)
+            with pytest.raises(CheckpointDamagedError, match=rf"'{tensor.key}'.*{data_file(rank)}"):
+                checkpoint.check(tensor.key, chunk.box, memoryview(bytearray(BLOCK_BYTES)))
     finally:
         path.write_bytes(content)
 
