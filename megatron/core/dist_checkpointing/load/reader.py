@@ -69,7 +69,7 @@ def check_contents(
     """
     wanted = {entry.key: entry for entry in contents.entries if not is_skipped(entry.key, skip)}
     tensors = checkpoint.tensors
-    saved = [key for key in [*tensors, *checkpoint.plain] if not is_skipped(key, skip)]
+    saved = {key: None for key in [*tensors, *checkpoint.plain] if not is_skipped(key, skip)}
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
 
     problems = []
