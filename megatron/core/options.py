@@ -109,6 +109,7 @@ class Option:
     is_pattern: bool = False
     overridden_by: str | None = None
     may_change: bool = False
+    bare: Any = None
 
 
 def option(
@@ -129,6 +130,7 @@ def option(
     is_pattern: bool = False,
     overridden_by: str | None = None,
     may_change: bool = False,
+    bare: Any = None,
 ) -> Any:
     """A dataclass field that becomes a flag.
 
@@ -148,6 +150,7 @@ def option(
         overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
         may_change: whether a resumed run may have another value without a line in the log: it says
             where and when something is done, not what is computed.
+        bare: what the flag means without a value; None: it needs one.
 
     The relations may name options of other config classes: see `check_options`, `check_needs`.
     """
@@ -169,6 +172,7 @@ def option(
         is_pattern=is_pattern,
         overridden_by=overridden_by,
         may_change=may_change,
+        bare=bare,
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 

@@ -308,6 +308,8 @@ def _convert_given(switch: _Switch, given: Given) -> Any:
         return not switch.is_negated
     if switch.field.is_list and given.values:
         return switch.field.convert(given.values)
+    if not given.values and switch.field.option.bare is not None:
+        return switch.field.option.bare
     return switch.field.convert(_only_value(given, switch.field.expected))
 
 
@@ -330,6 +332,8 @@ def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
         if field.scalar is int and _IS_OCTAL.fullmatch(one.text):
             got = f"{printable(one.text, _SHOWN_KEY)}, which YAML 1.1 takes for octal"
             raise ConfigError(f"{field.flag}: expected {field.expected}, got {got}.")
+        if field.option.bare is not None and one.truth is not None:
+            return field.option.bare if one.truth else None
         return one.truth if field.scalar is bool and one.truth is not None else one.text
 
     return field.convert(
@@ -387,7 +391,7 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
     group.add_argument(
         field.flag,
         dest=field.name,
-        nargs="+" if field.is_list else None,
+        nargs="+" if field.is_list else "?" if field.option.bare is not None else None,
         metavar=field.scalar.__name__.upper(),
         default=argparse.SUPPRESS,
         help=text,

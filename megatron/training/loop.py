@@ -93,7 +93,7 @@ class Loop:
         step_info, train_iters = self.engine.state.step_info, self.config.training.train_iters
         num_samples = num_train_samples(self.config, step_info)
         batches = self._microbatches(train_data, step_info.consumed_samples, num_samples)
-        self.saver.check(self.engine)
+        self.saver.prepare(self.engine)
         self.watch.takes_long_while(lambda: self.saver.is_saving)
         if valid_data is not None and self._is_evaluation_missing():
             self.evaluate(valid_data, "validation")

@@ -15,7 +15,9 @@ from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.core.models.gpt.hugging_face import hf_config
-from megatron.training.checkpoint.hf_export import MAX_SHARD_BYTES, bytes_to_export, export_hf
+from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_layout import MAX_SHARD_BYTES
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import Progress
 from megatron_hybrid.saved_model import SavedModel, add_model_flags, find_model
@@ -87,14 +89,6 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
         return _write(source, arguments, progress)
 
 
-def _is_of_folder(tokenizer_path: str | None, folder: str) -> bool:
-    """Whether a tokenizer is that of a model's folder, however either is spelled."""
-    if tokenizer_path is None:
-        return False
-    path = Path(tokenizer_path)
-    return (path.parent if path.name == "tokenizer.json" else path).samefile(folder)
-
-
 def sentence(summary: dict[str, Any]) -> str:
     """What `export_run` has done, for people."""
     size = format_bytes(summary["num_bytes"])
@@ -116,14 +110,13 @@ def _write(source: Source, arguments: argparse.Namespace, progress: Progress) ->
             file=sys.stderr,
         )
         base_model = None
-    # The files of the folder's own tokenizer say more than what is read of them here.
-    is_folders = base_model is not None and _is_of_folder(model.tokenizer_path, base_model)
+    extras = FolderExtras.of_model(model.tokenizer, model.tokenizer_path, base_model)
     exported = export_hf(
         source.checkpoint,
         arguments.out,
         config,
         model.vocab_size,
-        tokenizer=None if is_folders else model.tokenizer,
+        tokenizer=extras.tokenizer,
         base_model_path=base_model,
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
         max_shard_bytes=arguments.max_shard_size,

@@ -93,6 +93,22 @@ class CheckpointConfig:
         requires="save",
         no_effect_unless=_OUR_FORMAT,
     )
+    save_hf_weights: str | None = option(
+        None,
+        "save a folder hf/ in each checkpoint, for from_pretrained; its weights in bf16, or fp32",
+        choices=("bf16", "fp32"),
+        bare="bf16",
+        requires="save",
+        no_effect_unless=_OUR_FORMAT,
+        may_change=True,
+    )
+    save_hf_interval: int = option(
+        1,
+        "of how many saves one has hf/; the one at the end of a run always has it",
+        at_least=1,
+        requires="save_hf_weights",
+        may_change=True,
+    )
     save_optim: bool = option(True, "save the optimizer's state", requires="save")
     load: str | None = option(
         None,
@@ -169,6 +185,13 @@ class CheckpointConfig:
             is_folder or config.ckpt_format != TORCH_DCP,
             "--save",
             f"a folder of a file system with --ckpt-format {TORCH_DCP}",
+            save,
+        )
+        expect(
+            is_folder or config.save_hf_weights is None,
+            "--save",
+            "a folder of a file system with --save-hf-weights, since ranks write at offsets within "
+            "one file; `python -m tools.checkpoint export` makes such a folder of any checkpoint",
             save,
         )
         places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))

@@ -42,6 +42,7 @@ from megatron.training.checkpoint.hf_files import (
 )
 from megatron.training.checkpoint.hf_layout import (
     INDEX_FILE,
+    MAX_SHARD_BYTES,
     FolderLayout,
     Part,
     file_dtype,
@@ -55,7 +56,6 @@ from megatron.training.checkpoint.hf_row_writer import (
     write_rows,
 )
 
-MAX_SHARD_BYTES = 5 * 10**9
 _PIECE_BYTES = 8 << 20  # of a tensor that are in memory at once, in the checkpoint's dtype
 
 
@@ -183,12 +183,12 @@ def write_weights(
         OSError: if the file system failed.
     """
     make_files(folder, layout)
-    by_file: dict[int, list[StoredTensor]] = {}
+    by_file: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         by_file.setdefault(layout.places[tensor.rows.name].file, []).append(tensor)
 
-    for number, own in by_file.items():
-        with RowFile(folder / layout.files[number].name) as file:
+    for name, own in by_file.items():
+        with RowFile(folder / name) as file:
             for tensor in own:
                 place = layout.places[tensor.rows.name]
                 for box in pieces(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize):

@@ -66,6 +66,26 @@ class FolderExtras(NamedTuple):
     processor: Any = None
     base_model_path: str | Path | None = None
 
+    @classmethod
+    def of_model(
+        cls, tokenizer: Any, tokenizer_path: str | None, base_model: str | None
+    ) -> FolderExtras:
+        """Those of a model that is trained here.
+
+        Args:
+            tokenizer: that it is trained with, which was read from `tokenizer_path`; None: it has
+                no files.
+            base_model: the folder of the model that training began with, if there was one.
+        """
+        if base_model is None or tokenizer_path is None:
+            return cls(tokenizer, base_model_path=base_model)
+
+        path = Path(tokenizer_path)
+        folder = path.parent if path.name == "tokenizer.json" else path
+        # The files of the folder's own tokenizer say more than what is read of them here.
+        is_folders = folder.samefile(base_model)
+        return cls(None if is_folders else tokenizer, base_model_path=base_model)
+
     def check(self) -> None:
         """CheckpointError for what cannot be written, or a folder that is not there."""
         check_tokenizer(self.tokenizer)

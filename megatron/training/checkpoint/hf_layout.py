@@ -1,8 +1,9 @@
 """Where every byte of a folder of safetensors files lies. Integers only: no files, no ranks.
 
-A file is the length of its header in 8 bytes, the header in JSON, and the tensors end to end. So
-names, shapes and dtypes alone say where each tensor begins, and whoever holds some of its rows can
-write them there. Two files of at most 40 bytes of tensors, and where rows 2 and 3 of `b` go:
+A file is the length of its header in 8 bytes, the header in JSON, and the tensors end to end. The
+header ends in spaces, so that the tensors begin on a page. So names, shapes and dtypes alone say
+where each tensor begins, and whoever holds some of its rows can write them there. Two files of at
+most 40 bytes of tensors, and where rows 2 and 3 of `b` go:
 
     tensors    a fp32 [2, 2]   b bf16 [4, 2]   c fp32 [5]
     files      |8|header|aaaaaaaaaaaaaaaa|bbbbbbbbBBBBBBBB|    |8|header|cccccccccccccccccccc|
@@ -25,11 +26,15 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
+from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.models.families.row_map import RowMap
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9  # of the tensors in one file, unless something else is asked for
+_LENGTH_BYTES = 8  # before the header, which it is the length of
 
 # With the names of safetensors.
 DTYPE_NAMES = {
@@ -158,7 +163,7 @@ def _row_runs(part: Part) -> Iterator[tuple[int, int]]:
 class Place(NamedTuple):
     """Where a tensor lies."""
 
-    file: int  # its number among the files
+    file: str  # its name in the folder
     offset: int  # bytes from the beginning of the file
     tensor: FileTensor
 
@@ -187,7 +192,7 @@ class FolderLayout:
     """The files of weights of one folder.
 
     Attributes:
-        files: in the order of their numbers.
+        files: in the order of their names.
         tensors: all of them, in the order of the model.
     """
 
@@ -233,20 +238,17 @@ class FolderLayout:
             return None
         return {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in self.tensors)},
-            "weight_map": {
-                tensor.name: self.files[self.places[tensor.name].file].name
-                for tensor in self.tensors
-            },
+            "weight_map": {tensor.name: self.places[tensor.name].file for tensor in self.tensors},
         }
 
     @cached_property
     def places(self) -> dict[str, Place]:
         """By the names of the tensors."""
         found: dict[str, Place] = {}
-        for number, file in enumerate(self.files):
+        for file in self.files:
             offset = len(file.header)
             for tensor in file.tensors:
-                found[tensor.name] = Place(number, offset, tensor)
+                found[tensor.name] = Place(file.name, offset, tensor)
                 offset += tensor.nbytes
         return found
 
@@ -265,8 +267,11 @@ def _shards(tensors: Sequence[FileTensor], max_bytes: int) -> Iterator[list[File
 
 
 def _file(name: str, tensors: Iterable[FileTensor]) -> FileLayout:
-    # The largest elements first: each tensor then begins at a multiple of its elements' size.
-    ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+    # Whole pages first, as nearly all large tensors are: direct I/O can write those. Of the others,
+    # the largest elements first. So each tensor begins at a multiple of its elements' size.
+    ordered = tuple(
+        sorted(tensors, key=lambda own: (own.nbytes % DATA_ALIGNMENT > 0, -own.dtype.itemsize))
+    )
     # Some readers insist on the name of the framework.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
 
@@ -284,44 +289,36 @@ def _file(name: str, tensors: Iterable[FileTensor]) -> FileLayout:
         }
 
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return FileLayout(name, len(text).to_bytes(8, "little") + text, ordered)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
+    return FileLayout(name, len(text).to_bytes(_LENGTH_BYTES, "little") + text, ordered)
 
 
-class Run(NamedTuple):
-    """Consecutive bytes of a file."""
-
-    offset: int
-    nbytes: int
-
-
-def runs(rows: RowMap, box: Box, place: Place) -> Iterator[Run]:
+def rows_in_file(rows: RowMap, box: Box, place: Place) -> Iterator[ExportedRows]:
     """Where the elements of a box of one of our tensors go, in the order in which they lie in it.
 
     Args:
         rows: of our tensor, in the one at `place`.
         box: of our tensor; it must have elements.
     """
-    pending: Run | None = None
-    for run in _all_runs(rows, box, place):
-        # Blocks that follow each other in the file are written as one.
-        if pending is not None and run.offset == pending.offset + pending.nbytes:
-            pending = Run(pending.offset, pending.nbytes + run.nbytes)
-            continue
-
-        if pending is not None:
-            yield pending
-        pending = run
-    if pending is not None:
-        yield pending
-
-
-def _all_runs(rows: RowMap, box: Box, place: Place) -> Iterator[Run]:
-    _, offset, tensor = place
-    itemsize = tensor.dtype.itemsize
-    for _, there in row_boxes(rows, box):
+    file, begin, tensor = place
+    for own, there in row_boxes(rows, box):
         for part in ranges(there, tensor.shape, max_span=there.numel, max_gap=0):
-            yield Run(offset + part.start * itemsize, part.span * itemsize)
+            # A matrix of a stack has come with a dim of its own, of one index.
+            offsets, sizes = part.box.within(there.offsets)
+            first = len(offsets) - len(own.offsets)
+            yield ExportedRows(
+                tensor.name,
+                tensor.dtype,
+                part.box,
+                shifted(Box(offsets[first:], sizes[first:]), own.offsets),
+                file,
+                begin + part.start * tensor.dtype.itemsize,
+            )
+
+
+def shifted(box: Box, by: Sequence[int]) -> Box:
+    """A box that is seen from `by`, seen from the beginning of the tensor."""
+    return Box(tuple(a + b for a, b in zip(box.offsets, by, strict=True)), box.sizes)
 
 
 def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:

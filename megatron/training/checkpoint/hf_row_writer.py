@@ -39,8 +39,8 @@ from megatron.training.checkpoint.hf_layout import (
     FolderLayout,
     Part,
     Place,
-    Run,
-    runs,
+    rows_in_file,
+    shifted,
     tensors_of_parts,
 )
 
@@ -180,9 +180,8 @@ def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> int:
         OSError: if the file system failed.
     """
     wanted = sorted({own.place.file for own in plan.own})
-    paths = {number: folder / plan.layout.files[number].name for number in wanted}
     with ExitStack() as stack:
-        files = {number: stack.enter_context(RowFile(path)) for number, path in paths.items()}
+        files = {name: stack.enter_context(RowFile(folder / name)) for name in wanted}
         with _Staging(device) as staging:
             for own in plan.own:
                 _stage(own, files[own.place.file], staging)
@@ -204,17 +203,12 @@ def _stage(own: OwnRows, file: RowFile, staging: _Staging) -> None:
     in_place = source.in_host_memory()
     for piece in pieces(box.sizes, staging.buffer_bytes // place.tensor.dtype.itemsize):
         nbytes = piece.numel * place.tensor.dtype.itemsize
-        where = Box(_added(box.offsets, piece.offsets), piece.sizes)
-        write = partial(write_rows, file, rows, where, place)
+        write = partial(write_rows, file, rows, shifted(piece, box.offsets), place)
         if in_place is None:
             staging.copy(source, begin, nbytes, write)
         else:
             staging.enqueue(partial(write, in_place[begin : begin + nbytes]))
         begin += nbytes
-
-
-def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
@@ -225,9 +219,9 @@ def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: mem
         content: in the file's dtype, row by row.
     """
     begin = 0
-    for run in runs(rows, box, place):
-        file.write(run, content[begin : begin + run.nbytes])
-        begin += run.nbytes
+    for part in rows_in_file(rows, box, place):
+        file.write(part.offset, content[begin : begin + part.nbytes])
+        begin += part.nbytes
 
 
 class RowFile:
@@ -256,19 +250,19 @@ class RowFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def write(self, run: Run, content: memoryview) -> None:
+    def write(self, offset: int, content: memoryview) -> None:
         """Writes all of the content to this place. OSError if the file system failed."""
-        offset, rest = run.offset, content
+        end, rest = offset + content.nbytes, content
         with naming(self._path):
             while rest:
-                written = os.pwrite(self._descriptor, rest, offset)
-                offset, rest = offset + written, rest[written:]
+                written = os.pwrite(self._descriptor, rest, end - rest.nbytes)
+                rest = rest[written:]
                 self.num_written += written
 
         # Begin to write them now, rather than all at once in `sync`. Not for a few bytes of a page:
         # the next ones would wait until it is on disk.
-        if run.nbytes >= _RELEASED_BYTES:
-            release_pages(self._descriptor, run.offset, run.nbytes)
+        if content.nbytes >= _RELEASED_BYTES:
+            release_pages(self._descriptor, offset, content.nbytes)
 
     def sync(self) -> None:
         """Brings what has been written to disk."""

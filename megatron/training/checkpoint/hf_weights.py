@@ -17,20 +17,17 @@ nothing is written twice.
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import (
@@ -38,23 +35,16 @@ from megatron.core.dist_checkpointing.agreement import (
     on_first_rank,
     sum_of_ranks,
 )
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import few, other_model
 from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
-from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.distributed.fsdp.module import FsdpModule
-from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.torch_fsdp2 import reshard
-from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import (
     config_differences,
-    hf_rows,
     ignored_prefixes,
-    saved_buffers,
 )
 from megatron.training.checkpoint.hf_config_check import their_config_differences
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
@@ -63,19 +53,23 @@ from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
     WeightFiles,
     sync_files,
-    write_gpt_config,
-    write_json,
 )
 from megatron.training.checkpoint.hf_layout import (
-    INDEX_FILE,
+    MAX_SHARD_BYTES,
     FileTensor,
     FolderLayout,
     Part,
     check_dtype,
-    file_dtype,
-    main_dtype,
     row_boxes,
     tensors_of_parts,
+)
+from megatron.training.checkpoint.hf_plan import (
+    collect_weights,
+    config_of,
+    file_dtypes,
+    own_rank,
+    rows_of,
+    write_small_files,
 )
 from megatron.training.checkpoint.hf_row_writer import (
     RowPlan,
@@ -104,7 +98,7 @@ def save_hf(
     processor: Any = None,
     base_model_path: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a model's weights into a new folder that `from_pretrained` loads. All ranks of the
     default group call it together.
@@ -139,7 +133,7 @@ def save_hf(
     start, folder = time.perf_counter(), Path(folder)
     extras = FolderExtras(tokenizer, processor, base_model_path)
     on_all_ranks(extras.check)
-    contents = on_all_ranks(lambda: _collect(model))
+    contents = on_all_ranks(lambda: collect_weights(model))
     plan = on_all_ranks(lambda: _plan(model, contents, dtype, max_shard_bytes))
     _write(model, folder, device, plan, extras)
 
@@ -164,7 +158,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
             for names, shapes, dtypes or a config of another model. Only reading may fail later.
     """
     folder = Path(folder)
-    contents = on_all_ranks(lambda: _collect(model))
+    contents = on_all_ranks(lambda: collect_weights(model))
     with ExitStack() as stack:
         files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
         placed = on_all_ranks(lambda: _found(model, contents, files))
@@ -179,46 +173,7 @@ def entries_to_load(model: nn.Module, files: WeightFiles) -> Sequence[tuple[Entr
     Raises:
         ConfigError, CheckpointError: as `load_hf`.
     """
-    return _found(model, _collect(model), files)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _collect(model: nn.Module) -> Contents:
-    """The weights and buffers, with no update of them pending."""
-    # After a forward without a backward, FSDP2's root module still shows gathered compute weights.
-    reshard(model)
-
-    groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}
-    for group in groups.values():
-        group.wait_main_weight()
-    return collect(model, rank=_rank(), world_size=_world_size())
-
-
-def _rows_of(
-    model: nn.Module, contents: Contents, files: WeightFiles | None = None
-) -> dict[str, RowMap]:
-    """Where the rows of each entry lie in the folder's tensors, by its key.
-
-    `files` are the folder's, if there are any yet.
-    """
-    keys = [entry.key for entry in contents.entries]
-    if not isinstance(model, GPTModel):
-        return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
-
-    there = ((), None) if files is None else (files.names, files.config.get("model_type"))
-    found = {f"{_PREFIX}{own}": rows for own, rows in hf_rows(model, *there).items()}
-    if differing := sorted(set(keys) ^ set(found)):
-        raise CheckpointError(
-            f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
-        )
-    return found
+    return _found(model, collect_weights(model), files)
 
 
 # Saving
@@ -228,22 +183,8 @@ def _plan(
     model: nn.Module, contents: Contents, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> RowPlan:
     """What is written where, and by which rank."""
-    rows, dtypes = _rows_of(model, contents), _file_dtypes(model, contents, dtype)
-    return RowPlan.of(contents.entries, rows, dtypes, _rank(), max_shard_bytes)
-
-
-def _file_dtypes(
-    model: nn.Module, contents: Contents, asked: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """In which dtype each entry is written, by its key."""
-    in_fp32, parameters = names_in_fp32(model), dict(model.named_parameters())
-    kept = {f"{_PREFIX}{own}" for name in in_fp32 for own in contents.names[parameters[name]]}
-    if isinstance(model, GPTModel):
-        kept |= {f"{_PREFIX}{own}" for own in saved_buffers(model)}
-    return {
-        entry.key: file_dtype(entry.saved_as.dtype, asked, stays_fp32=entry.key in kept)
-        for entry in contents.entries
-    }
+    rows, dtypes = rows_of(model, contents), file_dtypes(model, contents, dtype)
+    return RowPlan.of(contents.entries, rows, dtypes, own_rank(), max_shard_bytes)
 
 
 def _write(
@@ -264,7 +205,7 @@ def _write(
         expect_all_bytes(sum_of_ranks(num_bytes), plan.layout)
         on_first_rank(lambda: _finish(draft, folder, model, plan.layout, extras), failure)
     finally:
-        if _rank() == 0:
+        if own_rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -278,51 +219,10 @@ def _finish(
     draft: Path, folder: Path, model: nn.Module, layout: FolderLayout, extras: FolderExtras
 ) -> None:
     """Rank 0: adds everything but the weights, and publishes."""
-    if layout.index is not None:
-        write_json(draft / INDEX_FILE, layout.index)
-    ids = extras.save(draft)
-    _save_config(model, draft, main_dtype(layout.tensors), ids)
-    extras.copy_missing(draft, ids)
-
+    write_small_files(draft, model, layout, extras)
     sync_files(draft)
     check_files(draft, layout)
     publish_draft(draft, folder)
-
-
-def _save_config(
-    model: nn.Module, folder: Path, dtype: torch.dtype | None, ids: Mapping[str, Any]
-) -> None:
-    if isinstance(model, GPTModel):
-        write_gpt_config(folder, model.config, model.vocab_size, dtype, ids)
-        return
-
-    config = _config_of(model)
-    if config is None:
-        return
-
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    config.architectures = [_original_class(model).__name__]
-    config.save_pretrained(folder)
-
-    generation = getattr(model, "generation_config", None)
-    if callable(getattr(generation, "save_pretrained", None)):
-        generation.save_pretrained(folder)  # type: ignore[union-attr]
-
-
-def _config_of(model: nn.Module) -> Any:
-    """The config of a model of the transformers library; None for other modules."""
-    config = getattr(model, "config", None)
-    is_theirs = all(
-        callable(getattr(config, name, None)) for name in ("to_dict", "save_pretrained")
-    )
-    return config if is_theirs else None
-
-
-def _original_class(model: nn.Module) -> type[nn.Module]:
-    """The class that a model had before it was sharded."""
-    kinds: Iterable[type[Any]] = type(model).__mro__
-    return next(kind for kind in kinds if not issubclass(kind, (FsdpModule, FSDPModule)))
 
 
 # Loading
@@ -337,7 +237,7 @@ class _Placed(NamedTuple):
 
 def _found(model: nn.Module, contents: Contents, files: WeightFiles) -> list[_Placed]:
     """Every entry with its rows in the files. CheckpointError for weights of another model."""
-    rows = _rows_of(model, contents, files)
+    rows = rows_of(model, contents, files)
     sources = _sources(model, contents, files, rows)
     return [
         _Placed(entry, replace(rows[entry.key], name=sources[rows[entry.key].name]))
@@ -474,5 +374,5 @@ def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
             return []
         return config_differences(saved, CONFIG_FILE, model.config, model.vocab_size)
 
-    config = _config_of(model)
+    config = config_of(model)
     return their_config_differences(saved, {} if config is None else config.to_dict())

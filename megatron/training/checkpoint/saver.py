@@ -20,11 +20,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dtypes import DTYPES
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
 from megatron.training.config import RunConfig
@@ -32,6 +35,7 @@ from megatron.training.engine import TrainEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.step import StepInfo
+from megatron.training.tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,8 @@ class Saver:
         self._wrap_store = wrap_store
         self._clock = clock
         self._manager: CheckpointManager | None = None
+        self._export: HfExport | None = None
+        self._num_begun = 0
         self._has_failed = False
         self._last_save = 0.0  # on the clock; set as the context is entered
         self._save_seconds: list[float] = []
@@ -162,12 +168,24 @@ class Saver:
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
-    def check(self, engine: TrainEngine) -> None:
-        """Raises CheckpointError now, rather than at the first save, if the format cannot hold the
-        engine's state.
+    def prepare(self, engine: TrainEngine) -> None:
+        """Makes what saves need. All ranks call it together, before the first step.
+
+        Raises:
+            CheckpointError: if the format cannot hold the engine's state, or a file for `hf/` cannot
+                be made.
+            ConfigError: for `hf/` of a GPT that no architecture of the transformers library
+                computes.
         """
-        if self._manager is not None:
-            engine.state.contents(self._device, with_optim=self._config.checkpoint.save_optim)
+        checkpoint = self._config.checkpoint
+        if self._manager is None:
+            return
+        engine.state.contents(self._device, with_optim=checkpoint.save_optim)
+        if checkpoint.save_hf_weights is not None:
+            dtype = DTYPES[checkpoint.save_hf_weights]
+            extras = on_all_ranks(lambda: _extras(self._config))
+            max_length = self._config.data.seq_length
+            self._export = HfExport.of(engine.state.model, dtype, extras, max_length=max_length)
 
     def save(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves, in the background with `--async-save`. All ranks call it together.
@@ -176,7 +194,9 @@ class Saver:
         an error here.
         """
         self._last_save = self._clock()
-        self._note(self._begin(engine, info))
+        self._num_begun += 1
+        has_hf = self._num_begun % self._config.checkpoint.save_hf_interval == 0
+        self._note(self._begin(engine, info, self._export if has_hf else None))
         if not self._config.checkpoint.async_save:
             self.wait()
 
@@ -189,7 +209,7 @@ class Saver:
 
     def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
-        self._note(self._begin(engine, info))
+        self._note(self._begin(engine, info, self._export))
 
         failure = self.wait()
         if failure is not None:
@@ -201,7 +221,9 @@ class Saver:
         self._note(failure)
         return failure
 
-    def _begin(self, engine: TrainEngine, info: RecoverInfo) -> CheckpointError | None:
+    def _begin(
+        self, engine: TrainEngine, info: RecoverInfo, export: HfExport | None
+    ) -> CheckpointError | None:
         """Begins to save. Returns the failure of the save before, if that has failed.
 
         Raises:
@@ -219,7 +241,7 @@ class Saver:
         # this one has begun.
         failure = self._finish()
         self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
-        self._manager.save(iteration, contents, info.to_plain())
+        self._manager.save(iteration, contents, info.to_plain(), export=export)
         return failure
 
     def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:
@@ -259,3 +281,9 @@ class Saver:
     def _on_rank_0(self, kind: EventKind, **fields: Any) -> None:
         if dist.get_rank() == 0:
             self._events.write(kind, **fields)
+
+
+def _extras(config: RunConfig) -> FolderExtras:
+    """What `hf/` holds besides the weights and their config."""
+    tokenizer, base_model = build_tokenizer(config.tokenizer), config.checkpoint.hf_model
+    return FolderExtras.of_model(tokenizer, config.tokenizer.tokenizer_model, base_model)

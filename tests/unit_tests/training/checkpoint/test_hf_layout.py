@@ -31,7 +31,8 @@ from megatron.training.checkpoint.hf_layout import (
     file_dtype,
     main_dtype,
     row_boxes,
-    runs,
+    rows_in_file,
+    shifted,
     tensors_of_parts,
 )
 
@@ -104,12 +105,16 @@ def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
 
 
 def written(
-    layout: FolderLayout, own: Sequence[Own], num_ranks: int, piece: int
+    layout: FolderLayout,
+    own: Sequence[Own],
+    theirs: dict[str, np.ndarray],
+    num_ranks: int,
+    piece: int,
 ) -> list[np.ndarray]:
     """The files that the ranks write; -1 for bytes that nobody has written."""
-    files = [np.full(file.nbytes, -1) for file in layout.files]
-    for content, file in zip(files, layout.files, strict=True):
-        content[: len(file.header)] = list(file.header)
+    files = {file.name: np.full(file.nbytes, -1) for file in layout.files}
+    for file in layout.files:
+        files[file.name][: len(file.header)] = list(file.header)
 
     held = [(each.holdings, each.part.dtype.itemsize) for each in own]
     for rank in range(num_ranks):
@@ -117,15 +122,18 @@ def written(
             part, values, _ = own[number]
             place = layout.places[part.rows.name]
             for box in pieces(mine.sizes, piece):
-                offsets = tuple(a + b for a, b in zip(mine.offsets, box.offsets, strict=True))
-                where = Box(offsets, box.sizes)
-                rest = list(values[where.slices()].tobytes())
-                for offset, nbytes in runs(part.rows, where, place):
-                    target = files[place.file][offset : offset + nbytes]
+                where = shifted(box, mine.offsets)
+                rest = values[where.slices()].tobytes()
+                for run in rows_in_file(part.rows, where, place):
+                    assert run.box.numel == run.own.numel
+                    content = values[run.own.slices()].tobytes()
+                    assert content == theirs[run.name][run.box.slices()].tobytes()
+                    assert content == rest[: run.nbytes], "they come in the order of memory"
+                    target = files[run.file][run.offset : run.offset + run.nbytes]
                     assert (target == -1).all(), "nothing is written twice"
-                    target[:], rest = rest[:nbytes], rest[nbytes:]
+                    target[:], rest = list(content), rest[run.nbytes :]
                 assert not rest
-    return files
+    return list(files.values())
 
 
 @given(owned(), st.integers(1, 60), st.integers(1, 7))
@@ -135,7 +143,7 @@ def test_ranks_write_every_byte_of_every_file_once_and_where_it_belongs(
     theirs, own, num_ranks = case
     tensors = tensors_of_parts(each.part for each in own)
     layout = FolderLayout.of(tensors, max_shard_bytes)
-    files = written(layout, own, num_ranks, piece)
+    files = written(layout, own, theirs, num_ranks, piece)
 
     found = {}
     for content, file in zip(files, layout.files, strict=True):

@@ -99,7 +99,7 @@ class FakeSaver:
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
-    def check(self, engine: FakeEngine) -> None:  # noqa: ARG002
+    def prepare(self, engine: FakeEngine) -> None:  # noqa: ARG002
         self.calls.append("check")
 
     def save(self, engine: FakeEngine, info: dict[str, Any]) -> None:  # noqa: ARG002
