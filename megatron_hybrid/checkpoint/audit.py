@@ -132,13 +132,13 @@ class Audit:
             return
 
         blobs = {(i.relative_path, i.offset): i.length for i in metadata.storage_data.values()}
-        for key, tensor in index.tensors.items():
-            is_elsewhere = any(not chunk.file.endswith(".distcp") for chunk in tensor.chunks)
-            if not is_elsewhere and not self._is_same(tensor, found.get(key), blobs):
+        listed = {tensor.key: tensor for tensor in index.in_blobs}
+        for key, tensor in listed.items():
+            if not self._is_same(tensor, found.get(key), blobs):
                 self.problems.append(
                     f"Expected {key!r} in {source} as {INDEX_FILE} has it, got another, or none."
                 )
-        got, wanted = {*found, *plain_keys(metadata)}, {*index.tensors, *index.plain}
+        got, wanted = {*found, *plain_keys(metadata)}, {*listed, *index.plain}
         if got - wanted or index.plain.keys() - set(plain_keys(metadata)):
             keys = few(sorted(got - wanted)) or f"not all of {few(list(index.plain))}"
             self.problems.append(f"Expected the keys of {INDEX_FILE} in {source}, got {keys}.")

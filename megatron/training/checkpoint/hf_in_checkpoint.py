@@ -47,7 +47,8 @@ class HfExport:
 
     layout: FolderLayout
     row_maps: Mapping[str, RowMap]  # of each entry, by its key
-    is_exact: bool  # every tensor is written in the dtype that it has here
+    # All weights or none: a checkpoint whose `.metadata` lists some of them would be one more kind.
+    is_exact: bool
     small_files: dict[str, bytes]
 
     @classmethod
@@ -111,11 +112,6 @@ class HfExport:
             return
         for found in rows_in_file(row_map, box, self.layout.places[row_map.name]):
             yield found._replace(file=f"{HF_FOLDER}/{found.file}")
-
-    def holds(self, key: str) -> bool:
-        # All weights or none: a checkpoint whose `.metadata` lists some of them would be one more
-        # kind of checkpoint.
-        return self.is_exact and key in self.row_maps
 
 
 def _rendered(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -172,7 +172,7 @@ class Saver:
         """Makes what saves need. All ranks call it together, before the first step.
 
         Raises:
-            CheckpointError: if the format cannot hold the engine's state, or a file for `hf/` cannot
+            CheckpointError: if the format cannot hold the engine's state, or a file of `hf/` cannot
                 be made.
             ConfigError: for `hf/` of a GPT that no architecture of the transformers library
                 computes.
@@ -237,11 +237,12 @@ class Saver:
             return None
 
         contents = engine.state.contents(self._device, with_optim=checkpoint.save_optim)
+        contents = replace(contents, export=export)
         # `manager.save` would wait for the save before as well, but raise its failure, although
         # this one has begun.
         failure = self._finish()
         self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
-        self._manager.save(iteration, contents, info.to_plain(), export=export)
+        self._manager.save(iteration, contents, info.to_plain())
         return failure
 
     def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:

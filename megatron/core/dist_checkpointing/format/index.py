@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     dtype_name,
     may_hold_chunks,
     num_blocks,
+    writer_of,
 )
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.coverage import check_coverage
@@ -58,7 +59,7 @@ class Index:
         save_id: as in the manifests and the marker.
         tensors: by key.
         plain: plain data by key, as bytes; see plan/saved.py.
-        exported: of files in another format, by names of their own.
+        exported: of files in another format, by names of their own, with the headers of the files.
     """
 
     save_id: str
@@ -70,6 +71,15 @@ class Index:
     def all_tensors(self) -> Iterator[SavedTensor]:
         """With exported ones and plain data."""
         return chain(self.tensors.values(), self.exported.values(), self.plain.values())
+
+    @property
+    def in_blobs(self) -> list[SavedTensor]:
+        """The tensors that `.metadata` lists. The others lie in an exported file."""
+        return [
+            tensor
+            for tensor in self.tensors.values()
+            if not tensor.chunks or writer_of(tensor.chunks[0].file) >= 0
+        ]
 
     @cached_property
     def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, Chunk]]]:

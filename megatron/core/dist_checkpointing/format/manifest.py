@@ -40,8 +40,8 @@ BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be sh
 DATA_ALIGNMENT = 4096  # bytes; direct I/O wants a tensor's data to begin at a multiple of it
 
 _DATA_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")  # of DCP, with the rank that wrote it
-# A file in a folder of the checkpoint's folder, without a way out of it.
-_FURTHER_FILE = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# A file in folders of the checkpoint's folder, without a way out of it.
+FURTHER_FILE = re.compile(r"(?:\w[\w.-]*/)+\w[\w.-]*", re.ASCII)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -219,7 +219,7 @@ class Marker:
         expect(is_all, f"the files of {world_size} ranks", sorted(files), source)
         further = sorted(files.keys() - set(files_of(world_size)))
         for name in further:
-            is_safe = _FURTHER_FILE.fullmatch(name) is not None
+            is_safe = FURTHER_FILE.fullmatch(name) is not None
             expect(is_safe, "further files in folders of their own", name, source)
 
         # The bytes of data files are covered by manifests.

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, dat
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
 from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.save.export import Export
 
 
 class SavedAs(NamedTuple):
@@ -35,12 +36,14 @@ def plan_index(
     tensors: Sequence[SavedAs],
     plain_nbytes: Mapping[str, int],
     rank: int | None = None,
+    export: Export | None = None,
 ) -> Index:
     """The index of a checkpoint that is to be written.
 
     Args:
         tensors: the same on every rank.
         plain_nbytes: of the blob of each piece of plain data.
+        export: what is written besides. Of an exact one, the chunks are those of the tensors.
         rank: for its chunks alone, in time that does not grow with the number of ranks; None: for
             those of all.
 
@@ -49,13 +52,21 @@ def plan_index(
     """
     _check_keys([*(tensor.key for tensor in tensors), *plain_nbytes])
     saved = [SavedTensor(key, dtype, shape, []) for key, dtype, shape, _ in tensors]
+    exported = {} if export is None else _exported(export, rank)
     ends: dict[int, int] = {}  # of the files so far, by rank
     # Most chunks are as large as another: a layout is looked up a hundred thousand times.
     layouts: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
 
     held = [(each.holdings, each.dtype.itemsize) for each in tensors]
     for number, box, owner in shares(held, rank):
-        dtype = saved[number].dtype
+        key, dtype, _, chunks = saved[number]
+        rows = [] if export is None else list(export.rows(key, box))
+        if rows and export is not None and export.is_exact:
+            chunks += [Chunk(each.own, owner, each.file, each.offset) for each in rows]
+            continue
+        for name, _, there, _, file, offset in rows:
+            exported[name].chunks.append(Chunk(there, owner, file, offset))
+
         layout = layouts.get((dtype, box.sizes))
         if layout is None:
             layout = layouts[dtype, box.sizes] = blob_layout(dtype, box.sizes)
@@ -64,14 +75,28 @@ def plan_index(
         blocks = -(-(ends.get(owner, 0) + layout.header_nbytes) // DATA_ALIGNMENT)
         offset = blocks * DATA_ALIGNMENT
         ends[owner] = offset - layout.header_nbytes + layout.nbytes
-        saved[number].chunks.append(Chunk(box, owner, data_file(owner), offset))
+        chunks.append(Chunk(box, owner, data_file(owner), offset))
 
     plain = {}
     for key, nbytes in plain_nbytes.items() if rank in (None, 0) else ():
         chunk = Chunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
         plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
         ends[0] = chunk.offset + nbytes
-    return Index(save_id, {tensor.key: tensor for tensor in saved}, plain)
+    return Index(save_id, {tensor.key: tensor for tensor in saved}, plain, exported)
+
+
+def _exported(export: Export, rank: int | None) -> dict[str, SavedTensor]:
+    """The exported tensors, without chunks yet, and the headers, which rank 0 writes: a tensor of
+    bytes under the name of each file.
+    """
+    found = {}
+    if not export.is_exact:
+        for name, (dtype, shape) in export.tensors.items():
+            found[name] = SavedTensor(name, dtype, shape, [])
+    for file, (header, _) in export.files.items() if rank in (None, 0) else ():
+        chunk = Chunk(Box.whole((len(header),)), 0, file, 0)
+        found[file] = SavedTensor(file, torch.uint8, (len(header),), [chunk])
+    return found
 
 
 def _check_keys(keys: Sequence[str]) -> None:

@@ -163,6 +163,7 @@ class DataFileWriter:
 
     Attributes:
         position: bytes so far.
+        d2h: as of the pool.
         is_staging: whether to add buffers, if the pool has room, rather than wait for the disk; may
             be set at any time.
     """
@@ -181,6 +182,7 @@ class DataFileWriter:
         self._free = deque(pool.lend())  # the disk gives them back, on its lane
         self._current = self._free.popleft()
         self._fill = 0  # bytes in it
+        self.d2h = pool.d2h
         self._pool = pool
         self._sink = sink
         self._disk = disk
@@ -241,6 +243,21 @@ class DataFileWriter:
             begin += span.nbytes
         return tuple(digests)
 
+    def take_buffer(self) -> memoryview:
+        """A buffer for a file that is written beside this one; see `queue`."""
+        self._check()
+        buffer = self._next_buffer()
+        self._check()
+        return buffer
+
+    def queue(self, work: Callable[[], None], buffer: memoryview | None = None) -> None:
+        """Has the disk's lane work on a file, unless something has failed before.
+
+        Args:
+            buffer: free again after that.
+        """
+        self._queued.append(self._disk.enqueue(partial(self._carry_out, work, buffer)))
+
     def finish(self) -> int:
         """Ends the file, which is then durable. Returns its size in bytes."""
         self._check()
@@ -279,8 +296,7 @@ class DataFileWriter:
 
     def _queue_buffer(self) -> None:
         """Hands the current buffer to the disk, and takes the next one."""
-        write = partial(self._write_buffer, self._current, self._fill)
-        self._queued.append(self._disk.enqueue(write))
+        self.queue(partial(self._sink.write, self._current[: self._fill]), self._current)
         self._current = self._next_buffer()
         self._fill = 0
         self._check()
@@ -297,9 +313,10 @@ class DataFileWriter:
 
     # On the lane
 
-    def _write_buffer(self, buffer: memoryview, nbytes: int) -> None:
-        self._attempt(partial(self._sink.write, buffer[:nbytes]))
-        self._free.append(buffer)
+    def _carry_out(self, work: Callable[[], None], buffer: memoryview | None) -> None:
+        self._attempt(work)
+        if buffer is not None:
+            self._free.append(buffer)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         # An error would end the lane for good, so it is kept for the thread that saves.

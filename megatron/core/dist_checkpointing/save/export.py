@@ -51,6 +51,8 @@ class Export(Protocol):
     Attributes:
         files: by their paths in the checkpoint.
         tensors: by their names; each lies in one file.
+        is_exact: whether all rows are written in the dtypes of their entries, and so to the bit.
+            The checkpoint then needs no other copy of these entries.
         small_files: the content of further files, by their paths; empty on ranks other than 0.
     """
 
@@ -61,6 +63,9 @@ class Export(Protocol):
     def tensors(self) -> Mapping[str, ExportedTensor]: ...
 
     @property
+    def is_exact(self) -> bool: ...
+
+    @property
     def small_files(self) -> Mapping[str, bytes]: ...
 
     def rows(self, key: str, box: Box) -> Iterator[ExportedRows]:
@@ -68,9 +73,4 @@ class Export(Protocol):
 
         Args:
             box: of the entry's global tensor; it must have elements.
-        """
-
-    def holds(self, key: str) -> bool:
-        """Whether the exported rows are all of an entry, in its own dtype and so to the bit: the
-        checkpoint needs no other copy of it.
         """

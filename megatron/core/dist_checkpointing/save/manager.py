@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.names import (
     checkpoint_name,
     path_of,
@@ -222,7 +222,13 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if the previous save has failed. This one has begun all the same.
+            ValueError: for files of another format in a remote store.
         """
+        if contents.export is not None and not self.store.is_rename_atomic:
+            raise ValueError(
+                f"Expected a folder of a file system for {few(list(contents.export.files))}, which "
+                f"all ranks write at offsets of their own, got {self.store.root}."
+            )
         start = time.perf_counter()
         earlier = self._settle()
 
@@ -238,6 +244,7 @@ class CheckpointManager:
             self._world_size,
             self._is_closing,
             is_tracked=name is None,
+            shared_files=tuple(contents.export.files if contents.export is not None else ()),
         )
 
         # Counters, buffers and the train state change whenever they like, so they are copied now.

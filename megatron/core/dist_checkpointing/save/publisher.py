@@ -61,13 +61,16 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_second
     # Before waiting: rank 0 composes them while the other ranks still write.
     index = contents.index(draft.save_id)
     own_files = {
-        METADATA_FILE: compose_metadata(index.tensors.values(), index.plain.values()),
+        METADATA_FILE: compose_metadata(index.in_blobs, index.plain.values()),
         INDEX_FILE: index.to_bytes(),
         TRAIN_STATE_FILE: train_state,
+        **({} if contents.export is None else contents.export.small_files),
     }
     files = {}
     for name, content in own_files.items():
         _check_size(name, content, index)
+        if "/" in name:
+            draft.store.make_folder(draft.path(name.rpartition("/")[0]))
         draft.store.write(draft.path(name), content)
         files[name] = FileRecord(len(content), digest(content))
 
@@ -76,11 +79,9 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_second
         for problem in manifest_problems(manifest, rank, index, source):
             raise CheckpointError(problem)
         files[manifest_file(rank)] = FileRecord(len(content), digest(content))
-        size, nbytes = draft.store.size(draft.path(data_file(rank))), index.data_file_nbytes(rank)
-        if size != nbytes:
-            where = draft.shown(data_file(rank))
-            raise CheckpointError(f"Expected {nbytes} bytes in {where}, got {size}.")
-        files[data_file(rank)] = FileRecord(size, None)
+        files[data_file(rank)] = _record(draft, data_file(rank), index.data_file_nbytes(rank))
+    for name, (_, nbytes) in ({} if contents.export is None else contents.export.files).items():
+        files[name] = _record(draft, name, nbytes)
 
     draft.check()
     is_durable = _commit(draft, Marker(draft.save_id, draft.iteration, draft.world_size, files))
@@ -237,6 +238,14 @@ def _pauses(draft: Draft) -> Iterator[None]:
         yield
         draft.is_cancelled.wait(pause)
         pause = min(2 * pause, _LONGEST_WAIT)
+
+
+def _record(draft: Draft, file: str, nbytes: int) -> FileRecord:
+    """Of a data file. CheckpointError if it has another size."""
+    size = draft.store.size(draft.path(file))
+    if size != nbytes:
+        raise CheckpointError(f"Expected {nbytes} bytes in {draft.shown(file)}, got {size}.")
+    return FileRecord(size, None)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -21,6 +21,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,9 +36,12 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.saved import Chunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
+from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink, SharedSink
+from megatron.core.dist_checkpointing.save.export import ExportedRows
+from megatron.core.dist_checkpointing.save.export_writer import ExportWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
 from megatron.core.dist_checkpointing.store import Store
@@ -64,6 +68,7 @@ class Draft:
         world_size: ranks that save together.
         is_cancelled: once set, the save ends on this rank as soon as possible.
         is_tracked: whether the tracker file is to name the checkpoint.
+        shared_files: that all ranks write together.
     """
 
     store: Store
@@ -74,6 +79,7 @@ class Draft:
     world_size: int
     is_cancelled: threading.Event
     is_tracked: bool = True
+    shared_files: tuple[str, ...] = ()
 
     def path(self, file: str) -> str:
         """The path of a file in the draft's folder, for the store."""
@@ -124,14 +130,16 @@ def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) 
 
 
 def release(draft: Draft, rank: int) -> None:
-    """Deletes a rank's data file of a failed save, if it can. Raises nothing.
+    """Deletes a rank's data file of a failed save, if it can, and what all ranks were writing
+    together. Raises nothing.
 
     As soon as a rank's manifest is there, rank 0 may be publishing the file. From then on the rank
     must not delete it until rank 0 has written that it has abandoned the save.
     """
     with contextlib.suppress(Exception):
         if is_only_draft(draft.store, draft.name):
-            draft.store.delete(draft.path(data_file(rank)))
+            for file in (data_file(rank), *draft.shared_files):
+                draft.store.delete(draft.path(file))
 
 
 def read_reason(draft: Draft, file: str) -> str | None:
@@ -147,6 +155,13 @@ def read_reason(draft: Draft, file: str) -> str | None:
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+class _Files(NamedTuple):
+    """What a rank writes to."""
+
+    own: DataFileWriter
+    exported: ExportWriter
 
 
 class RankWriter:
@@ -170,9 +185,9 @@ class RankWriter:
         self._rank = rank
         self._pool = pool
         self._disk = disk
-        self._file: DataFileWriter | None = None
+        self._files: _Files | None = None
         self._index: Index | None = None  # of this rank's chunks alone
-        self._digests: list[tuple[str, ...]] = []  # of each chunk so far
+        self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
 
     def write_group(self, number: int) -> None:
         """Waits for updates of the group's unit that are under way, and writes its chunks.
@@ -198,64 +213,87 @@ class RankWriter:
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
 
-        file, index = self._open()
+        files, index = self._open()
         for entry in entries:
             for chunk in index.tensors[entry.key].chunks:
                 self._draft.check()
-                self._write_chunk(file, index, entry, chunk, is_awaited=unit is not None)
+                self._write_chunk(files, index, entry, chunk, is_awaited=unit is not None)
 
-    def _open(self) -> tuple[DataFileWriter, Index]:
+    def _open(self) -> tuple[_Files, Index]:
         # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.
-        if self._file is None or self._index is None:
+        if self._files is None or self._index is None:
             self._draft.check()
             self._index = self._contents.index(self._draft.save_id, self._rank)
             sink = LateSink(self._make_file, self._draft.check)
-            self._file = DataFileWriter(sink, self._pool, self._disk)
-        return self._file, self._index
+            file = DataFileWriter(sink, self._pool, self._disk)
+            self._files = _Files(file, ExportWriter(file, self._open_shared))
+        return self._files, self._index
 
     def _make_file(self) -> DataSink:
         """On the disk's lane."""
-        store = self._draft.store
+        self._make_folder()
+        return self._draft.store.open_data(self._draft.path(data_file(self._rank)))
+
+    def _open_shared(self, name: str) -> SharedSink:
+        """On the disk's lane."""
+        self._make_folder()
+        assert self._contents.export is not None, "its files are written"
+        nbytes = self._contents.export.files[name].nbytes
+        return self._draft.store.open_shared(self._draft.path(name), nbytes)
+
+    def _make_folder(self) -> None:
         # Now rather than when it is published: another run may save to the same folder.
-        if store.exists(f"{self._draft.final}/{MARKER_FILE}"):
+        if self._draft.store.exists(f"{self._draft.final}/{MARKER_FILE}"):
             raise CheckpointError(
                 f"Expected no checkpoint yet at {self._draft.final}, got a published one."
             )
-        store.make_folder(self._draft.name)
-        return store.open_data(self._draft.path(data_file(self._rank)))
+        self._draft.store.make_folder(self._draft.name)
 
     def _write_chunk(
-        self, file: DataFileWriter, index: Index, entry: Entry, chunk: Chunk, *, is_awaited: bool
+        self, files: _Files, index: Index, entry: Entry, chunk: Chunk, *, is_awaited: bool
     ) -> None:
-        """Writes a blob.
+        """Writes a blob, unless the tensor is held by exported files; and the exported rows.
 
         Args:
             is_awaited: whether the next update of the tensor waits until it has been read.
         """
-        tensor = index.tensors[entry.key]
-        header, footer = blob_frame(tensor.dtype, chunk.box.sizes)
-        stored = entry.values.as_stored()
+        own, export = files.own, self._contents.export
+        tensor, stored = index.tensors[entry.key], entry.values.as_stored()
         # Only an update that waits is worth memory for staging; the disk can make others wait.
-        file.is_staging = is_awaited and lies_on_device(stored.tensor)
+        own.is_staging = is_awaited and lies_on_device(stored.tensor)
 
-        file.pad_to(blob_place(tensor, chunk)[0])
-        file.write(header)
-        self._digests.append(file.write_tensor(_rows_of(entry, chunk, stored.tensor), stored.scale))
-        file.write(footer)
+        if chunk.file == data_file(self._rank):
+            header, footer = blob_frame(tensor.dtype, chunk.box.sizes)
+            own.pad_to(blob_place(tensor, chunk)[0])
+            own.write(header)
+            values = _part_of(entry, chunk.box, stored.tensor)
+            self._digests[chunk.file, chunk.offset] = own.write_tensor(values, stored.scale)
+            own.write(footer)
+        for rows in () if export is None else export.rows(entry.key, chunk.box):
+            values = _part_of(entry, rows.own, stored.tensor)
+            self._digests[rows.file, rows.offset] = files.exported.write(rows, values, stored.scale)
 
     def _finish(self) -> None:
-        file, index = self._open()
-        # Plain data is the same on every rank, and rank 0's is written.
-        for key in index.plain:
+        files, index = self._open()
+        # Plain data and headers are the same on every rank, and rank 0's are written.
+        for key, tensor in index.plain.items():
             blob = self._contents.plain_blobs[key]
-            file.write(blob)
-            self._digests.append(digests_of(blob))
+            files.own.write(blob)
+            self._digests[_place(tensor.chunks[0])] = digests_of(blob)
+        export = self._contents.export
+        for name, (header, _) in export.files.items() if export and self._rank == 0 else ():
+            box = Box.whole((len(header),))
+            rows = ExportedRows(name, torch.uint8, box, box, name, 0)
+            content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self._digests[name, 0] = files.exported.write(rows, content)
 
         self._draft.check()
-        file.finish()
+        files.exported.finish()
+        files.own.finish()
+        chunks = index.chunks_by_rank.get(self._rank, [])
+        digests = tuple(self._digests[_place(chunk)] for _, chunk in chunks)
         plan = index.plan_of(self._rank)
-        manifest = Manifest(self._draft.save_id, self._rank, plan, tuple(self._digests))
-        self._hand_over(manifest.to_bytes())
+        self._hand_over(Manifest(self._draft.save_id, self._rank, plan, digests).to_bytes())
 
     def _hand_over(self, content: bytes) -> None:
         """Makes the manifest visible. See [Note: last step]."""
@@ -279,15 +317,20 @@ class RankWriter:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
-        if self._file is not None:
-            self._file.abort()
+        if self._files is not None:
+            self._files.own.abort()
+            self._files.exported.abort()
         if not self.may_be_published:
             release(self._draft, self._rank)  # first, to make room for the reason on a full disk
         file, reason = failure_file(self._rank), f"{type(error).__name__}: {error}"
         give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
 
 
-def _rows_of(entry: Entry, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a chunk, as a view of the memory that this rank holds."""
-    part, (offsets, sizes) = entry.part_of(tensor), chunk.box
-    return part.narrow(0, offsets[0] - entry.offsets[0], sizes[0]) if sizes else part
+def _part_of(entry: Entry, box: Box, tensor: torch.Tensor) -> torch.Tensor:
+    """A box of the entry's global tensor, as a view of the memory that this rank holds."""
+    part = entry.part_of(tensor)
+    return part[box.within(entry.offsets).slices()] if box.sizes else part
+
+
+def _place(chunk: Chunk) -> tuple[str, int]:
+    return chunk.file, chunk.offset

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
+from megatron.core.dist_checkpointing.save.export import Export
 from megatron.core.dist_checkpointing.state.dcp_hooks import describe
 from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
@@ -203,11 +204,13 @@ class Contents:
         groups: the entries.
         plain: numbers, strings, lists and dicts by key; the same on every rank.
         names: of every parameter its canonical names, one for each section.
+        export: the files of another format in which the checkpoint has the weights, too.
     """
 
     groups: list[EntryGroup]
     plain: dict[str, Any]
     names: dict[torch.Tensor, list[str]]
+    export: Export | None = None
 
     @property
     def entries(self) -> list[Entry]:
@@ -231,7 +234,8 @@ class Contents:
         # Rank 0 writes the plain data, which is the same on every rank.
         plain = self.plain_blobs if rank in (None, 0) else {}
         nbytes = {key: len(blob) for key, blob in plain.items()}
-        return plan_index(save_id, [entry.saved_as for entry in self.entries], nbytes, rank)
+        tensors = [entry.saved_as for entry in self.entries]
+        return plan_index(save_id, tensors, nbytes, rank, self.export)
 
     def frozen(self) -> Contents:
         """The same with copies of entries that do not wait for their readers."""
@@ -243,4 +247,4 @@ class Contents:
             for group in self.groups
         ]
         # Learning rates, among the options, change with the next step.
-        return Contents(groups, copy.deepcopy(self.plain), self.names)
+        return replace(self, groups=groups, plain=copy.deepcopy(self.plain))
