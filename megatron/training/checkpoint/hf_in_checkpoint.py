@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.save.export import ExportedRows, ExportedTensor, ExportFile
 from megatron.core.models.families.row_map import RowMap
@@ -122,8 +124,15 @@ def _rendered(
     with tempfile.TemporaryDirectory(prefix="hf-") as name:
         folder = Path(name)
         write_small_files(folder, model, layout, extras, max_length)
-        return {
+        found = {
             f"{HF_FOLDER}/{path.relative_to(folder).as_posix()}": path.read_bytes()
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+
+    for file in found:
+        if FURTHER_FILE.fullmatch(file) is None:
+            raise CheckpointError(
+                f"Expected names of files of letters, digits, '.', '-' and '_', got {file!r}."
+            )
+    return found

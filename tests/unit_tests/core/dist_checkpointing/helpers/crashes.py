@@ -170,11 +170,18 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
         )
         return pwrite(descriptor, piece, offset)
 
-    names = (*_CHANGES, *_LOOKS, "open") if looks_too else _CHANGES
-    pwrite = os.pwrite
-    opened, wrappers = io.open, {}
+    def watched_creation(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            note("open", _path(path, options.get("dir_fd")))
+        elif looks_too:
+            note("read", _path(path, options.get("dir_fd")))
+        return created(path, flags, *args, **options)
+
+    names = (*_CHANGES, *_LOOKS) if looks_too else _CHANGES
+    created, pwrite = os.open, os.pwrite
+    opened, wrappers = io.open, {"open": watched_creation}
     for name in names:
-        wrappers[name] = watching("read" if name == "open" else name, getattr(os, name))
+        wrappers[name] = watching(name, getattr(os, name))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(io, "open", watched_open))
         stack.enter_context(mock.patch.object(os, "pwrite", watched_pwrite))

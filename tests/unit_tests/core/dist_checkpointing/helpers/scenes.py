@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.tokenizer import ByteTokenizer
+from megatron_hybrid.checkpoint.audit import Audit
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Before,
     Child,
@@ -61,12 +66,14 @@ class GatedStore(LocalStore):
 
 
 class Size(NamedTuple):
-    """Of a model."""
+    """Of a model, and in which dtype its checkpoints have `hf/`, too."""
 
     dim: int
     num_layers: int
+    hf_dtype: torch.dtype | None = None
 
 
+HF_FILES = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
 WHOLE = Size(256, 3)  # 2.4 MB with its states
 SMALL = Size(24, 2)
 
@@ -89,6 +96,7 @@ class State:
         """With None, what nobody has saved, to be loaded into."""
         self.iteration = iteration
         self.run = run
+        self.size = size
         self.model = Model(size)
         self.optimizer = FusedAdam(
             self.model.parameters(), lr=0.0 if iteration is None else iteration + run / 10
@@ -116,9 +124,13 @@ class State:
     def contents(self, rank: int = 0, world_size: int = 1) -> Contents:
         """What a rank saves of it."""
         private = {"rng.torch": self.private[rank]}
-        return collect(
+        contents = collect(
             self.model, self.optimizer, private=private, rank=rank, world_size=world_size
         )
+        if self.size.hf_dtype is None:
+            return contents
+        extras = FolderExtras(ByteTokenizer())
+        return replace(contents, export=HfExport.of(self.model, self.size.hf_dtype, extras))
 
     @property
     def train_state(self) -> dict[str, Any]:
@@ -167,8 +179,14 @@ def load(store: Store, iteration: int, size: Size = WHOLE) -> State:
 
 
 def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
-    """Loads a checkpoint, and asserts that it is what one run saved. Returns which."""
+    """Loads a checkpoint, and asserts that it is what one run saved, `hf/` too. Returns which."""
     state = load(store, iteration, size)
+    if size.hf_dtype is not None:
+        audit = Audit(store, checkpoint_name(iteration), lambda _: None)
+        audit.run()
+        assert audit.problems == []
+        files = PublishedCheckpoint.open(store, checkpoint_name(iteration)).marker.files
+        assert {f"hf/{name}" for name in HF_FILES} <= files.keys()
     assert state.iteration == iteration
     assert state.different(State(iteration, state.run, size)) == []
     return state.run
@@ -282,15 +300,15 @@ def run_scene(
     return Scene(endings, operations, list(check_published(root, size)), go_on(root, size))
 
 
-def end_by_themselves(root: Path, timeout: float = 30.0) -> list[str | None]:
+def end_by_themselves(root: Path, timeout: float = 30.0, size: Size = WHOLE) -> list[str | None]:
     """Two ranks save the new checkpoint, and nobody tells them to give up. Returns how they end,
     within a time.
     """
     stop, _ = os.pipe()
     log = os.memfd_create("log")
-    first = Child(_save_as_rank, root, 0, None, log, stop, WHOLE)
+    first = Child(_save_as_rank, root, 0, None, log, stop, size)
     _comes_to(first, log, f"open {DRAFT}/")  # it sweeps before
-    second = Child(_save_as_rank, root, 1, None, log, stop, WHOLE)
+    second = Child(_save_as_rank, root, 1, None, log, stop, size)
     return [rank.end(timeout) for rank in (first, second)]
 
 

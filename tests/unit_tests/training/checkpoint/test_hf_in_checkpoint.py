@@ -1,0 +1,376 @@
+"""`hf/` in a checkpoint is the folder that `save_hf` writes, byte for byte, and costs its own bytes
+alone; where it has the weights to the bit, the checkpoint has no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.format.index import Index
+from megatron.core.dist_checkpointing.format.manifest import INDEX_FILE
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_export import export_hf
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_weights import load_hf, save_hf
+from megatron.training.checkpoint.loading import load_weights
+from megatron.training.tokenizer import ByteTokenizer
+from megatron_hybrid.checkpoint.audit import Audit
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import (
+    HFSDP,
+    HSDP,
+    ITERATION,
+    Setting,
+    Trained,
+    differences,
+    expected_tensors,
+    full_tensors,
+    manager_of,
+)
+from tests.unit_tests.training.helpers.hf_folders import (
+    ARCHITECTURES,
+    CPU,
+    QWEN3,
+    VOCAB,
+    digests,
+    plain_gpt,
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SHARD_BYTES = 9000  # several files in either dtype
+UNTIED = dataclasses.replace(QWEN3, untie_embeddings_and_output_weights=True)
+MIXTURE = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Moe"] | {"num_experts": 4})
+GATED = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Next"])
+WITHOUT, EXACT = 1, ITERATION  # iterations of checkpoints: without hf/, and with it in fp32
+NARROW = 3
+
+
+def trained_gpt(setting: Setting, config: TransformerConfig) -> Trained:
+    with torch.device("meta"):
+        model = GPTModel(config, VOCAB)
+    trained = Trained(setting, seed=0, model=model)
+    for number in range(2):
+        trained.step(number)
+    trained.optimizer.synchronize()
+    return trained
+
+
+def export_of(model: nn.Module, dtype: torch.dtype) -> HfExport:
+    return HfExport.of(model, dtype, FolderExtras(ByteTokenizer()), max_shard_bytes=SHARD_BYTES)
+
+
+def save_beside_training(root: str, setting: Setting, config: TransformerConfig) -> None:
+    """On all ranks: the folders of `save_hf`, and the same in checkpoints, while training goes on
+    in steps that change every weight.
+    """
+    trained = trained_gpt(setting, config)
+    expected = full_tensors(trained) if config is QWEN3 else {}
+    for name, dtype in DTYPES.items():
+        folder = f"{root}/{name}"
+        options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": SHARD_BYTES}
+        save_hf(trained.model, folder, CPU, tokenizer=ByteTokenizer(), **options)
+    exports = {name: export_of(trained.model, dtype) for name, dtype in DTYPES.items()}
+    if trained.rank == 0:
+        Path(f"{root}/run").mkdir()
+        torch.save(expected, f"{root}/run/expected.pt")
+
+    with manager_of(f"{root}/run", trained) as manager:
+        contents = trained.contents()
+        for iteration, export in ((WITHOUT, None), (NARROW, exports["bf16"])):
+            manager.save(iteration, dataclasses.replace(contents, export=export), {})
+            manager.finish()
+        manager.save(EXACT, dataclasses.replace(contents, export=exports["fp32"]), {})
+        trained.step(2)
+        manager.finish()
+    dist.barrier()
+
+
+SETTINGS = {
+    1: [Setting()],
+    2: [Setting("optim"), Setting("optim_grads_params", 0.5)],
+    3: [Setting("optim_grads_params")],
+    4: [Setting(HSDP, 1.0)],
+}
+EVERY_SETTING = {
+    num_ranks: [
+        *(Setting(strategy, fraction) for strategy in names for fraction in (None, 0.5, 1.0)),
+    ]
+    for num_ranks, names in {
+        1: ("no_shard", "optim_grads_params"),
+        2: ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        3: ("optim", "optim_grads_params"),
+        4: (HSDP, HFSDP, "optim_grads_params"),
+    }.items()
+}
+CASES = [
+    *((num_ranks, each, QWEN3) for num_ranks, own in SETTINGS.items() for each in own),
+    (2, Setting(expert_size=2), MIXTURE),
+    (2, Setting("optim_grads_params", 0.5), GATED),
+    (3, Setting("optim_grads"), UNTIED),
+]
+WIDE = [(num_ranks, each, QWEN3) for num_ranks, own in EVERY_SETTING.items() for each in own]
+
+
+def name_of(case: object) -> str:
+    if isinstance(case, TransformerConfig):
+        kinds = {id(QWEN3): "tied", id(UNTIED): "untied", id(MIXTURE): "mixture"}
+        return kinds.get(id(case), "gated")
+    return str(case)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "setting", "config"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)],
+    ids=name_of,
+)
+def test_hf_in_a_checkpoint_saved_beside_training_is_what_save_hf_writes(
+    tmp_path: Path, num_ranks: int, setting: Setting, config: TransformerConfig
+) -> None:
+    run_ranks(num_ranks, save_beside_training, str(tmp_path), setting, config)
+    store = LocalStore(tmp_path / "run")
+    for iteration, name in ((NARROW, "bf16"), (EXACT, "fp32")):
+        folder = tmp_path / "run" / checkpoint_name(iteration)
+        assert digests(folder / "hf") == digests(tmp_path / name)
+        assert len(list((folder / "hf").glob("*.safetensors"))) > 1
+        audit = Audit(store, checkpoint_name(iteration), lambda _: None)
+        audit.run()
+        assert audit.problems == []
+        assert audit.num_bytes == sum(
+            path.stat().st_size
+            for path in folder.rglob("*")
+            if path.suffix in (".distcp", ".safetensors")
+        )
+
+    check_weights(tmp_path, config)
+    check_sizes(tmp_path / "run", config)
+
+
+def check_weights(root: Path, config: TransformerConfig) -> None:
+    """What is read of either form is the same to the bit."""
+    exact = checkpoint_name(EXACT)
+    models = [plain_gpt(config, seed) for seed in (1, 2, 3)]
+    load_hf(models[0], root / "run" / exact / "hf")
+    load_weights(open_store(root / "run"), exact, models[1])
+    load_weights(open_store(root / "run"), checkpoint_name(WITHOUT), models[2])
+    tokens = torch.arange(12).view(2, 6)
+    logits = [model(tokens) for model in models]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[1], logits[2])
+    for weights in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(weights[0], weights[1])
+        assert torch.equal(weights[1], weights[2])
+
+
+def check_sizes(root: Path, config: TransformerConfig) -> None:
+    """`hf/` in bf16 adds its own bytes; in fp32, the weights move there from the data files."""
+    without, narrow, exact = (
+        root / checkpoint_name(iteration) for iteration in (WITHOUT, NARROW, EXACT)
+    )
+    index = Index.from_bytes((without / INDEX_FILE).read_bytes(), None, "index.json")
+    weights = [tensor for key, tensor in index.tensors.items() if key.startswith("model.")]
+    numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
+    headers = {folder: header_bytes(folder / "hf") for folder in (narrow, exact)}
+    assert data_bytes(narrow, ".distcp") == data_bytes(without, ".distcp")
+    # A few parameters of gated layers stay fp32.
+    narrow_bytes = sum(tensor.nbytes for tensor in load_tensors(narrow / "hf").values())
+    assert narrow_bytes == 2 * numel or config is GATED
+    assert data_bytes(narrow, ".safetensors") == narrow_bytes + headers[narrow]
+    assert data_bytes(exact, ".safetensors") == 4 * numel + headers[exact]
+    assert 4 * numel == sum(tensor.nbytes for tensor in weights)
+
+    # Without their frames, and what aligns these, the weights take as much there as here.
+    moved = data_bytes(without, ".distcp") - data_bytes(exact, ".distcp")
+    assert moved >= 4 * numel
+    own = Index.from_bytes((exact / INDEX_FILE).read_bytes(), None, "index.json")
+    assert all(
+        chunk.file.startswith("hf/") for tensor in weights for chunk in own.tensors[tensor.key][3]
+    )
+
+
+def data_bytes(folder: Path, suffix: str) -> int:
+    return sum(path.stat().st_size for path in folder.rglob(f"*{suffix}"))
+
+
+def header_bytes(folder: Path) -> int:
+    return sum(
+        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors")
+    )
+
+
+def load_on(root: str, setting: Setting) -> list[str]:
+    with torch.device("meta"):
+        model = GPTModel(QWEN3, VOCAB)
+    trained = Trained(setting, seed=7, model=model)
+    trained.load(root)
+    return differences(full_tensors(trained), expected_tensors(root))
+
+
+def test_weights_that_are_stored_once_load_with_their_states_on_other_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_beside_training, str(tmp_path), Setting("optim"), QWEN3)
+    for num_ranks, setting in ((1, Setting()), (3, Setting("optim_grads_params", 0.5))):
+        assert run_ranks(num_ranks, load_on, str(tmp_path / "run"), setting) == [[]] * num_ranks
+
+
+# Read by other programs
+
+
+def save_alone(root: Path, model: GPTModel, dtype: torch.dtype, iteration: int = 1) -> Path:
+    store = LocalStore(root)
+    with CheckpointManager(store, CPU, 0, 1, "0" * 16) as manager:
+        contents = dataclasses.replace(collect(model), export=export_of(model, dtype))
+        manager.save(iteration, contents, {})
+        manager.finish()
+    return root / checkpoint_name(iteration)
+
+
+def test_from_pretrained_computes_what_it_computes_of_the_folder_of_save_hf(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = plain_gpt(UNTIED)
+    folder = save_alone(tmp_path / "run", model, torch.float32) / "hf"
+    save_hf(model, tmp_path / "gpt", CPU, tokenizer=ByteTokenizer(), dtype=torch.float32)
+    tokens = torch.arange(12).view(2, 6)
+    found = []
+    for place in (folder, tmp_path / "gpt"):
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+            place, output_loading_info=True
+        )
+        assert not any(report.values()), report
+        found.append(theirs.eval()(tokens).logits)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], model(tokens), rtol=1e-5, atol=1e-5)
+    text = "Once upon a time"
+    assert transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == list(
+        text.encode()
+    )
+
+
+def test_pytorch_reads_weights_that_are_stored_once_through_its_reader_of_such_files(
+    tmp_path: Path,
+) -> None:
+    model = plain_gpt()
+    folder = save_alone(tmp_path / "run", model, torch.float32)
+    expected = load_tensors(folder / "hf")
+
+    # `.metadata` lists none of the weights: their place there would be that of a frame.
+    listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert not [key for key in listed if key.startswith("model.")]
+
+    state = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "hf")), no_dist=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(
+        state["model.embed_tokens.weight"], model.embedding.word_embeddings.weight.detach()
+    )
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_an_export_of_a_checkpoint_with_hf_is_the_same_as_without(
+    tmp_path: Path, name: str
+) -> None:
+    model = plain_gpt()
+    folder = save_alone(tmp_path / "run", model, DTYPES[name])
+    checkpoint = open_checkpoint(LocalStore(folder.parent), folder.name)
+    export_hf(
+        checkpoint,
+        tmp_path / "out",
+        QWEN3,
+        VOCAB,
+        tokenizer=ByteTokenizer(),
+        dtype=DTYPES[name],
+        max_shard_bytes=SHARD_BYTES,
+    )
+    assert digests(tmp_path / "out") == digests(folder / "hf")
+
+
+# There and whole, or not there
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_byte_that_changes_anywhere_in_hf_is_found(tmp_path: Path, name: str) -> None:
+    folder = save_alone(tmp_path / "run", plain_gpt(), DTYPES[name])
+    store = LocalStore(folder.parent)
+    for path in sorted((folder / "hf").iterdir()):
+        content, size = path.read_bytes(), path.stat().st_size
+        for position in {0, 7, 8, 50, header_end(content), size // 2, size - 1}:
+            changed = bytearray(content)
+            changed[position] ^= 1
+            path.write_bytes(changed)
+            audit = Audit(store, folder.name, lambda _: None)
+            audit.run()
+            assert any(path.name in problem for problem in audit.problems), (path, position)
+        for wrong in (content[:-1], content + b"\0"):
+            path.write_bytes(wrong)
+            with pytest.raises(CheckpointDamagedError, match=path.name):
+                open_checkpoint(store, folder.name)
+        path.unlink()
+        with pytest.raises(CheckpointDamagedError, match=path.name):
+            open_checkpoint(store, folder.name)
+        path.write_bytes(content)
+    audit = Audit(store, folder.name, lambda _: None)
+    audit.run()
+    assert audit.problems == []
+
+
+def header_end(content: bytes) -> int:
+    """Where the header of a safetensors file ends; within any other file."""
+    return min(8 + int.from_bytes(content[:8], "little"), len(content) - 2)
+
+
+def test_a_load_of_weights_that_are_stored_once_finds_damage(tmp_path: Path) -> None:
+    folder = save_alone(tmp_path / "run", plain_gpt(), torch.float32)
+    path = folder / "hf" / "model-00002-of-00005.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match=path.name):
+        load_weights(open_store(folder.parent), folder.name, plain_gpt(seed=1))
+
+
+def test_what_hf_needs_is_made_before_the_first_step(tmp_path: Path) -> None:
+    model = plain_gpt()
+    with pytest.raises(CheckpointError, match="a tokenizer of ours or one with save_pretrained"):
+        HfExport.of(model, torch.bfloat16, FolderExtras(tokenizer=object()))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a b.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"names of files .* got 'hf/a b\.json'"):
+        HfExport.of(model, torch.bfloat16, FolderExtras(base_model_path=tmp_path / "base"))
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="the folder of the model that training began with"):
+        HfExport.of(model, torch.bfloat16, FolderExtras(base_model_path=tmp_path / "base"))
+
+
+def test_a_remote_store_is_refused_before_anything_is_written() -> None:
+    model = plain_gpt()
+    store = open_store("memory://hf-in-checkpoint")
+    with CheckpointManager(store, CPU, 0, 1, "0" * 16) as manager:
+        contents = dataclasses.replace(collect(model), export=export_of(model, torch.float32))
+        with pytest.raises(ValueError, match="a folder of a file system for hf/model"):
+            manager.save(1, contents, {})
+    assert store.folders() == []
