@@ -15,6 +15,9 @@ import pretrain_gpt
 from megatron.core.datasets.builder import build_gpt_datasets
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
 from megatron.training.checkpoint.hf_weights import save_hf
@@ -24,6 +27,7 @@ from megatron_hybrid import convert_hf, generate
 from tests.functional_tests.helpers.runs import losses, published
 from tests.helpers.hf_models import FAMILIES, save_model
 from tests.helpers.ranks import run_ranks
+from tests.unit_tests.training.helpers.hf_folders import digests
 
 SETTINGS = (
     "--seq-length 16 --mock-data --num-workers 0 --micro-batch-size 2 --global-batch-size 4 "
@@ -114,6 +118,52 @@ def test_a_model_is_imported_trained_and_exported_as_one_that_transformers_compu
         torch.testing.assert_close(before, logits, rtol=1e-4, atol=1e-4)
         first = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert not torch.allclose(first(tokens).logits, logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_checkpoints_of_a_run_open_in_transformers_as_they_stand(
+    transformers, folder, tmp_path, dtype
+):
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    saves = ["--save", runs, "--save-interval", 1, "--async-save"]
+    run_ranks(2, run, flags(folder, *saves, "--save-hf-weights", dtype, "--save-hf-interval", 2))
+    assert [(runs / checkpoint_name(number) / "hf").is_dir() for number in (1, 2, 3)] == [
+        *(False, True),
+        True,  # the last one of a run has it in any case
+    ]
+
+    # What an export would make of it: the folder's tokenizer and generation config, too.
+    assert convert_hf.main(["export", str(runs), str(out), "--dtype", dtype]) == 0
+    hf = runs / checkpoint_name(3) / "hf"
+    assert digests(hf) == digests(out)
+    assert {"tokenizer.json", "config.json"} <= digests(hf).keys()
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    ours, tokenizer, _ = generate.load_model(str(hf), None)
+    tokens = torch.arange(40).view(2, 20) % tokenizer.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(tokens).float(), theirs.eval()(tokens).logits, rtol=1e-4, atol=1e-4
+        )
+        if dtype == "fp32":
+            resumed, _, _ = generate.load_model(str(runs), None)
+            assert torch.equal(resumed(tokens), ours(tokens))
+
+
+def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first_step(tmp_path):
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --apply-layernorm-1p"
+    argv = [*model.split(), "--tokenizer-type", "ByteTokenizer", *SETTINGS]
+    argv += ["--save", str(tmp_path / "run"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
+    config = parse_config(argv, world_size=1).model
+    with pytest.raises(ConfigError) as refusal:
+        hf_config(config, 257)
+    with pytest.raises(ConfigError) as failure:
+        pretrain_gpt.run([*argv, "--save-hf-weights"])
+    assert str(failure.value) == str(refusal.value)
+    assert published(tmp_path / "run") == []
+    assert not losses(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +51,9 @@ from megatron.training.checkpoint.hf_layout import (
     tensors_of_parts,
 )
 from megatron.training.checkpoint.hf_row_writer import (
-    RowFile,
     check_files,
     make_files,
+    open_rows,
     write_rows,
 )
 
@@ -188,7 +189,7 @@ def write_weights(
         by_file.setdefault(layout.places[tensor.rows.name].file, []).append(tensor)
 
     for name, own in by_file.items():
-        with RowFile(folder / name) as file:
+        with closing(open_rows(folder / name)) as file:
             for tensor in own:
                 place = layout.places[tensor.rows.name]
                 for box in pieces(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize):

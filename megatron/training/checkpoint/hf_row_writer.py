@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.plan.chunks import shares
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.save.data_sink import naming, release_pages
+from megatron.core.dist_checkpointing.save.data_sink import SharedSink
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.host_memory import format_bytes
@@ -43,8 +43,6 @@ from megatron.training.checkpoint.hf_layout import (
     shifted,
     tensors_of_parts,
 )
-
-_RELEASED_BYTES = 1 << 20  # of a write that is sent to disk at once
 
 
 class OwnRows(NamedTuple):
@@ -179,18 +177,20 @@ def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> int:
         CheckpointError: if the files cannot be found here.
         OSError: if the file system failed.
     """
-    wanted = sorted({own.place.file for own in plan.own})
     with ExitStack() as stack:
-        files = {name: stack.enter_context(RowFile(folder / name)) for name in wanted}
+        files = {}
+        for name in sorted({own.place.file for own in plan.own}):
+            files[name] = open_rows(folder / name)
+            stack.callback(files[name].abort)
         with _Staging(device) as staging:
             for own in plan.own:
                 _stage(own, files[own.place.file], staging)
         for file in files.values():
-            file.sync()
-        return sum(file.num_written for file in files.values())
+            file.close()
+    return sum(own.box.numel * own.place.tensor.dtype.itemsize for own in plan.own)
 
 
-def _stage(own: OwnRows, file: RowFile, staging: _Staging) -> None:
+def _stage(own: OwnRows, file: SharedSink, staging: _Staging) -> None:
     """Queues the writes of a share, piece by piece."""
     entry, rows, place, box = own
     stored = entry.values.as_stored()
@@ -211,7 +211,7 @@ def _stage(own: OwnRows, file: RowFile, staging: _Staging) -> None:
         begin += nbytes
 
 
-def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
+def write_rows(file: SharedSink, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
     """Writes the bytes of a box of one of our tensors to where they belong.
 
     Args:
@@ -220,54 +220,19 @@ def write_rows(file: RowFile, rows: RowMap, box: Box, place: Place, content: mem
     """
     begin = 0
     for part in rows_in_file(rows, box, place):
-        file.write(part.offset, content[begin : begin + part.nbytes])
+        file.write_at(part.offset, content[begin : begin + part.nbytes])
         begin += part.nbytes
 
 
-class RowFile:
-    """One file of weights, in which other ranks write other rows.
-
-    Attributes:
-        num_written: bytes so far.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.num_written = 0
-        try:
-            # Not for reading, too: then an NFS client may fetch a page before it writes a part of
-            # it, and later send back all of it, over the rows that another rank has written there.
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save "
-                "to a file system that all ranks share."
-            ) from error
-
-    def __enter__(self) -> RowFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    def write(self, offset: int, content: memoryview) -> None:
-        """Writes all of the content to this place. OSError if the file system failed."""
-        end, rest = offset + content.nbytes, content
-        with naming(self._path):
-            while rest:
-                written = os.pwrite(self._descriptor, rest, end - rest.nbytes)
-                rest = rest[written:]
-                self.num_written += written
-
-        # Begin to write them now, rather than all at once in `sync`. Not for a few bytes of a page:
-        # the next ones would wait until it is on disk.
-        if content.nbytes >= _RELEASED_BYTES:
-            release_pages(self._descriptor, offset, content.nbytes)
-
-    def sync(self) -> None:
-        """Brings what has been written to disk."""
-        with naming(self._path):
-            os.fsync(self._descriptor)
+def open_rows(path: Path) -> SharedSink:
+    """A file of `make_files`, to write rows to. CheckpointError if it cannot be found here."""
+    try:
+        return SharedSink(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save to "
+            "a file system that all ranks share."
+        ) from error
 
 
 class _Staging:

@@ -207,6 +207,28 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ["--save-staging-share", "0.3"],
             "--save: expected a folder, since --save-staging-share is given",
         ),
+        (
+            ["--save-hf-weights"],
+            "--save: expected a folder, since --save-hf-weights is given",
+        ),
+        (
+            ["--save", "x", "--save-hf-weights", "fp16"],
+            "--save-hf-weights: expected one of bf16, fp32, got 'fp16'.",
+        ),
+        (
+            ["--save", "x", "--save-hf-interval", "2"],
+            "--save-hf-weights: expected one of bf16, fp32, since --save-hf-interval is given",
+        ),
+        (
+            ["--save", "x", "--save-hf-weights", "--ckpt-format", "torch_dcp"],
+            "--save-hf-weights: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
+        ),
+        (
+            ["--save", "memory://run", "--save-hf-weights"],
+            "--save: expected a folder of a file system with --save-hf-weights, since ranks write "
+            "at offsets within one file; `python -m tools.checkpoint export` makes such a folder "
+            "of any checkpoint, got 'memory://run'.",
+        ),
         (["--lr"], "--lr: expected a number >= 0, got no value."),
     ],
 )
@@ -226,6 +248,25 @@ def test_the_unsharded_engine_is_refused_on_several_ranks():
         refusal("--no-use-megatron-fsdp", world_size=2)
         == "--no-use-megatron-fsdp: expected one process, got 2."
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [([], None), (["--save-hf-weights"], "bf16"), (["--save-hf-weights", "fp32"], "fp32")],
+)
+def test_a_flag_may_mean_something_without_a_value(given, value):
+    config = parse_config([*MINIMAL, "--save", "x", *given, "--async-save"], 1)
+    assert config.checkpoint.save_hf_weights == value
+    assert config.checkpoint.async_save
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", "bf16"), ("fp32", "fp32"), ("false", None), ("", None)]
+)
+def test_so_may_a_key_of_a_file(tmp_path, text, value):
+    path = write(tmp_path, f"save: x\nsave-hf-weights: {text}\n")
+    config = parse_config(["--config", path, *MINIMAL], 1)
+    assert config.checkpoint.save_hf_weights == value
 
 
 def write(tmp_path: Path, content: str) -> str:

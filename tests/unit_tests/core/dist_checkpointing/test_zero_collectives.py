@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Ret
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.lanes import delays
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     DELAY,
@@ -46,6 +50,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     Trained,
     manager_of,
 )
+from tests.unit_tests.training.helpers.hf_folders import QWEN3, VOCAB
 
 NUM_RANKS = 4
 NUM_SEEDS = 3
@@ -147,9 +152,18 @@ def _train(trained: Trained, begin: int, end: int) -> None:
     trained.optimizer.synchronize()
 
 
-def _save_counted(root: str, setting: Setting) -> Saved:
-    """One save that is waited for, then one beside training that makes the first superfluous."""
-    trained = Trained(setting, seed=0)
+def _save_counted(root: str, setting: Setting, hf_dtype: torch.dtype | None = None) -> Saved:
+    """One save that is waited for, then one beside training that makes the first superfluous.
+
+    Args:
+        hf_dtype: of `hf/` in both checkpoints.
+    """
+    trained, export = Trained(setting, seed=0), None
+    if hf_dtype is not None:
+        with torch.device("meta"):
+            model = GPTModel(QWEN3, VOCAB)
+        trained = Trained(setting, seed=0, model=model)
+        export = HfExport.of(model, hf_dtype, FolderExtras())
     # The first steps exchange more than those that follow.
     _train(trained, 0, 2)
     retention = Retention(keep_last=1)
@@ -159,7 +173,8 @@ def _save_counted(root: str, setting: Setting) -> Saved:
     private = {"rng.torch": torch.get_rng_state()}
 
     def save(iteration: int) -> None:
-        manager.save(iteration, trained.contents(private=private), {"iteration": iteration})
+        contents = replace(trained.contents(private=private), export=export)
+        manager.save(iteration, contents, {"iteration": iteration})
 
     def save_and_wait() -> None:
         save(2)
@@ -194,6 +209,17 @@ def test_not_a_byte_leaves_a_rank_that_saves(tmp_path, setting):
         assert saved.num_bytes == 0
         assert saved.num_bytes_beside == saved.num_bytes_of_training > 0
         assert saved.names == [checkpoint_name(4)]
+
+
+@needs_linux
+@pytest.mark.parametrize("hf_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("setting", [Setting(HSDP), Setting(fraction=0.5)], ids=str)
+def test_not_a_byte_leaves_a_rank_that_saves_hf_as_well(tmp_path, setting, hf_dtype):
+    for saved in run_ranks(NUM_RANKS, _save_counted, str(tmp_path), setting, hf_dtype):
+        assert saved.num_bytes == 0
+        assert saved.num_bytes_beside == saved.num_bytes_of_training > 0
+        assert saved.names == [checkpoint_name(4)]
+    assert (tmp_path / checkpoint_name(4) / "hf" / "model.safetensors").stat().st_size > 0
 
 
 class _Loud:
