@@ -66,7 +66,7 @@ def writer_of(file: str) -> int:
 
 def may_hold_chunks(file: str) -> bool:
     """Whether it is a name that a file with chunks may have, in the checkpoint's folder."""
-    return writer_of(file) >= 0 or _FURTHER_FILE.fullmatch(file) is not None
+    return writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
 
 
 def manifest_file(rank: int) -> str:

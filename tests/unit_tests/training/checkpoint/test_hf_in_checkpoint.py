@@ -32,6 +32,7 @@ from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.tokenizer import ByteTokenizer
+from megatron_hybrid.checkpoint import command
 from megatron_hybrid.checkpoint.audit import Audit
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
@@ -307,6 +308,27 @@ def test_an_export_of_a_checkpoint_with_hf_is_the_same_as_without(
         max_shard_bytes=SHARD_BYTES,
     )
     assert digests(tmp_path / "out") == digests(folder / "hf")
+
+
+def test_the_tool_says_which_checkpoints_have_hf_and_where_the_weights_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = plain_gpt()
+    for iteration, dtype in enumerate(DTYPES.values(), start=1):
+        save_alone(tmp_path, model, dtype, iteration)
+    with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "1" * 16) as manager:
+        manager.save(3, collect(model), {})
+        manager.finish()
+
+    assert command.main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" with hf/" in line for line in lines] == [True, True, False]
+    heads = []
+    for iteration in (1, 2, 3):
+        assert command.main(["show", str(tmp_path / checkpoint_name(iteration))]) == 0
+        heads.append(capsys.readouterr().out.splitlines()[0])
+    assert ["hf/ of " in head for head in heads] == [True, True, False]
+    assert ["where the weights lie" in head for head in heads] == [False, True, False]
 
 
 # There and whole, or not there
