@@ -96,6 +96,8 @@ class ExportWriter:
             self._flush()
             self._buffer = buffer = self._beside.take_buffer()
             begin = offset % unit
+            if buffer.nbytes - begin < min(nbytes, BLOCK_BYTES):
+                begin = 0  # a buffer that is no larger than a block
 
         room = buffer.nbytes - begin
         end = begin + (nbytes if nbytes <= room else room - room % BLOCK_BYTES)

@@ -7,10 +7,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron.core.device import Device
@@ -25,6 +27,9 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron_hybrid.checkpoint.audit import Audit
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
@@ -133,6 +138,39 @@ def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path
 @all_behaviours(LANES_LAST, DEFAULT_LAST)
 def test_a_save_of_states_on_the_device_is_what_there_was(tmp_path, moments, behaviour):
     run_ranks(1, _saves_what_there_was, MOMENTS[moments], behaviour, tmp_path, device="sim")
+
+
+def _saves_hf_of_what_there_was(dtype: torch.dtype, behaviour: Behaviour, root: Path) -> None:
+    training = Training(torch.float32)
+    training.step(1)
+    expected = {
+        key.removeprefix("model."): values.to(dtype) if values.is_floating_point() else values
+        for key, values in training.values().items()
+        if key.startswith("model.")
+    }
+    export = HfExport.of(training.model, dtype, FolderExtras())
+    with (
+        behaving(behaviour),
+        CheckpointManager(
+            LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5
+        ) as manager,
+    ):
+        manager.save(1, replace(training.contents(), export=export), {})
+        training.step(2)
+        manager.finish()
+
+    found = load_file(root / checkpoint_name(1) / "hf" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [key for key, values in expected.items() if not torch.equal(found[key], values)] == []
+    audit = Audit(LocalStore(root), checkpoint_name(1), lambda _: None)
+    audit.run()
+    assert audit.problems == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@all_behaviours(LANES_LAST, DEFAULT_LAST)
+def test_hf_of_weights_on_the_device_is_what_there_was(tmp_path, dtype, behaviour):
+    run_ranks(1, _saves_hf_of_what_there_was, dtype, behaviour, tmp_path, device="sim")
 
 
 def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None:
