@@ -20,6 +20,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dtensors",
         "megatron.core.rank_waits",
         "megatron.core.files",
+        "megatron.core.shared_file",
         "megatron.core.json_reading",
         "megatron.core.nccl",
         "megatron.core.process_groups",

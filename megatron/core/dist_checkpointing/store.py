@@ -36,13 +36,7 @@ from megatron.core.dist_checkpointing.config import check_protocol
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
 from megatron.core.dist_checkpointing.load.data_source import Then, ignore, read_file, read_object
-from megatron.core.dist_checkpointing.save.data_sink import (
-    DataSink,
-    LocalSink,
-    RemoteSink,
-    SharedSink,
-    naming,
-)
+from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
     UnusableFileError,
@@ -50,6 +44,7 @@ from megatron.core.files import (
     read_regular,
     sync_folder,
 )
+from megatron.core.shared_file import naming
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +122,6 @@ class Store(Protocol):
 
     def open_data(self, path: str) -> DataSink:
         """A new data file. FileExistsError, where rename is atomic, if another save has made it."""
-
-    def open_shared(self, path: str, nbytes: int) -> SharedSink:
-        """A file of this size that all ranks write at offsets of their own. Makes its folder, too.
-
-        NotImplementedError for a remote store, whose files are written from their beginning on.
-        """
 
     def draft_name(self, final: str, token: str) -> str:
         """The folder to write checkpoint `final` in.
@@ -250,10 +239,6 @@ class LocalStore:
     def open_data(self, path: str) -> DataSink:
         return LocalSink(self._root / path)
 
-    def open_shared(self, path: str, nbytes: int) -> SharedSink:
-        self.make_folder(path.rpartition("/")[0])
-        return SharedSink(self._root / path, nbytes)
-
     def draft_name(self, final: str, token: str) -> str:
         return f"{final}.{token}{_SAVING}"
 
@@ -368,12 +353,6 @@ class RemoteStore:
 
     def open_data(self, path: str) -> DataSink:
         return RemoteSink(self._files, self._at(path))
-
-    def open_shared(self, path: str, nbytes: int) -> SharedSink:
-        raise NotImplementedError(
-            f"Expected a folder of a file system for the {nbytes} bytes of {path_of(self, path)}, "
-            "got a remote store."
-        )
 
     def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (nothing is renamed here)
         return final

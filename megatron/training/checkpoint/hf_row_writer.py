@@ -29,12 +29,12 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.plan.chunks import shares
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.save.data_sink import SharedSink
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.host_memory import format_bytes
 from megatron.core.lanes import Event, ThreadEvent
 from megatron.core.models.families.row_map import RowMap
+from megatron.core.shared_file import SharedFile
 from megatron.training.checkpoint.hf_layout import (
     FolderLayout,
     Part,
@@ -190,7 +190,7 @@ def write_own_rows(folder: Path, plan: RowPlan, device: Device) -> int:
     return sum(own.box.numel * own.place.tensor.dtype.itemsize for own in plan.own)
 
 
-def _stage(own: OwnRows, file: SharedSink, staging: _Staging) -> None:
+def _stage(own: OwnRows, file: SharedFile, staging: _Staging) -> None:
     """Queues the writes of a share, piece by piece."""
     entry, rows, place, box = own
     stored = entry.values.as_stored()
@@ -211,7 +211,7 @@ def _stage(own: OwnRows, file: SharedSink, staging: _Staging) -> None:
         begin += nbytes
 
 
-def write_rows(file: SharedSink, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
+def write_rows(file: SharedFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
     """Writes the bytes of a box of one of our tensors to where they belong.
 
     Args:
@@ -224,10 +224,10 @@ def write_rows(file: SharedSink, rows: RowMap, box: Box, place: Place, content: 
         begin += part.nbytes
 
 
-def open_rows(path: Path) -> SharedSink:
+def open_rows(path: Path) -> SharedFile:
     """A file of `make_files`, to write rows to. CheckpointError if it cannot be found here."""
     try:
-        return SharedSink(path)
+        return SharedFile(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save to "

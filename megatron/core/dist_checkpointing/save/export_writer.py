@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
 )
 from megatron.core.dist_checkpointing.save.data_file import DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import SharedSink
 from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.shared_file import SharedFile
 
 _VALUE_ALIGNMENT = 16  # bytes; no value is larger
 
@@ -41,7 +41,7 @@ class _Segment(NamedTuple):
 class ExportWriter:
     """Writes rows of exported files. Used by the thread that uses the rank's data file."""
 
-    def __init__(self, beside: DataFileWriter, open_file: Callable[[str], SharedSink]) -> None:
+    def __init__(self, beside: DataFileWriter, open_file: Callable[[str], SharedFile]) -> None:
         """
         Args:
             beside: the rank's data file, from which buffers are taken. It raises the disk's errors.
@@ -49,7 +49,7 @@ class ExportWriter:
         """
         self._beside = beside
         self._open_file = open_file
-        self._files: dict[str, SharedSink] = {}  # of the lane
+        self._files: dict[str, SharedFile] = {}  # of the lane
         self._buffer: memoryview | None = None
         self._fill = 0  # bytes in it
         self._segments: list[_Segment] = []

@@ -21,6 +21,7 @@ import json
 import logging
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.saved import Chunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink, SharedSink
+from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
 from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.save.export_writer import ExportWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
@@ -48,6 +49,7 @@ from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Lane
+from megatron.core.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
 
@@ -234,12 +236,13 @@ class RankWriter:
         self._make_folder()
         return self._draft.store.open_data(self._draft.path(data_file(self._rank)))
 
-    def _open_shared(self, name: str) -> SharedSink:
+    def _open_shared(self, name: str) -> SharedFile:
         """On the disk's lane."""
         self._make_folder()
-        assert self._contents.export is not None, "its files are written"
-        nbytes = self._contents.export.files[name].nbytes
-        return self._draft.store.open_shared(self._draft.path(name), nbytes)
+        path, export = self._draft.path(name), self._contents.export
+        self._draft.store.make_folder(path.rpartition("/")[0])
+        assert export is not None, "one of its files is written"
+        return SharedFile(Path(self._draft.store.root) / path, export.files[name].nbytes)
 
     def _make_folder(self) -> None:
         # Now rather than when it is published: another run may save to the same folder.
