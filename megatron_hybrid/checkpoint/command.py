@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, Marker, dtype_name
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
@@ -56,10 +56,10 @@ from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, Store, open_store
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
-from megatron.training.checkpoint.hf_in_checkpoint import HF_FOLDER
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
+from megatron_hybrid.checkpoint.contained_hf import describe_hf, hf_nbytes
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
 from megatron_hybrid.checkpoint.from_dcp import add_import_flags, import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
@@ -120,7 +120,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
         if row["is_run"] is False:
             note = f"  {_NO_RUN}"
         latest = "  <- latest" if row["is_latest"] else ""
-        hf = f"  with {HF_FOLDER}/" if row["has_hf"] else ""
+        hf = "  with hf/" if row["has_hf"] else ""
         _print(
             f"{row['name']:<14} {row['format'] or '-':<12} {row['state']:<10} {ranks:>9} "
             f"{size:>11}{hf}{latest}{note}"
@@ -148,7 +148,7 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
             marker = read_marker(store, name)
             row["world_size"] = marker.world_size
             row["num_bytes"] = sum(file.nbytes for file in marker.files.values())
-            row["has_hf"] = bool(_hf_files(marker))
+            row["has_hf"] = hf_nbytes(marker) > 0
             for file in marker.files:
                 check_size(store, name, file, marker)
             row["is_run"] = is_of_a_run(read_train_state(store, name))
@@ -184,10 +184,7 @@ def show(arguments: argparse.Namespace) -> int:
         marker = checkpoint.marker
         head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration}
         head |= {"world_size": marker.world_size, "save_id": marker.save_id}
-        if hf_files := _hf_files(marker):
-            nbytes = sum(marker.files[file].nbytes for file in hf_files)
-            weights = ", where the weights lie" if _is_in_hf(checkpoint) else ""
-            head[f"{HF_FOLDER}/"] = f"of {format_bytes(nbytes)}{weights}"
+        head |= describe_hf(checkpoint)
     is_run = is_of_a_run(checkpoint.train_state)
     if arguments.json:
         state = {"is_run": is_run, "train_state": checkpoint.train_state}
@@ -204,16 +201,6 @@ def show(arguments: argparse.Namespace) -> int:
     total = sum(row["nbytes"] for row in tensors)
     print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
     return 0
-
-
-def _hf_files(marker: Marker) -> list[str]:
-    return [file for file in marker.files if file.startswith(f"{HF_FOLDER}/")]
-
-
-def _is_in_hf(checkpoint: PublishedCheckpoint) -> bool:
-    """Whether `hf/` has the only copy of the weights."""
-    chunks = (chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks)
-    return any(chunk.file.startswith(f"{HF_FOLDER}/") for chunk in chunks)
 
 
 def _described(saved: SavedTensor) -> dict[str, Any]:
