@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before
@@ -27,3 +29,16 @@ def pytest_collection_finish() -> None:
     """Takes what has been imported and collected out of every later look for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """Blames the test that has left one, rather than the tests after it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail(
+            "Expected a test that leaves no process group in pytest's own process, got one: run "
+            "it on a rank of `run_ranks`."
+        )

@@ -32,7 +32,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_row_writer, hf_weights
+from megatron.training.checkpoint import hf_plan, hf_row_writer
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -757,7 +757,7 @@ def stacked_rows(model: GPTModel, *_there: Any) -> dict[str, RowMap]:
 def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
     def check() -> None:
         model = sharded_gpt("megatron_fsdp")
-        with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+        with mock.patch.object(hf_plan, "hf_rows", stacked_rows):
             save_exactly(model, tmp_path / "gpt", CPU)
             expected = local_weights(model)
             other = sharded_gpt("megatron_fsdp", seed=1)
@@ -776,7 +776,7 @@ def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
         assert torch.equal(own, torch.stack(pairs, 1).flatten(0, 2))
 
     # A part that the files do not have room for.
-    with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
+    with mock.patch.object(hf_plan, "hf_rows", stacked_rows):
         wider = dataclasses.replace(QWEN3, ffn_hidden_size=12)
         with pytest.raises(
             CheckpointError, match=r"gate_up_proj.weight has shape \(20, 24\) where"
