@@ -1,11 +1,13 @@
-"""A file that several processes write at the same time, each at offsets of its own."""
+"""Files written at given offsets, past the page cache where that is possible: by one process, or by
+several at the same time, each at offsets of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +15,11 @@ import numpy as np
 
 from megatron.core.files import sync_folder
 
-DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without direct I/O answers
+MEMORY_ALIGNMENT = 512  # bytes; of memory that most devices take without a copy
+
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without direct I/O answers
 _PAGE_BYTES = 4096
+_MAX_SPANS = 1024  # that one call of the system takes
 _RELEASED_BYTES = 1 << 20  # of a write that is sent to disk at once
 
 
@@ -44,27 +49,39 @@ class SharedFile:
             with naming(path):
                 os.ftruncate(self._cached, nbytes)
 
-    def write_at(self, offset: int, content: memoryview) -> None:
-        """Writes all of the content to this place. OSError if the file system failed."""
-        with naming(self._path):
-            head, end = -offset % _PAGE_BYTES, content.nbytes
-            tail = (offset + end) % _PAGE_BYTES
-            is_aligned = (address_of(content) + head) % _PAGE_BYTES == 0
-            middle = content[head : end - tail] if head + tail < end and is_aligned else content[:0]
-            if middle and self._write_direct(offset + head, middle):
-                self._write_cached(offset, content[:head])
-                self._write_cached(offset + end - tail, content[end - tail :])
-            else:
-                self._write_cached(offset, content)
+    def write_at(self, offset: int, *spans: memoryview) -> None:
+        """Writes bytes to this place, one span behind the other.
 
-    def close(self) -> None:
-        """Ends this rank's part, which is then durable."""
+        Direct I/O needs spans of whole pages, except for the first and the last, in memory that
+        begins as their pages do, or at least at a multiple of `MEMORY_ALIGNMENT`.
+
+        Raises:
+            OSError: if the file system failed.
+        """
+        nbytes = sum(span.nbytes for span in spans)
+        head = min(-offset % _PAGE_BYTES, nbytes)
+        end = max(head, nbytes - (offset + nbytes) % _PAGE_BYTES)
+        with naming(self._path):
+            whole = _cut(spans, head, end)
+            if whole and self._write_direct(offset + head, whole):
+                self._write_cached(offset, _cut(spans, 0, head))
+                self._write_cached(offset + end, _cut(spans, end, nbytes))
+            else:
+                self._write_cached(offset, spans)
+
+    def close(self, *, syncs_name: bool = True) -> None:
+        """Ends this process's part, which is then durable.
+
+        Args:
+            syncs_name: False if somebody will sync the folder before anybody relies on the file.
+        """
         with naming(self._path):
             os.fsync(self._cached)
+            # Only what is on disk can be dropped from the cache, so again after the sync.
             release_pages(self._cached, 0, 0)
         self.abort()
-        # Whoever publishes syncs only the folder that this one is in.
-        sync_folder(self._path.parent)
+        if syncs_name:
+            sync_folder(self._path.parent)
 
     def abort(self) -> None:
         """Lets go of the file. May be called in any state; raises nothing."""
@@ -74,26 +91,29 @@ class SharedFile:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
 
-    def _write_direct(self, offset: int, content: memoryview) -> bool:
-        """False if the file system has no direct I/O."""
-        if self._direct is None:
+    def _write_direct(self, offset: int, spans: Sequence[memoryview]) -> bool:
+        """False if the file system does not take this past the cache."""
+        if self._direct is None or not _are_aligned(spans, MEMORY_ALIGNMENT):
             return False
         try:
-            _write_all(self._direct, offset, content)
+            _write_all(self._direct, offset, spans)
         except OSError as error:
-            if error.errno not in DIRECT_REFUSED:
+            if error.errno not in _DIRECT_REFUSED:
                 raise
-            os.close(self._direct)
-            self._direct = None
+            # Some devices take whole pages of memory only. Otherwise there is no direct I/O here.
+            if _are_aligned(spans, _PAGE_BYTES):
+                os.close(self._direct)
+                self._direct = None
             return False
         return True
 
-    def _write_cached(self, offset: int, content: memoryview) -> None:
-        _write_all(self._cached, offset, content)
+    def _write_cached(self, offset: int, spans: Sequence[memoryview]) -> None:
+        _write_all(self._cached, offset, spans)
         # Begin to write them now, rather than all at once in `close`. Not for a few bytes of a
         # page: the next ones would wait until it is on disk.
-        if content.nbytes >= _RELEASED_BYTES:
-            release_pages(self._cached, offset, content.nbytes)
+        nbytes = sum(span.nbytes for span in spans)
+        if nbytes >= _RELEASED_BYTES:
+            release_pages(self._cached, offset, nbytes)
 
 
 def release_pages(descriptor: int, offset: int, nbytes: int) -> None:
@@ -121,7 +141,30 @@ def address_of(content: memoryview) -> int:
     return int(np.frombuffer(content, np.uint8).ctypes.data) if content.nbytes else 0
 
 
-def _write_all(descriptor: int, offset: int, content: memoryview) -> None:
-    end, rest = offset + content.nbytes, content
+def _are_aligned(spans: Sequence[memoryview], alignment: int) -> bool:
+    """Whether all of them begin at such addresses, and are as long as direct I/O wants them."""
+    return all(
+        address_of(span) % alignment == 0 and span.nbytes % _PAGE_BYTES == 0 for span in spans
+    )
+
+
+def _cut(spans: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """The bytes from `begin` to `end` of the spans, as if they were one."""
+    found, position = [], 0
+    for span in spans:
+        part = span[max(0, begin - position) : max(0, end - position)]
+        if part:
+            found.append(part)
+        position += span.nbytes
+    return found
+
+
+def _write_all(descriptor: int, offset: int, spans: Sequence[memoryview]) -> None:
+    rest = list(spans)
     while rest:
-        rest = rest[os.pwrite(descriptor, rest, end - rest.nbytes) :]
+        written = os.pwritev(descriptor, rest[:_MAX_SPANS], offset)
+        offset += written
+        while rest and written >= rest[0].nbytes:
+            written -= rest.pop(0).nbytes
+        if written:
+            rest[0] = rest[0][written:]

@@ -337,7 +337,7 @@ class _FullSink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
-    def write(self, _buffer: memoryview) -> None:
+    def write(self, _spans: Sequence[memoryview]) -> None:
         raise self._error()
 
 

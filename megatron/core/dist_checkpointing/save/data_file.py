@@ -6,6 +6,11 @@
 So a save takes no memory that grows with the state, and copying and hashing cost no time as long as
 the disk is slower. Copies, digests and writes all run without the interpreter's lock.
 
+[Note: in place] Large tensors in host memory are hashed and written where they lie, together with
+what is in the buffer before and behind them: the system takes several spans with one call. Their
+memory must not change until the disk has it, which `read_in_place` tells. So an update waits for
+the disk; it did before, whenever the tensors are larger than the buffers.
+
 [Note: staging] The next step of an optimizer waits until its states have been read. States on a
 device would have to wait, buffer by buffer, for the disk. So for them the pool grows: when all
 buffers are on their way to the disk, more are added. The step goes on once the states have come
@@ -38,6 +43,7 @@ from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
+from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one writ
 # Staging adds at most so many at once: 256 MiB. Large states would take thousands of mappings and
 # calls of the driver if buffers came one by one.
 SLAB_BUFFERS = 32
+_IN_PLACE_BYTES = 1 << 16  # of a tensor; the system takes longer over many small spans than a copy
 
 
 class BufferPool:
@@ -181,7 +188,9 @@ class DataFileWriter:
         self.is_staging = False
         self._free = deque(pool.lend())  # the disk gives them back, on its lane
         self._current = self._free.popleft()
-        self._fill = 0  # bytes in it
+        self._begin = self._fill = 0  # what is in it and not among the spans
+        self._spans: list[memoryview] = []  # what comes next in the file
+        self._has_in_place = False  # since `read_in_place` was last asked
         self.d2h = pool.d2h
         self._pool = pool
         self._sink = sink
@@ -191,8 +200,8 @@ class DataFileWriter:
         self._error: BaseException | None = None  # the disk's first
         self._queued: deque[Event] = deque()  # writes, the oldest first; some may be done
 
-    def write(self, content: bytes) -> None:
-        """Appends bytes, such as a blob's header."""
+    def write(self, content: bytes | memoryview) -> None:
+        """Appends a copy of bytes, such as a blob's header."""
         self._check()
         rest = memoryview(content)
         while rest:
@@ -213,7 +222,8 @@ class DataFileWriter:
     def write_tensor(
         self, tensor: torch.Tensor, scale: torch.Tensor | None = None
     ) -> tuple[str, ...]:
-        """Appends a tensor's values, row by row. When this returns, the tensor has been read.
+        """Appends a tensor's values, row by row. When this returns, the tensor has been read, or
+        `read_in_place` tells when it has been.
 
         Args:
             tensor: of any dtype and strides, on any device. `position` must be a multiple of
@@ -231,6 +241,10 @@ class DataFileWriter:
             )
 
         source = TensorBytes(tensor, scale)
+        in_place = source.in_host_memory() if source.nbytes >= _IN_PLACE_BYTES else None
+        if in_place is not None and address_of(in_place) % MEMORY_ALIGNMENT == 0:
+            return self._write_in_place(in_place)
+
         # From a device, as much as there is room for. On the host, one block, which stays in the
         # cache until it is hashed.
         largest = source.nbytes if source.is_on_device else BLOCK_BYTES
@@ -242,6 +256,15 @@ class DataFileWriter:
             digests += digests_of(span)
             begin += span.nbytes
         return tuple(digests)
+
+    def read_in_place(self) -> Event | None:
+        """Done when all tensors so far have been read, or never will be; None: they have been."""
+        self._check()
+        if not self._has_in_place:
+            return None
+        self._has_in_place = False
+        self._queue_spans()
+        return self._queued[-1]
 
     def take_buffer(self) -> memoryview:
         """A buffer for a file that is written beside this one; see `queue`."""
@@ -262,8 +285,8 @@ class DataFileWriter:
         """Ends the file, which is then durable. Returns its size in bytes."""
         self._check()
         self.is_staging = False
-        if self._fill:
-            self._queue_buffer()
+        self._close_span()
+        self._queue_spans()
         close = partial(self._sink.close, self.position)
         self._wait(self._disk.enqueue(partial(self._attempt, close)))
         self._check()
@@ -278,6 +301,25 @@ class DataFileWriter:
                 self._wait(self._queued.popleft())
             self._sink.abort()
             self._end()
+
+    def _write_in_place(self, content: memoryview) -> tuple[str, ...]:
+        """Appends a tensor where it lies. See [Note: in place]."""
+        self._has_in_place = True
+        digests: list[str] = []
+        step = self._pool.buffer_bytes // BLOCK_BYTES * BLOCK_BYTES
+        for begin in range(0, content.nbytes, step):
+            piece = content[begin : begin + step]
+            digests += digests_of(piece)
+            self._close_span()
+            end = piece.nbytes - piece.nbytes % DATA_ALIGNMENT
+            self._spans.append(piece[:end])
+            self.position += end
+            if sum(span.nbytes for span in self._spans) >= self._pool.buffer_bytes:
+                self._queue_spans()
+            if end < piece.nbytes:
+                self.write(piece[end:])
+            self._check()
+        return tuple(digests)
 
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
         """The next bytes of the file, to be filled: `nbytes`, or the multiple of `step` that fits.
@@ -294,11 +336,27 @@ class DataFileWriter:
         self.position += length
         return span
 
+    def _close_span(self) -> None:
+        """Puts what is in the current buffer among the spans."""
+        if self._begin < self._fill:
+            self._spans.append(self._current[self._begin : self._fill])
+        self._begin = self._fill
+
+    def _queue_spans(self, buffer: memoryview | None = None) -> None:
+        """Hands the spans to the disk. They end with a whole page, or with the file.
+
+        Args:
+            buffer: free again after that.
+        """
+        spans, self._spans = self._spans, []
+        self.queue(lambda: self._sink.write(spans), buffer)
+
     def _queue_buffer(self) -> None:
-        """Hands the current buffer to the disk, and takes the next one."""
-        self.queue(partial(self._sink.write, self._current[: self._fill]), self._current)
+        """Hands all that there is to the disk, and takes the next buffer."""
+        self._close_span()
+        self._queue_spans(self._current)
         self._current = self._next_buffer()
-        self._fill = 0
+        self._begin = self._fill = 0
         self._check()
 
     def _next_buffer(self) -> memoryview:

@@ -3,92 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
-from megatron.core.files import sync_folder, sync_stream
-from megatron.core.shared_file import DIRECT_REFUSED, naming, release_pages
+from megatron.core.shared_file import SharedFile
 
 
 class DataSink(Protocol):
     """A new data file, written once from its beginning to its end."""
 
-    def write(self, buffer: memoryview) -> None:
-        """Appends bytes: a multiple of DATA_ALIGNMENT, except in the last write.
+    def write(self, spans: Sequence[memoryview]) -> None:
+        """Appends bytes, one span behind the other: each a multiple of DATA_ALIGNMENT, except for
+        the last one of the last write.
 
-        Direct I/O also needs a buffer that begins on a page.
+        Direct I/O also needs memory that begins at a multiple of MEMORY_ALIGNMENT.
         """
 
     def close(self, nbytes: int) -> None:
-        """Ends the file, which is then durable. ValueError if it does not have `nbytes` bytes."""
+        """Ends the file, whose content is then durable. ValueError if it does not have `nbytes`
+        bytes.
+        """
 
     def abort(self) -> None:
         """Gives up the file and deletes it. May be called in any state; raises nothing."""
 
 
 class LocalSink:
-    """A file written past the page cache where the file system can do so.
+    """A new file of a file system, written past the page cache where that is possible.
 
-    The page cache would cost a copy, and evict what is in use. Direct I/O takes whole blocks, so
-    the last bytes go through the cache. A file system without direct I/O refuses it when asked, or
-    at the first write.
+    The page cache would cost a copy, and evict what is in use.
     """
 
     def __init__(self, path: Path) -> None:
+        path.open("xb").close()
         self._path = path
         self._nbytes = 0
-        self._file = path.open("xb", buffering=0)
-        # Not with O_DIRECT in `open`: where that is refused, some systems leave a new file behind.
-        self._is_direct = _set_direct(self._file.fileno(), True)
+        self._file = SharedFile(path)
 
-    def write(self, buffer: memoryview) -> None:
-        with naming(self._path):
-            rest = buffer.cast("B")
-            while rest:
-                rest = rest[self._write_some(rest) :]
+    def write(self, spans: Sequence[memoryview]) -> None:
+        self._file.write_at(self._nbytes, *spans)
+        self._nbytes += sum(span.nbytes for span in spans)
 
     def close(self, nbytes: int) -> None:
-        if nbytes != self._nbytes:
-            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
-        with naming(self._path):
-            sync_stream(self._file)
-            # Only what is on disk can be dropped from the cache, so again after the sync.
-            release_pages(self._file.fileno(), 0, 0)
-            self._file.close()
-        sync_folder(self._path.parent)
+        _check_size(self._path, self._nbytes, nbytes)
+        # Whoever publishes syncs the folder, once for the files of all ranks.
+        self._file.close(syncs_name=False)
 
     def abort(self) -> None:
-        for end in (self._file.close, self._path.unlink):
-            with contextlib.suppress(OSError):
-                end()
-
-    def _write_some(self, rest: memoryview) -> int:
-        """Appends as much as the system takes at once. Returns how much."""
-        whole = rest.nbytes // DATA_ALIGNMENT * DATA_ALIGNMENT
-        if self._is_direct and not whole:
-            self._use_page_cache()
-
-        try:
-            written = self._file.write(rest[:whole] if self._is_direct else rest)
-        except OSError as error:
-            if not self._is_direct or error.errno not in DIRECT_REFUSED:
-                raise
-            self._use_page_cache()
-            return 0
-
-        self._nbytes += written
-        # Begin to write them now, rather than all at once in `close`.
-        if not self._is_direct:
-            release_pages(self._file.fileno(), self._nbytes - written, written)
-        return written
-
-    def _use_page_cache(self) -> None:
-        _set_direct(self._file.fileno(), False)
-        self._is_direct = False
+        self._file.abort()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 class LateSink:
@@ -109,9 +74,9 @@ class LateSink:
         self._check = check
         self._sink: DataSink | None = None
 
-    def write(self, buffer: memoryview) -> None:
+    def write(self, spans: Sequence[memoryview]) -> None:
         self._check()
-        self._opened().write(buffer)
+        self._opened().write(spans)
 
     def close(self, nbytes: int) -> None:
         self._opened().close(nbytes)
@@ -135,13 +100,13 @@ class RemoteSink:
         self._nbytes = 0
         self._file = files.open(path, "wb")
 
-    def write(self, buffer: memoryview) -> None:
-        self._file.write(buffer.cast("B"))
-        self._nbytes += buffer.nbytes
+    def write(self, spans: Sequence[memoryview]) -> None:
+        for span in spans:
+            self._file.write(span)
+            self._nbytes += span.nbytes
 
     def close(self, nbytes: int) -> None:
-        if nbytes != self._nbytes:
-            raise ValueError(f"Expected {nbytes} bytes in {self._path}, got {self._nbytes}.")
+        _check_size(self._path, self._nbytes, nbytes)
         self._file.close()
 
     def abort(self) -> None:
@@ -152,11 +117,6 @@ class RemoteSink:
                 end()
 
 
-def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Turns direct I/O on or off. Returns whether it is on then."""
-    # Not every system has O_DIRECT, and not every file system accepts it.
-    with contextlib.suppress(AttributeError, OSError):
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
-        return is_direct
-    return False
+def _check_size(path: object, found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"Expected {expected} bytes in {path}, got {found}.")

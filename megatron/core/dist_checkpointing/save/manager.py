@@ -10,7 +10,8 @@
 [Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the
 manifest, then, on rank 0, the publication. Nothing is copied except counters, buffers, and what has
 to come down from a device anyway (see [Note: staging] in data_file.py). The optimizer's next update
-of a group waits for the piece that reads it, and for nothing else.
+of a group waits for the piece that reads it, and until the disk has what is written from where it
+lies ([Note: in place] there); and for nothing else.
 
 Every rank learns the outcome from the folder: rank 0 from the manifests of the others, they from
 what rank 0 publishes or writes there. So no rank waits for another inside a collective, and a rank
@@ -44,7 +45,7 @@ from megatron.core.dist_checkpointing.save.publisher import abandon, await_outco
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
-from megatron.core.lanes import Event, Lane, is_lane_thread
+from megatron.core.lanes import Event, Lane, is_lane_thread, relay
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,7 @@ class CheckpointManager:
         writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
         now = self._device.event()  # the device's work up to here has to be done first
         for number, group in enumerate(contents.groups):
-            read = self._lane.enqueue(partial(writer.write_group, number), after=[now])
+            read = relay(self._lane, partial(writer.write_group, number), after=[now])
             if group.unit is not None:
                 group.unit.hold(read)
 

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.save.writer import (
 )
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
+from megatron.core.files import Sync
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,12 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_second
     files = {}
     for name, content in own_files.items():
         _check_size(name, content, index)
+        # The store syncs the draft's own folder when it publishes it.
+        sync = Sync.CONTENT
         if "/" in name:
             draft.store.make_folder(draft.path(name.rpartition("/")[0]))
-        draft.store.write(draft.path(name), content)
+            sync = Sync.ALL
+        draft.store.write(draft.path(name), content, sync)
         files[name] = FileRecord(len(content), digest(content))
 
     for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
@@ -94,7 +98,7 @@ def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_second
 def _commit(draft: Draft, marker: Marker) -> bool:
     """Publishes the draft. Returns whether that is durable; raises only if it is not published."""
     try:
-        draft.store.write(draft.path(MARKER_FILE), marker.to_bytes())
+        draft.store.write(draft.path(MARKER_FILE), marker.to_bytes(), Sync.CONTENT)
         return draft.store.publish(draft.name, draft.final)
     except FileNotFoundError:
         raise  # the draft, or a part of it, has been swept

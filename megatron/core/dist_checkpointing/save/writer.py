@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
-from megatron.core.lanes import Lane
+from megatron.core.lanes import Event, Lane, ThreadEvent
 from megatron.core.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
@@ -191,16 +191,18 @@ class RankWriter:
         self._index: Index | None = None  # of this rank's chunks alone
         self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
 
-    def write_group(self, number: int) -> None:
+    def write_group(self, number: int) -> Event:
         """Waits for updates of the group's unit that are under way, and writes its chunks.
 
-        When this returns, its memory has been read, or never will be.
+        Returns:
+            Done when its memory has been read, or never will be.
         """
         if self.failure is None:
             try:
-                self._write_group(number)
+                return self._write_group(number)
             except BaseException as error:
                 self._fail(error)
+        return ThreadEvent.done()
 
     def finish(self) -> None:
         """Writes plain data, brings the file to disk, and writes the manifest."""
@@ -210,7 +212,7 @@ class RankWriter:
             except BaseException as error:
                 self._fail(error)
 
-    def _write_group(self, number: int) -> None:
+    def _write_group(self, number: int) -> Event:
         unit, entries = self._contents.groups[number]
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
@@ -220,6 +222,7 @@ class RankWriter:
             for chunk in index.tensors[entry.key].chunks:
                 self._draft.check()
                 self._write_chunk(files, index, entry, chunk, is_awaited=unit is not None)
+        return files.own.read_in_place() or ThreadEvent.done()
 
     def _open(self) -> tuple[_Files, Index]:
         # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.

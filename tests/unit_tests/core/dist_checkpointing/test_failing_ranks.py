@@ -10,7 +10,7 @@ import errno
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +54,8 @@ class FaultySink:
         self._sink = sink
         self._path = path
 
-    def write(self, buffer: memoryview) -> None:
-        self._sink.write(buffer[:4096])
+    def write(self, spans: Sequence[memoryview]) -> None:
+        self._sink.write([spans[0][:4096]])
         raise _error_of(self._path)
 
     def close(self, nbytes: int) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import logging
 import mmap
 import os
@@ -19,7 +18,6 @@ from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.load import data_source
-from megatron.core.dist_checkpointing.save import data_sink
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
     LocalStore,
@@ -74,7 +72,7 @@ def save(
     draft = store.draft_name(final, token)
     store.make_folder(draft)
     sink = store.open_data(f"{draft}/__0_0.distcp")
-    sink.write(aligned(content))
+    sink.write([aligned(content)])
     sink.close(len(content))
     for name in (METADATA_FILE, MARKER_FILE)[: 1 + with_marker]:
         store.write(f"{draft}/{name}", content)
@@ -248,7 +246,7 @@ def test_a_data_file_holds_what_was_written_in_order(store, sizes):
     store.make_folder(FINAL)
     sink = store.open_data(f"{FINAL}/__0_0.distcp")
     for part in parts:
-        sink.write(aligned(part))
+        sink.write([aligned(part)])
     sink.close(sum(sizes))
     assert store.read(f"{FINAL}/__0_0.distcp") == b"".join(parts)
 
@@ -256,7 +254,7 @@ def test_a_data_file_holds_what_was_written_in_order(store, sizes):
 def test_a_data_file_of_another_length_than_meant_is_an_error(store):
     store.make_folder(FINAL)
     sink = store.open_data(f"{FINAL}/__0_0.distcp")
-    sink.write(aligned(bytes(PAGE)))
+    sink.write([aligned(bytes(PAGE))])
     with pytest.raises(ValueError, match=r"Expected 4097 bytes in .*__0_0.distcp, got 4096"):
         sink.close(PAGE + 1)
     sink.abort()
@@ -265,7 +263,7 @@ def test_a_data_file_of_another_length_than_meant_is_an_error(store):
 def test_a_data_file_given_up_is_gone_and_giving_it_up_again_does_no_harm(store):
     store.make_folder(FINAL)
     sink = store.open_data(f"{FINAL}/__0_0.distcp")
-    sink.write(aligned(bytes(PAGE)))
+    sink.write([aligned(bytes(PAGE))])
     for _ in range(2):
         sink.abort()
         assert not store.exists(f"{FINAL}/__0_0.distcp")
@@ -463,16 +461,20 @@ def test_files_reach_the_disk_before_their_folder_and_the_folder_before_the_rena
 
         return noted
 
-    monkeypatch.setattr(data_sink, "sync_stream", note("sync file", data_sink.sync_stream))
-    for module in (data_sink, store_module):
-        monkeypatch.setattr(module, "sync_folder", note("sync", module.sync_folder))
+    fsync = os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        steps.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", note("rename", Path.rename))
     draft = local.draft_name(FINAL, "token")
     local.make_folder(draft)
     assert steps == [("sync", Path(local.root).parent.name), ("sync", "run")]
     steps.clear()
     local.open_data(f"{draft}/__0_0.distcp").close(0)
-    assert steps == [("sync file",), ("sync", draft)]
+    assert steps == [("sync", "__0_0.distcp")], "its name comes to disk when all are published"
     steps.clear()
     local.publish(draft, FINAL)
     assert steps == [("sync", draft), ("rename", draft, FINAL), ("sync", "run")]
@@ -648,17 +650,18 @@ def test_a_data_file_that_another_save_has_is_never_written_over(local):
 # How data files are written.
 
 
-def is_direct(sink) -> bool:
-    return bool(fcntl.fcntl(sink._file.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[bool, int]]:
+    """Of the system's calls to write: whether past the page cache, and how many bytes."""
+    found, pwritev = [], os.pwritev
 
+    def noted(descriptor: int, spans: list[memoryview], offset: int) -> int:
+        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        found.append((is_direct, sum(span.nbytes for span in spans)))
+        return pwritev(descriptor, spans, offset)
 
-def refuse_direct(descriptor: int, command: int, flags: int = 0) -> int:
-    if command == fcntl.F_SETFL and flags & os.O_DIRECT:
-        raise OSError(errno.EINVAL, "Invalid argument")
-    return real_fcntl(descriptor, command, flags)
-
-
-real_fcntl = fcntl.fcntl
+    monkeypatch.setattr(os, "pwritev", noted)
+    return found
 
 
 @pytest.fixture
@@ -669,52 +672,40 @@ def sink(local):
     opened.abort()
 
 
-def test_whole_blocks_are_written_past_the_page_cache_and_the_last_bytes_through_it(local, sink):
-    if not is_direct(sink):
+def test_whole_blocks_are_written_past_the_page_cache_and_the_last_bytes_through_it(
+    local, sink, calls
+):
+    if sink._file._direct is None:
         pytest.skip("this file system has no direct I/O")
-    content = os.urandom(3 * PAGE + 100)
-    sink.write(aligned(content[: 2 * PAGE]))
-    assert is_direct(sink)
-    sink.write(aligned(content[2 * PAGE :]))
-    assert not is_direct(sink)
+    content = os.urandom(5 * PAGE + 100)
+    sink.write([aligned(content[: 2 * PAGE])])
+    sink.write([aligned(content[2 * PAGE : 3 * PAGE]), aligned(content[3 * PAGE :])])
     sink.close(len(content))
+    assert calls == [(True, 2 * PAGE), (True, 3 * PAGE), (False, 100)]
     assert local.read(f"{FINAL}/__0_0.distcp") == content
 
 
-def test_a_file_system_that_refuses_direct_io_is_written_the_usual_way(local, monkeypatch):
-    monkeypatch.setattr(fcntl, "fcntl", refuse_direct)
+def test_a_file_system_that_refuses_direct_io_is_written_the_usual_way(local, calls, monkeypatch):
+    os_open = os.open
+
+    def refuse_direct(path: object, flags: int, *args: object, **options: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse_direct)
     local.make_folder(FINAL)
     sink = local.open_data(f"{FINAL}/__0_0.distcp")
-    assert not is_direct(sink)
     content = os.urandom(3 * PAGE + 100)
-    sink.write(aligned(content))
+    sink.write([aligned(content)])
     sink.close(len(content))
-    assert local.read(f"{FINAL}/__0_0.distcp") == content
-
-
-class RefusingFile(io.FileIO):
-    """A file on a system that takes the flag for direct I/O and then refuses the writes."""
-
-    def write(self, buffer) -> int:
-        if fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return super().write(buffer)
-
-
-def test_a_direct_write_that_the_system_refuses_is_done_again_the_usual_way(local, sink):
-    if not is_direct(sink):
-        pytest.skip("this file system has no direct I/O")
-    sink._file = RefusingFile(os.dup(sink._file.fileno()), "wb")
-    content = os.urandom(2 * PAGE)
-    sink.write(aligned(content))
-    assert not is_direct(sink)
-    sink.close(len(content))
+    assert calls == [(False, len(content))]
     assert local.read(f"{FINAL}/__0_0.distcp") == content
 
 
 def test_memory_that_direct_io_cannot_take_is_written_all_the_same(local, sink):
     content = os.urandom(2 * PAGE)
-    sink.write(aligned(b"x" + content)[1:])  # at an odd address
+    sink.write([aligned(b"x" + content)[1:]])  # at an odd address
     sink.close(len(content))
     assert local.read(f"{FINAL}/__0_0.distcp") == content
 
@@ -722,12 +713,12 @@ def test_memory_that_direct_io_cannot_take_is_written_all_the_same(local, sink):
 @pytest.mark.parametrize("wants_direct", [True, False])
 def test_a_file_that_the_system_cuts_short_is_an_error_that_names_it(local, sink, wants_direct):
     if not wants_direct:
-        sink._use_page_cache()
+        sink._file._direct = None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE + 100, hard))
     try:
         with pytest.raises(OSError, match=r"File too large: .*/__0_0.distcp") as failure:
-            sink.write(aligned(bytes(4 * PAGE)))
+            sink.write([aligned(bytes(4 * PAGE))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert failure.value.errno == errno.EFBIG

@@ -306,7 +306,7 @@ def test_a_kill_in_a_save_comes_when_all_is_written_and_before_the_file_is_close
         draft = store.draft_name(f"iter_{iteration:07d}", "0a1b2")
         store.make_folder(draft)
         sink = store.open_data(f"{draft}/__0_0.distcp")
-        sink.write(memoryview(b"data"))
+        sink.write([memoryview(b"data")])
         assert killed == []
         sink.close(4)
     assert killed == [(os.getpid(), signal.SIGKILL)]
@@ -326,7 +326,7 @@ def test_a_full_disk_takes_nothing_of_one_checkpoint_and_all_of_the_others(tmp_p
         store.make_folder(draft)
         sink = store.open_data(f"{draft}/__0_0.distcp")
         for write in (
-            partial(sink.write, memoryview(b"data")),
+            partial(sink.write, [memoryview(b"data")]),
             partial(store.write, f"{draft}/.metadata", b"data"),
         ):
             if is_full:

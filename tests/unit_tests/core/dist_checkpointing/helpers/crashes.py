@@ -127,18 +127,9 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
             note(
                 "write",
                 Path(str(self.name)),
-                write_some=lambda nbytes: self._write_some(piece[:nbytes]),
+                write_some=lambda nbytes: super(WatchedFile, self).write(piece[:nbytes]),
             )
             return super().write(piece)
-
-        def _write_some(self, part: memoryview) -> None:
-            # Direct I/O takes whole blocks alone.
-            fcntl.fcntl(
-                self.fileno(),
-                fcntl.F_SETFL,
-                fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & ~os.O_DIRECT,
-            )
-            super().write(part)
 
     def watched_open(
         file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any
@@ -161,14 +152,20 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
 
         return call
 
-    def watched_pwrite(descriptor: int, buffer: Any, offset: int) -> int:
-        piece = memoryview(buffer).cast("B")[:PIECE_BYTES]
-        note(
-            "write",
-            _path(descriptor, None),
-            write_some=lambda nbytes: pwrite(descriptor, piece[:nbytes], offset),
-        )
-        return pwrite(descriptor, piece, offset)
+    def watched_pwritev(descriptor: int, spans: Any, offset: int) -> int:
+        piece, room = [], PIECE_BYTES
+        for span in spans:
+            piece.append(memoryview(span).cast("B")[:room])
+            room -= piece[-1].nbytes
+
+        def write_some(nbytes: int) -> None:
+            # Direct I/O takes whole blocks alone.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            os.pwrite(descriptor, b"".join(piece)[:nbytes], offset)
+
+        note("write", _path(descriptor, None), write_some=write_some)
+        return pwritev(descriptor, piece, offset)
 
     def watched_creation(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & os.O_CREAT:
@@ -178,13 +175,13 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
         return created(path, flags, *args, **options)
 
     names = (*_CHANGES, *_LOOKS) if looks_too else _CHANGES
-    created, pwrite = os.open, os.pwrite
+    created, pwritev = os.open, os.pwritev
     opened, wrappers = io.open, {"open": watched_creation}
     for name in names:
         wrappers[name] = watching(name, getattr(os, name))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(io, "open", watched_open))
-        stack.enter_context(mock.patch.object(os, "pwrite", watched_pwrite))
+        stack.enter_context(mock.patch.object(os, "pwritev", watched_pwritev))
         for name, wrapper in wrappers.items():
             stack.enter_context(mock.patch.object(os, name, wrapper))
 

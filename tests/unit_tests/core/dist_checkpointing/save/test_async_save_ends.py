@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,11 @@ class SlowStore(LocalStore):
         sink = super().open_data(path)
         write = sink.write
 
-        def slow_write(buffer: memoryview) -> None:
+        def slow_write(spans: Sequence[memoryview]) -> None:
             self.is_writing.set()
             assert self.gate.wait(60)
-            self.num_bytes += buffer.nbytes
-            write(buffer)
+            self.num_bytes += sum(span.nbytes for span in spans)
+            write(spans)
 
         sink.write = slow_write
         return sink

@@ -31,6 +31,7 @@ from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits
 from megatron.core.lanes import Event, Lane, delays
 from megatron.core.optimizer import scaled_states
+from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
 
 CPU = Device("cpu")
 SMALL = BLOCK_BYTES + 3 * DATA_ALIGNMENT  # bytes of a buffer that a block does not divide
@@ -47,13 +48,16 @@ class MemorySink:
         self.nbytes: int | None = None
         self.num_aborts = 0
 
-    def write(self, buffer: memoryview) -> None:
+    def write(self, spans: Sequence[memoryview]) -> None:
         assert self.nbytes is None
-        assert len(self.content) % DATA_ALIGNMENT == 0, "only the last write may be of any length"
-        address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
-        assert address % 4096 == 0
-        self.addresses.add(address)
-        self.content += buffer
+        for span in spans:
+            assert len(self.content) % DATA_ALIGNMENT == 0, (
+                "only the last span may be of any length"
+            )
+            address = address_of(span)
+            assert address % MEMORY_ALIGNMENT == 0
+            self.addresses.add(address)
+            self.content += span
 
     def close(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -70,9 +74,9 @@ class FailingSink(MemorySink):
         self.num_writes = num_writes
         self.num_failures = 0
 
-    def write(self, buffer: memoryview) -> None:
+    def write(self, spans: Sequence[memoryview]) -> None:
         self._count()
-        super().write(buffer)
+        super().write(spans)
 
     def close(self, nbytes: int) -> None:
         self.num_writes = min(self.num_writes, 0)
@@ -94,18 +98,19 @@ class HeldSink(MemorySink):
         self.has_begun = threading.Event()
         self.go_on = threading.Event()
 
-    def write(self, buffer: memoryview) -> None:
+    def write(self, spans: Sequence[memoryview]) -> None:
         self.has_begun.set()
         assert self.go_on.wait(30)
-        super().write(buffer)
+        super().write(spans)
 
 
 class FullDevice(MemorySink):
     """The system's own full disk."""
 
-    def write(self, buffer: memoryview) -> None:
+    def write(self, spans: Sequence[memoryview]) -> None:
         with Path("/dev/full").open("wb", buffering=0) as stream:
-            stream.write(buffer)
+            for span in spans:
+                stream.write(span)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +137,16 @@ NOISE = torch.frombuffer(bytearray(random.Random(0).randbytes(32 * SMALL)), dtyp
 places = itertools.count(step=9973)
 
 
-def random_tensor(nbytes: int) -> torch.Tensor:
-    """Bytes that are unlike those of any other call."""
+def random_tensor(nbytes: int, shift: int = 64) -> torch.Tensor:
+    """Bytes that are unlike those of any other call.
+
+    Args:
+        shift: where they begin in a page. Direct I/O could not write them from most places.
+    """
+    memory = torch.empty(nbytes + 2 * DATA_ALIGNMENT, dtype=torch.uint8)
+    first = (shift - memory.data_ptr()) % DATA_ALIGNMENT
     begin = next(places) % (NOISE.numel() - nbytes)
-    return NOISE[begin : begin + nbytes].clone()
+    return memory[first : first + nbytes].copy_(NOISE[begin : begin + nbytes])
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -170,7 +181,9 @@ NEAR_BOUNDARIES = st.builds(
     st.integers(-2, 2),
 )
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["write", "tensor"]), NEAR_BOUNDARIES | st.integers(0, 9000)),
+    st.tuples(
+        st.sampled_from(["write", "tensor", "in place"]), NEAR_BOUNDARIES | st.integers(0, 9000)
+    ),
     max_size=8,
 )
 
@@ -189,9 +202,10 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
     with delays(seed), pytest.MonkeyPatch.context() as patch:
         if reads == "device":
             patch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+        patch.setattr(data_file, "_IN_PLACE_BYTES", DATA_ALIGNMENT)
         for kind, nbytes in steps:
-            tensor = random_tensor(nbytes)
-            if kind == "tensor":
+            tensor = random_tensor(nbytes, 3 * MEMORY_ALIGNMENT if kind == "in place" else 64)
+            if kind != "write":
                 aligned = (
                     -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT
                     + num_extra_zeros * DATA_ALIGNMENT
@@ -203,6 +217,11 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
                 writer.write(bytes_of(tensor))
             model.content += bytes_of(tensor)
             assert writer.position == len(model.content)
+            if seed % 2 and (read := writer.read_in_place()) is not None:
+                read.synchronize()
+                assert kind == "in place"
+                assert reads == "host"
+                tensor.zero_()
         assert writer.finish() == len(model.content)
     disk.close()
     assert sink.content == model.content
@@ -378,6 +397,66 @@ def test_a_file_on_disk_is_what_was_written(local, disk):
         model.content += bytes_of(tensor) + b"footer"
     assert writer.finish() == local.size(FILE) == len(model.content)
     assert local.read(FILE) == model.content
+
+
+# In place.
+
+LARGE = data_file._IN_PLACE_BYTES
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, 3 * SMALL + 5, 9 * BLOCK_BYTES])
+def test_a_large_tensor_in_host_memory_is_written_from_where_it_lies(pool, disk, nbytes):
+    sink, tensor = HeldSink(), random_tensor(nbytes, MEMORY_ALIGNMENT)
+    writer = DataFileWriter(sink, pool, disk)
+    writer.write(bytes(DATA_ALIGNMENT))
+    before = bytes_of(tensor)
+    assert writer.write_tensor(tensor) == digests_of(before)
+    read = writer.read_in_place()
+    assert read is not None
+    assert sink.has_begun.wait(30)
+    assert not read.is_done(), "the disk has not taken it"
+    assert writer.read_in_place() is None, "nothing more since"
+
+    sink.go_on.set()
+    read.synchronize()
+    assert tensor.data_ptr() in sink.addresses
+    tensor.zero_()
+    writer.write(b"footer")
+    writer.finish()
+    assert sink.content == bytes(DATA_ALIGNMENT) + before + b"footer"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: random_tensor(LARGE - 512, 0), id="small"),
+        pytest.param(lambda: random_tensor(LARGE, 64), id="at another address"),
+        pytest.param(lambda: random_tensor(LARGE, 0).view(128, -1).t(), id="of other strides"),
+    ],
+)
+def test_any_other_tensor_has_been_read_when_it_was_handed_over(pool, disk, make):
+    sink, tensor = HeldSink(), make()
+    writer, before = DataFileWriter(sink, pool, disk), bytes_of(tensor)
+    writer.write_tensor(tensor)
+    assert writer.read_in_place() is None
+    tensor.zero_()
+    sink.go_on.set()
+    writer.finish()
+    assert sink.content == before
+
+
+def test_a_disk_that_fails_has_let_go_of_a_tensor_that_it_was_given_in_place(pool, disk):
+    writer = DataFileWriter(FailingSink(1), pool, disk)
+    tensor = random_tensor(LARGE, 0)
+    writer.write_tensor(tensor)
+    read = writer.read_in_place()
+    assert read is not None
+    writer.pad_to(-(-writer.position // DATA_ALIGNMENT) * DATA_ALIGNMENT)
+    writer.write_tensor(random_tensor(LARGE, 0))
+    read.synchronize()
+    with pytest.raises(OSError, match="No space left"):
+        writer.finish()
+    check_usable(pool, disk)
 
 
 # Staging.
@@ -640,16 +719,6 @@ def test_a_file_cut_short_by_the_system_is_named_and_gone(pool, disk, local):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert local.files(FOLDER) == []
-    check_usable(pool, disk)
-
-
-def test_a_folder_swept_under_a_save_is_an_error_and_nothing_is_left(pool, disk, local):
-    writer = DataFileWriter(local.open_data(FILE), pool, disk)
-    writer.write_tensor(random_tensor(3 * SMALL))
-    assert local.sweep() == [FOLDER]
-    with pytest.raises(FileNotFoundError):
-        writer.finish()
-    assert local.folders() == []
     check_usable(pool, disk)
 
 

@@ -97,7 +97,7 @@ def test_an_error_of_the_disk_is_raised_by_the_data_file_and_the_pool_is_free(
     writers = Writers(tmp_path, 100, BLOCK_BYTES)
     box = Box((0,), (10,))
     rows = ExportedRows("name", torch.float32, box, box, "hf/one", 0)
-    with mock.patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "No space left")):
+    with mock.patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left")):
         writers.exported.write(rows, torch.ones(10))
         writers.exported.finish()
         with pytest.raises(OSError, match="No space left") as error:
