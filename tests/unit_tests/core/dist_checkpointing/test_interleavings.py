@@ -142,7 +142,8 @@ def test_the_operations_of_an_undisturbed_save_end_with_what_the_others_act_upon
         "it only looks"
     )
     assert second[manifest - 1] == f"fsync {DRAFT}/manifest_1.json"
-    assert second.index(f"fsync {DRAFT}") < manifest, "the data file's name is on disk"
+    assert second.index(f"fsync {DRAFT}/__1_0.distcp") < manifest
+    assert f"fsync {DRAFT}" not in second, "names come to disk once, when all are there"
     published = first.index(f"rename {FINAL}")
     assert first[published - 1] == f"fsync {DRAFT}", (
         "so are the names of all files, whoever gave them"

@@ -160,9 +160,9 @@ def test_two_ranks_do_the_same_in_every_save_and_pass_through_all_phases(nursery
             for rank in range(2)
             if any(re.fullmatch(pattern, operation) for operation in operations[rank])
         ]
-        assert ranks == (
-            [0, 1] if phase in ("header", "data", "manifest", "beginning", "rename") else [0]
-        ), phase
+        assert ranks == ([0, 1] if phase in ("header", "data", "manifest", "beginning") else [0]), (
+            phase
+        )
     for rank in range(2):
         assert all(
             any(re.fullmatch(phase, one) for phase in PHASES.values()) for one in operations[rank]
@@ -183,9 +183,7 @@ def random_moment(lot: random.Random, phase: str, operations: list[list[str]]) -
         [number for number, operation in enumerate(own) if re.fullmatch(PHASES[phase], operation)]
         for own in operations
     ]
-    rank = lot.choice(
-        [rank for rank in range(2) if found[rank] and (phase != "rename" or rank == 0)]
-    )
+    rank = lot.choice([rank for rank in range(2) if found[rank]])
     return Moment(rank, found[rank][0] if phase == "header" else lot.choice(found[rank]))
 
 

@@ -175,6 +175,16 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 @contextlib.contextmanager
+def in_place(is_on: bool = True) -> Iterator[None]:
+    """As if all matrices of a `Training` were large, and lay where direct I/O wants them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_on:
+            patch.setattr(data_file, "_IN_PLACE_BYTES", 4096)
+            patch.setattr(data_file, "address_of", lambda _: 0)
+        yield
+
+
+@contextlib.contextmanager
 def staging(available: int) -> Iterator[list[BufferPool]]:
     """As if all tensors lay on a device, and the host had so many bytes that are free. Yields the
     pools that are made.

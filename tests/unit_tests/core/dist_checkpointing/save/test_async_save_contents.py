@@ -28,6 +28,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     Parts,
     Training,
     hold_entries_back,
+    in_place,
     is_same,
     saved_parts,
     saving,
@@ -65,6 +66,7 @@ def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with (
         delays(seed),
+        in_place(seed % 2 == 0),
         CheckpointManager(LocalStore(root), CPU, rank, world_size, "abcd") as manager,
     ):
         for number in range(1, NUM_STEPS + 1):

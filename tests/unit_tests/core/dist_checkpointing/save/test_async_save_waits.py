@@ -26,6 +26,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     SOON,
     Training,
     hold_entries_back,
+    in_place,
     in_thread,
     is_same,
     parts_of,
@@ -146,6 +147,30 @@ def _begins_beside_an_update(root: Path) -> None:
 
 def test_a_save_begins_while_updates_are_under_way_and_while_the_disk_does_nothing(home):
     run_ranks(1, _begins_beside_an_update, home / "beside")
+
+
+def _updates_wait_for_the_disk(fraction: float | None, root: Path) -> None:
+    training, store = Training(fraction), GatedStore(root)
+    training.backward(1)
+    training.update(1)
+    before = training.parts()
+    with in_place(), saving(root, store) as manager:
+        manager.save(1, training.contents(), {})
+        training.backward(2)
+        updating = in_thread(lambda: [training.update(2), training.parts()])
+        updating.join(SOON)
+        assert updating.is_alive()
+        assert manager.is_busy
+        store.gate.set()
+        updating.join(60)
+        manager.finish()
+    assert is_same(saved_parts(root, 1, before), before)
+    assert not is_same(training.parts(), before)
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
+def test_an_update_waits_until_the_disk_has_what_is_written_from_where_it_lies(home, fraction):
+    run_ranks(1, _updates_wait_for_the_disk, fraction, home / f"in_place_{fraction}")
 
 
 PLAIN: dict[str, Any] = {}
