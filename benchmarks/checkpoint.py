@@ -669,6 +669,7 @@ def main() -> None:
     parser.add_argument("--tmpfs", default="/dev/shm", help="a folder on a tmpfs")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
+    Path(arguments.disk).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         folders = {
             name: Path(

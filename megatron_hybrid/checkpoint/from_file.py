@@ -35,12 +35,13 @@ from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.save.publisher import publish
+from megatron.core.dist_checkpointing.save.publisher import Publication
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import open_regular, remove_empty_folder
 from megatron.core.json_reading import parse_json
+from megatron.core.lanes import Event, ThreadEvent
 from megatron_hybrid.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -170,16 +171,21 @@ def _write(
     device = Device("cpu")
     disk = device.host_lane("checkpoint disk")
     try:
+        publication = Publication(draft, contents, train_state_bytes(train_state))
         writer = RankWriter(draft, contents, 0, BufferPool(device), disk)
+        last: Event = ThreadEvent.done()
         for number, entry in enumerate(entries):
-            writer.write_group(number)
+            read = writer.write_group(number)
+            # A tensor is kept until the disk has it: at most this one and the one before.
+            last.synchronize()
+            last = read
             progress(math.prod(entry.saved_as.shape) * entry.saved_as.dtype.itemsize)
-        writer.finish()
+        writer.finish(publication.describe)
     finally:
         disk.close()
     if writer.failure is not None:
         raise writer.failure
-    publish(draft, contents, train_state_bytes(train_state), timeout_seconds=0.0)
+    publication.publish(timeout_seconds=0.0)
 
 
 def _entry(key: str, tensor: torch.Tensor) -> Entry:

@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.format.names import (
 )
 from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.save.publisher import abandon, await_outcome, publish
+from megatron.core.dist_checkpointing.save.publisher import Publication, abandon, await_outcome
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
@@ -340,10 +340,10 @@ class CheckpointManager:
 
     def _end(self, save: _Save, writer: RankWriter, contents: Contents, train_state: bytes) -> None:
         try:
-            writer.finish()
             if self._rank == 0:
                 self._publish(save.draft, writer, contents, train_state)
             else:
+                writer.finish()
                 self._await_outcome(save.draft, writer)
             self._tell_published(save)
         except BaseException as error:
@@ -378,9 +378,11 @@ class CheckpointManager:
         self, draft: Draft, writer: RankWriter, contents: Contents, train_state: bytes
     ) -> None:
         try:
+            publication = Publication(draft, contents, train_state)
+            writer.finish(publication.describe)
             if writer.failure is not None:
                 raise writer.failure
-            is_tracked = publish(draft, contents, train_state, self._timeout_seconds)
+            is_tracked = publication.publish(self._timeout_seconds)
         except BaseException as error:
             abandon(draft, f"rank 0: {error}")
             self._abandoned.append(draft.name)

@@ -44,55 +44,77 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the fold
 _PATIENCE = 10.0  # seconds for which a file system may fail to tell the outcome of a save
 
 
-def publish(draft: Draft, contents: Contents, train_state: bytes, timeout_seconds: float) -> bool:
-    """Rank 0's part of a save, once its own file and manifest are written.
+class Publication:
+    """Rank 0's part of a save besides its own data."""
 
-    Args:
-        train_state: the content of `train_state.json`.
-        timeout_seconds: how long to wait for the other ranks.
+    def __init__(self, draft: Draft, contents: Contents, train_state: bytes) -> None:
+        """
+        Args:
+            train_state: the content of `train_state.json`.
+        """
+        self._draft = draft
+        self._contents = contents
+        self._train_state = train_state
+        self._index: Index | None = None
+        self._small_files: dict[str, bytes] = {}
 
-    Returns:
-        Whether the tracker file now names the checkpoint. If not, the one it names must stay.
+    def describe(self) -> None:
+        """Composes what all ranks write, and writes nothing yet. CheckpointError if that is more
+        than a reader would take.
+        """
+        contents = self._contents
+        self._index = index = contents.index(self._draft.save_id)
+        self._small_files = {
+            METADATA_FILE: compose_metadata(index.in_blobs, index.plain.values()),
+            INDEX_FILE: index.to_bytes(),
+            TRAIN_STATE_FILE: self._train_state,
+            **({} if contents.export is None else contents.export.small_files),
+        }
+        for name, content in self._small_files.items():
+            _check_size(name, content, index)
 
-    Raises:
-        CheckpointError: naming the rank that could not write or was too late, and the reason.
-            Nothing has been published then.
-        OSError: if the file system failed here.
-    """
-    # Before waiting: rank 0 composes them while the other ranks still write.
-    index = contents.index(draft.save_id)
-    own_files = {
-        METADATA_FILE: compose_metadata(index.in_blobs, index.plain.values()),
-        INDEX_FILE: index.to_bytes(),
-        TRAIN_STATE_FILE: train_state,
-        **({} if contents.export is None else contents.export.small_files),
-    }
-    files = {}
-    for name, content in own_files.items():
-        _check_size(name, content, index)
-        # The store syncs the draft's own folder when it publishes it.
-        sync = Sync.CONTENT
-        if "/" in name:
-            draft.store.make_folder(draft.path(name.rpartition("/")[0]))
-            sync = Sync.ALL
-        draft.store.write(draft.path(name), content, sync)
-        files[name] = FileRecord(len(content), digest(content))
+    def publish(self, timeout_seconds: float) -> bool:
+        """Publishes what has been described, once this rank's manifest is written.
 
-    for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
-        source = draft.shown(manifest_file(rank))
-        for problem in manifest_problems(manifest, rank, index, source):
-            raise CheckpointError(problem)
-        files[manifest_file(rank)] = FileRecord(len(content), digest(content))
-        files[data_file(rank)] = _record(draft, data_file(rank), index.data_file_nbytes(rank))
-    for name, (_, nbytes) in ({} if contents.export is None else contents.export.files).items():
-        files[name] = _record(draft, name, nbytes)
+        Args:
+            timeout_seconds: how long to wait for the other ranks.
 
-    draft.check()
-    is_durable = _commit(draft, Marker(draft.save_id, draft.iteration, draft.world_size, files))
+        Returns:
+            Whether the tracker file now names the checkpoint. If not, the one it names must stay.
 
-    # The checkpoint is published: nothing counts as its failure from here on. The tracker must not
-    # name a checkpoint that a crash may still undo.
-    return is_durable and draft.is_tracked and track(draft.store, draft.iteration)
+        Raises:
+            CheckpointError: naming the rank that could not write or was too late, and the reason.
+                Nothing has been published then.
+            OSError: if the file system failed here.
+        """
+        draft, index, export = self._draft, self._index, self._contents.export
+        assert index is not None, "it has been described"
+        files = {}
+        for name, content in self._small_files.items():
+            # The store syncs the draft's own folder when it publishes it.
+            sync = Sync.CONTENT
+            if "/" in name:
+                draft.store.make_folder(draft.path(name.rpartition("/")[0]))
+                sync = Sync.ALL
+            draft.store.write(draft.path(name), content, sync)
+            files[name] = FileRecord(len(content), digest(content))
+
+        for rank, (content, manifest) in sorted(_await_manifests(draft, timeout_seconds).items()):
+            source = draft.shown(manifest_file(rank))
+            for problem in manifest_problems(manifest, rank, index, source):
+                raise CheckpointError(problem)
+            files[manifest_file(rank)] = FileRecord(len(content), digest(content))
+            files[data_file(rank)] = _record(draft, data_file(rank), index.data_file_nbytes(rank))
+        for name, (_, nbytes) in ({} if export is None else export.files).items():
+            files[name] = _record(draft, name, nbytes)
+
+        draft.check()
+        marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
+        is_durable = _commit(draft, marker)
+
+        # The checkpoint is published: nothing counts as its failure from here on. The tracker must
+        # not name a checkpoint that a crash may still undo.
+        return is_durable and draft.is_tracked and track(draft.store, draft.iteration)
 
 
 def _commit(draft: Draft, marker: Marker) -> bool:

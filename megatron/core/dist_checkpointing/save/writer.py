@@ -20,6 +20,7 @@ import contextlib
 import json
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -204,11 +205,15 @@ class RankWriter:
                 self._fail(error)
         return ThreadEvent.done()
 
-    def finish(self) -> None:
-        """Writes plain data, brings the file to disk, and writes the manifest."""
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Writes plain data, brings the file to disk, and writes the manifest.
+
+        Args:
+            meanwhile: called while the disk is still writing. Its errors fail the save.
+        """
         if self.failure is None:
             try:
-                self._finish()
+                self._finish(meanwhile)
             except BaseException as error:
                 self._fail(error)
 
@@ -279,7 +284,7 @@ class RankWriter:
             values = _part_of(entry, rows.own, stored.tensor)
             self._digests[rows.file, rows.offset] = files.exported.write(rows, values, stored.scale)
 
-    def _finish(self) -> None:
+    def _finish(self, meanwhile: Callable[[], None]) -> None:
         files, index = self._open()
         # Plain data and headers are the same on every rank, and rank 0's are written.
         for key, tensor in index.plain.items():
@@ -295,6 +300,7 @@ class RankWriter:
 
         self._draft.check()
         files.exported.finish()
+        meanwhile()
         files.own.finish()
         chunks = index.chunks_by_rank.get(self._rank, [])
         digests = tuple(self._digests[_place(chunk)] for _, chunk in chunks)
