@@ -29,8 +29,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.format.metadata_reading import (
     parse_metadata,
-    plain_keys,
-    saved_tensors,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import (
@@ -126,20 +124,19 @@ class Audit:
     def _read_metadata(self, marker: Marker | None, index: Index | None) -> None:
         """Holds what other programs read against the index."""
         content, source = self._content(METADATA_FILE, marker)
-        metadata = parse_metadata(content, source)
-        found = saved_tensors(metadata, source)
+        found, places, plain = parse_metadata(content, source)
         if index is None:
             return
 
-        blobs = {(i.relative_path, i.offset): i.length for i in metadata.storage_data.values()}
+        blobs = {(blob.file, blob.offset): blob.nbytes for blob in places.values()}
         listed = {tensor.key: tensor for tensor in index.in_blobs}
         for key, tensor in listed.items():
             if not self._is_same(tensor, found.get(key), blobs):
                 self.problems.append(
                     f"Expected {key!r} in {source} as {INDEX_FILE} has it, got another, or none."
                 )
-        got, wanted = {*found, *plain_keys(metadata)}, {*listed, *index.plain}
-        if got - wanted or index.plain.keys() - set(plain_keys(metadata)):
+        got, wanted = found.keys() | plain.keys(), listed.keys() | index.plain.keys()
+        if got - wanted or index.plain.keys() - plain.keys():
             keys = few(sorted(got - wanted)) or f"not all of {few(list(index.plain))}"
             self.problems.append(f"Expected the keys of {INDEX_FILE} in {source}, got {keys}.")
 

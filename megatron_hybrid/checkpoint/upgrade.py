@@ -28,10 +28,11 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_covered, saved_tensors
+from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.load.small_files import check_size
 from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.plan.coverage import check_coverage
 from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore
 from megatron.core.files import sync_folder
@@ -136,7 +137,8 @@ class _OldCheckpoint:
                     plain[key] = _plain(key, rank, offset, nbytes)
 
         source = self._path(METADATA_FILE)
-        old = saved_tensors(parse_covered(self.small(METADATA_FILE), source), source)
+        old = parse_metadata(self.small(METADATA_FILE), source).tensors
+        check_coverage(old.values(), source)
         tensors = {
             key: tensor._replace(chunks=[_placed(key, chunk, records) for chunk in tensor.chunks])
             for key, tensor in old.items()

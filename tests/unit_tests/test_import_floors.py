@@ -204,7 +204,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.store",
         "megatron.core.dist_checkpointing.save.data_file",
         "megatron.core.dist_checkpointing.load.small_files",
-        "megatron.core.dist_checkpointing.dcp.dcp_files",
+        "megatron.core.dist_checkpointing.dcp.dcp_checkpoint",
         "megatron.core.dist_checkpointing.load.chunk_data",
         "megatron.core.dist_checkpointing.load.checkpoint",
         "megatron.core.dist_checkpointing.plan.chunks",

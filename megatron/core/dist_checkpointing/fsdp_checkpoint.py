@@ -21,7 +21,9 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.dcp import torch_dcp
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.store import LocalStore
 
 
 def save_checkpoint(
@@ -81,14 +83,19 @@ def load_checkpoint(
     app = DCPState(model, optimizer)
     state = _state(app)
 
-    metadata = on_all_ranks(lambda: torch_dcp.read_metadata(folder))
     # Ranks divide the checking among them; each then reads what it needs.
     is_shared = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
-    on_all_ranks(lambda: torch_dcp.check_files(folder, metadata, rank=rank, world_size=world_size))
-    on_all_ranks(lambda: torch_dcp.check_steps(folder, metadata))
+
+    def checked() -> TorchDcpCheckpoint:
+        checkpoint = TorchDcpCheckpoint.open(LocalStore(folder.parent), folder.name)
+        checkpoint.check(rank=rank, world_size=world_size)
+        torch_dcp.check_steps(checkpoint)
+        return checkpoint
+
+    checkpoint = on_all_ranks(checked)
     # From here on tensors change in place; everything that can be refused has been checked.
-    torch_dcp.load_tensors(folder, metadata, state, ())
+    torch_dcp.load_tensors(checkpoint, state, ())
     app.load_state_dict({"model": state["model"], "optim": state["optimizer"]})
 
 

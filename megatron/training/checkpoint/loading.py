@@ -15,28 +15,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.plain_dcp import (
     dcp_param_groups,
     load_model_weights,
     weight_keys,
 )
-from megatron.core.dist_checkpointing.dcp.torch_dcp import (
-    check_files,
-    check_steps,
-    load_tensors,
-    read_metadata,
-)
+from megatron.core.dist_checkpointing.dcp.torch_dcp import check_steps, load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -45,10 +39,7 @@ from megatron.core.dist_checkpointing.format.names import (
     path_of,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.formats import (
-    TorchDcpCheckpoint,
-    format_of,
-)
+from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import (
     Wanted,
@@ -175,8 +166,8 @@ def load_weights(store: Store, name: str, model: nn.Module) -> None:
             checkpoint, contents, check_contents(checkpoint, contents, ("optimizer.*", "rng.*"))
         )
         return
-    folder = _local_folder(store, name)
-    load_model_weights(folder, read_metadata(folder), model)
+    _local_path(store, name)
+    load_model_weights(TorchDcpCheckpoint.open(store, name), model)
 
 
 def load_checkpoint(
@@ -311,57 +302,51 @@ class _Load:
 
     def torch_dcp(self) -> RecoverInfo | None:
         """Loads a checkpoint that PyTorch wrote. Returns what it says of its run."""
-        folder = _local_folder(self.store, self.name)
+        path = _local_path(self.store, self.name)
         for field in given_options(self.flags):
             expect(
                 field.name not in ("load_skip_keys", "dist_ckpt_strictness"),
                 field.flag,
                 f"a checkpoint of the format {FSDP_DTENSOR}",
-                f"{folder}, which is {TORCH_DCP}",
+                f"{path}, which is {TORCH_DCP}",
             )
 
-        model, verify = self.state.model, self.flags.verify_checkpoint
+        model = self.state.model
         app = DCPState(model, self.state.optimizer.optimizer if self.with_states else None)
-        metadata, extras = on_all_ranks(lambda: self._check_torch_dcp(folder))
+        checkpoint, extras = on_all_ranks(self._check_torch_dcp)
         if self.with_states:
             tensors = app.state_dict()
             # PyTorch installs states and options together. These options are this run's own: the
             # checkpoint's are not read here.
             own_groups = tensors["optim"].pop("param_groups")
             ignored = ("rng.", "optim.param_groups.")
-            load_tensors(folder, metadata, tensors, ignored, verify=verify)
+            load_tensors(checkpoint, tensors, ignored)
             tensors["optim"]["param_groups"] = own_groups
             app.load_state_dict(tensors)
         else:
-            load_model_weights(folder, metadata, model, verify=verify)
+            load_model_weights(checkpoint, model)
 
         extras.install(self.state, self.device)
         return None if extras.run is None else extras.run.info
 
-    def _check_torch_dcp(self, folder: Path) -> tuple[Metadata, Extras]:
+    def _check_torch_dcp(self) -> tuple[TorchDcpCheckpoint, Extras]:
         flags, model = self.flags, self.state.model
-        metadata = read_metadata(folder)
-        run = self._run_data(lambda: _train_state(self.store, self.name, metadata))
+        checkpoint = TorchDcpCheckpoint.open(
+            self.store, self.name, checks_crc=flags.verify_checkpoint
+        )
+        run = self._run_data(lambda: _train_state(self.store, self.name, checkpoint))
 
         # What the flags do not ask for may be damaged, or be what only another program understands.
         keys = None
         if not self.with_states:
-            keys = weight_keys(folder, metadata, model)
-            keys.update(key for key in metadata.state_dict_metadata if RNG_KEY.fullmatch(key))
+            keys = weight_keys(checkpoint, model)
+            keys.update(key for key in _keys(checkpoint) if RNG_KEY.fullmatch(key))
+        if flags.verify_checkpoint:
+            checkpoint.check(keys, rank=dist.get_rank(), world_size=dist.get_world_size())
 
-        check_files(
-            folder,
-            metadata,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            checks_data=flags.verify_checkpoint,
-            keys=keys,
-        )
-
-        checkpoint = TorchDcpCheckpoint(self.store, self.name, metadata, {})
         options = None
         if self.with_states:
-            check_steps(folder, metadata, verify=flags.verify_checkpoint)
+            check_steps(checkpoint)
             names: dict[torch.Tensor, list[str]] = {
                 parameter: [name] for name, parameter in model.named_parameters()
             }
@@ -372,7 +357,7 @@ class _Load:
                 lambda: dcp_param_groups(checkpoint),
             )
 
-        return metadata, Extras(run, options, rng_to_load(checkpoint, self.device, flags))
+        return checkpoint, Extras(run, options, rng_to_load(checkpoint, self.device, flags))
 
     def _run_data(self, train_state: Callable[[], dict[str, Any]]) -> RunData | None:
         """What the checkpoint says of its run; None if weights alone are asked for."""
@@ -383,18 +368,22 @@ class _Load:
         )
 
 
-def _local_folder(store: Store, name: str) -> Path:
+def _local_path(store: Store, name: str) -> str:
     if not store.is_rename_atomic:
         raise CheckpointError(
             f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}."
         )
-    return Path(store.root) / name
+    return path_of(store, name)
 
 
-def _train_state(store: Store, name: str, metadata: Metadata) -> dict[str, Any]:
+def _keys(checkpoint: TorchDcpCheckpoint) -> list[str]:
+    return [*checkpoint.tensors, *checkpoint.plain]
+
+
+def _train_state(store: Store, name: str, checkpoint: TorchDcpCheckpoint) -> dict[str, Any]:
     """The plain data of a `torch_dcp` checkpoint. CheckpointError for a folder that has none."""
     # A run's checkpoint that has lost the file is damaged, and has random states to tell it by.
-    is_ours = any(RNG_KEY.fullmatch(key) for key in metadata.state_dict_metadata)
+    is_ours = any(RNG_KEY.fullmatch(key) for key in _keys(checkpoint))
     if not is_ours and not store.exists(f"{name}/{TRAIN_STATE_FILE}"):
         reason = f"it has no {TRAIN_STATE_FILE}, like all that torch.distributed.checkpoint saves"
         raise no_run_error(path_of(store, name), reason)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import digest
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron_hybrid.checkpoint.command import main
@@ -34,7 +34,7 @@ def make_version_1(folder: Path) -> None:
     """Replaces the index, manifests and marker of a checkpoint by those of version 1."""
     checkpoint = PublishedCheckpoint.open(LocalStore(folder.parent), folder.name)
     index, marker = checkpoint.index, checkpoint.marker
-    places = parse_metadata((folder / ".metadata").read_bytes(), "it").storage_data
+    places = dcp.FileSystemReader(folder).read_metadata().storage_data
     files = {
         name: [entry.nbytes, entry.digest]
         for name, entry in marker.files.items()

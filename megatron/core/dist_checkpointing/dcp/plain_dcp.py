@@ -13,12 +13,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
@@ -33,16 +32,11 @@ _OTHERS = ("optim.", "optimizer.", "rng.")
 _OPTION_KEY = re.compile(r"optim\.param_groups\.(\d{1,9})\.(.+)")
 
 
-def load_model_weights(
-    folder: Path, metadata: Metadata, model: nn.Module, *, verify: bool = True
-) -> None:
+def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None:
     """Loads a model's weights and buffers in place from a folder that DCP wrote.
 
     Args:
-        folder: the checkpoint.
-        metadata: what `read_metadata(folder)` gave.
         model: sharded or plain; every rank of its process group calls this.
-        verify: whether checksums are compared.
 
     Raises:
         CheckpointError: before anything is changed, if weights are missing, if the model does not
@@ -50,21 +44,29 @@ def load_model_weights(
     """
     app = DCPState(model)
     own = app.state_dict()["model"]
-    saved = list(metadata.state_dict_metadata)
-    prefix = weights_prefix(list(own), saved, str(folder))
-    others = tuple(key for key in saved if not key.startswith(prefix)) if prefix else _OTHERS
+    prefix = _prefix(checkpoint, own)
+    others: tuple[str, ...] = _OTHERS
+    if prefix:
+        others = tuple(key for key in _keys(checkpoint) if not key.startswith(prefix))
 
     # The tensors are the model's own memory. Plain data, of extra states, comes back in the dict.
     wanted = {f"{prefix}{name}": value for name, value in own.items()}
-    load_tensors(folder, metadata, wanted, others, verify=verify)
+    load_tensors(checkpoint, wanted, others)
     app.load_state_dict({"model": {name: wanted[f"{prefix}{name}"] for name in own}})
 
 
-def weight_keys(folder: Path, metadata: Metadata, model: nn.Module) -> set[str]:
+def weight_keys(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> set[str]:
     """The keys that `load_model_weights` would read. Raises what it does if there are none."""
     own = DCPState(model).state_dict()["model"]
-    prefix = weights_prefix(list(own), list(metadata.state_dict_metadata), str(folder))
-    return {f"{prefix}{name}" for name in own}
+    return {f"{_prefix(checkpoint, own)}{name}" for name in own}
+
+
+def _keys(checkpoint: TorchDcpCheckpoint) -> list[str]:
+    return [*checkpoint.tensors, *checkpoint.plain]
+
+
+def _prefix(checkpoint: TorchDcpCheckpoint, own: Collection[str]) -> str:
+    return weights_prefix(own, _keys(checkpoint), checkpoint.path)
 
 
 def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> str:

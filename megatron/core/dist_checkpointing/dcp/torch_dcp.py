@@ -7,37 +7,37 @@ tell when all ranks have written.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
-from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.metadata_reading import parse_covered, saved_tensors
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
-from megatron.core.dist_checkpointing.load.small_files import system_errors, train_state_bytes
+from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.state.dcp_state import check_tensors
+from megatron.core.dist_checkpointing.plan.saved import differences
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
-from megatron.core.files import read_regular, remove_empty_folder, sync_stream
+from megatron.core.dtensors import local_tensor
+from megatron.core.files import remove_empty_folder, sync_stream
 from megatron.core.optimizer.state_loading import check_step
 
 # Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
@@ -149,165 +149,94 @@ class _Draft:
             raise
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's metadata of a published checkpoint, whose chunks cover every tensor exactly.
-
-    Raises:
-        CheckpointDamagedError: if it is missing or not readable, or leaves out a part of a tensor.
-    """
-    path, what = folder / METADATA_FILE, "the metadata of a checkpoint"
-    with system_errors(str(path)):
-        content = read_regular(path, max_bytes=MAX_METADATA_BYTES, what=what)
-    return parse_covered(content, str(path))
-
-
-def check_files(
-    folder: Path,
-    metadata: Metadata,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    checks_data: bool = True,
-    keys: Container[str] | None = None,
-) -> None:
-    """Compares a checkpoint's files with its metadata, and their data with torch.save's CRC-32.
-
-    Args:
-        rank, world_size: ranks divide the data among them.
-        checks_data: False to compare the sizes alone.
-        keys: whose data is read; default: all.
-
-    Raises:
-        CheckpointDamagedError: naming the file, and the key where there is one.
-        CheckpointError: for plain data that is more than that.
-    """
-    files = _files_of(folder, metadata, verify=checks_data)
-    files.check_sizes()
-    if not checks_data:
-        return
-
-    wanted = [index for index in metadata.storage_data if keys is None or index.fqn in keys]
-    for index in files.in_order(wanted)[rank::world_size]:
-        files.check(index)
-
-
-def check_steps(folder: Path, metadata: Metadata, *, verify: bool = True) -> None:
+def check_steps(checkpoint: TorchDcpCheckpoint) -> None:
     """Checks an optimizer's counters of steps, the only states for which some values are invalid.
 
     An optimizer refuses such values too, but only once weights and states are in place.
 
-    Args:
-        verify: as in `load_tensors`.
-
     Raises:
         CheckpointError: for a counter that is no number of steps.
     """
-    files = _files_of(folder, metadata, verify=verify)
     # `load_tensors` refuses tensors of more than one number for their shape.
-    counters = {
+    counters = [
         key
-        for key, tensor in saved_tensors(metadata, str(folder)).items()
+        for key, tensor in checkpoint.tensors.items()
         if _STEP_KEY.fullmatch(key) is not None and Box.whole(tensor.shape).numel == 1
-    }
-    # There may be data of keys that the metadata does not list.
-    for index in files.in_order(each for each in metadata.storage_data if each.fqn in counters):
+    ]
+    for key in checkpoint.in_order(counters):
+        counter = torch.empty(checkpoint.tensors[key].shape, dtype=checkpoint.tensors[key].dtype)
+        checkpoint.read(key, (0,) * counter.dim(), counter)
         try:
-            check_step(files.tensor(index).item(), index.fqn)
+            check_step(counter.item(), key)
         except ValueError as error:
-            raise CheckpointError(f"{error} The checkpoint is {folder}.") from None
+            raise CheckpointError(f"{error} The checkpoint is {checkpoint.path}.") from None
 
 
 def load_tensors(
-    folder: Path,
-    metadata: Metadata,
-    state: dict[str, Any],
-    ignored_prefixes: tuple[str, ...],
-    *,
-    verify: bool = True,
+    checkpoint: TorchDcpCheckpoint, state: dict[str, Any], ignored_prefixes: tuple[str, ...]
 ) -> None:
     """Reads a published checkpoint into the tensors of `state`. Called by all ranks together.
 
-    DCP's planner tells which part of which chunk goes where. It does not read: see `dcp_files`.
-
     Args:
-        folder: the checkpoint.
-        metadata: what `read_metadata(folder)` gave; the file is not read again.
         state: a state dict like the one saved; sharding may differ.
         ignored_prefixes: prefixes of keys that may stay unread.
-        verify: whether to compare the data with torch.save's CRC-32.
 
     Raises:
         CheckpointError: before anything is changed if a tensor is missing, extra, or of another
             shape or dtype, or if plain data is missing or more than that; afterwards only if a file
-            cannot be read, which `check_files` finds out in advance.
+            cannot be read, which `TorchDcpCheckpoint.check` finds out in advance.
     """
-    on_all_ranks(lambda: _load(folder, metadata, state, ignored_prefixes, verify))
+    on_all_ranks(lambda: _load(checkpoint, state, ignored_prefixes))
 
 
 def _load(
-    folder: Path,
-    metadata: Metadata,
-    state: dict[str, Any],
-    ignored_prefixes: tuple[str, ...],
-    verify: bool,
+    checkpoint: TorchDcpCheckpoint, state: dict[str, Any], ignored_prefixes: tuple[str, ...]
 ) -> None:
-    check_tensors(str(folder), state, metadata, ignored_prefixes)
-    planner = _LoadPlanner()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
-    _check_plain(str(folder), planner.state_dict, metadata)
-    items = planner.create_local_plan().items
-
-    files = _files_of(folder, metadata, verify=verify)
-    plain = {
-        item.dest_index.fqn: files.plain(item.storage_index.fqn)
-        for item in items
-        if item.type == LoadItemType.BYTE_IO
+    wanted, places = flatten_state_dict(state)
+    _check_fits(checkpoint, wanted, ignored_prefixes)
+    values = {
+        key: checkpoint.read_plain(key)
+        for key, value in wanted.items()
+        if not isinstance(value, torch.Tensor)
     }
-
-    # A chunk may overlap several local shards. It is read once, for all of them.
-    parts: dict[MetadataIndex, list[ReadItem]] = {}
-    for item in items:
-        if item.type == LoadItemType.TENSOR:
-            parts.setdefault(item.storage_index, []).append(item)
-    for index in files.in_order(parts):
-        chunk = files.tensor(index)
-        for item in parts[index]:
-            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-            planner.resolve_tensor(item).detach().copy_(chunk[box.slices()])
-
-    for key, value in plain.items():
-        planner.install(key, value)
+    for key in checkpoint.in_order(wanted.keys() - values.keys()):
+        for offsets, memory in _local_parts(wanted[key]):
+            checkpoint.read(key, offsets, memory)
+    for key, value in values.items():
+        set_element(state, places[key], value)
 
 
-def _check_plain(path: str, wanted: dict[str, Any], metadata: Metadata) -> None:
-    """Compares the wanted plain data with the metadata, before anything is changed."""
-    saved = metadata.state_dict_metadata
-    keys = [key for key, value in wanted.items() if not isinstance(value, torch.Tensor)]
+def _check_fits(
+    checkpoint: TorchDcpCheckpoint, wanted: dict[str, Any], ignored_prefixes: tuple[str, ...]
+) -> None:
+    """Compares what is to be loaded with what there is, and changes nothing."""
+    tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
+    plain, saved = wanted.keys() - tensors.keys(), checkpoint.tensors
+    extra = [key for key in saved if key not in wanted and not key.startswith(ignored_prefixes)]
+    missing = [key for key in tensors if key not in saved]
+    missing += [key for key in wanted if key in plain and key not in (*saved, *checkpoint.plain)]
+
     problems = []
-    if missing := [key for key in keys if key not in saved]:
+    if missing:
         problems.append(f"it lacks {few(missing)}")
-    if tensors := [key for key in keys if isinstance(saved.get(key), TensorStorageMetadata)]:
-        problems.append(f"it has tensors where the model has none: {few(tensors)}")
+    if extra:
+        problems.append(f"the model has no {few(extra)}")
+    for key, value in tensors.items():
+        if key in saved:
+            problems += differences(saved[key], tuple(value.shape), value.dtype)
+    if others := [key for key in wanted if key in plain and key in saved]:
+        problems.append(f"it has tensors where the model has none: {few(others)}")
     if problems:
-        raise other_model(path, problems)
+        raise other_model(checkpoint.path, problems)
 
 
-def _files_of(folder: Path, metadata: Metadata, *, verify: bool) -> DcpFiles:
-    return DcpFiles(LocalStore(folder.parent), folder.name, metadata, checks_crc=verify)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, used for its plan alone: it reads nothing itself."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """DCP's planner would unpickle plain data, and so run code in it."""
-        raise NotImplementedError(
-            f"Expected {read_item.dest_index.fqn} to be installed, got its bytes."
-        )
-
-    def install(self, key: str, value: object) -> None:
-        """Puts plain data into its place in the state dict."""
-        set_element(self.original_state_dict, self.mappings[key], value)
+def _local_parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """This rank's memory of a tensor, with where it begins in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    # PyTorch's own, or what uneven shards have in its place. No more than one of them has elements.
+    chunks = [chunk for chunk in tensor.__create_chunk_list__() if 0 not in chunk.sizes]
+    return [(tuple(chunk.offsets), local_tensor(tensor).detach()) for chunk in chunks]
 
 
 class _SavePlanner(DefaultSavePlanner):

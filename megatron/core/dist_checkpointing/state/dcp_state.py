@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -15,9 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.metadata_reading import saved_tensors
-from megatron.core.dist_checkpointing.plan.saved import differences
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.optimizer.torch_optimizer import init_states
 
 
@@ -63,47 +60,3 @@ class DCPState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optim"],
         )
-
-
-def flatten(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys, named as DCP names them; empty dicts vanish."""
-    flat: dict[str, Any] = {}
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= flatten(value, name + ".")
-        else:
-            flat[name] = value
-    return flat
-
-
-def check_tensors(
-    path: str, wanted: dict[str, Any], metadata: Metadata, ignored_prefixes: tuple[str, ...]
-) -> None:
-    """Compares the tensors about to be loaded with a checkpoint's metadata, and changes nothing.
-
-    Args:
-        path: the checkpoint, for the message.
-        wanted: the state dict that will be loaded into.
-        metadata: the checkpoint's.
-        ignored_prefixes: prefixes of keys that the checkpoint may have and `wanted` need not.
-
-    Raises:
-        CheckpointError: naming every key that is missing, extra, or of another shape or dtype.
-    """
-    # By the keys that DCP gives the values of nested dicts.
-    flat = flatten(wanted).items()
-    tensors = {key: value for key, value in flat if isinstance(value, torch.Tensor)}
-    saved = saved_tensors(metadata, path)
-    extra = [key for key in saved if key not in tensors and not key.startswith(ignored_prefixes)]
-
-    problems = []
-    if missing := [key for key in tensors if key not in saved]:
-        problems.append(f"it lacks {few(missing)}")
-    if extra:
-        problems.append(f"the model has no {few(extra)}")
-    for key, value in tensors.items():
-        if key in saved:
-            problems += differences(saved[key], tuple(value.shape), value.dtype)
-    if problems:
-        raise other_model(path, problems)

@@ -21,13 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
-    check_files,
     check_steps,
     load_tensors,
-    read_metadata,
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
@@ -123,10 +122,16 @@ def state(lr: object = 0.5) -> dict[str, Any]:
     }
 
 
-def load(folder: Path, metadata: Metadata, verify: bool) -> dict[str, Any]:
+def opened(folder: Path, *, verify: bool = True) -> TorchDcpCheckpoint:
+    found = TorchDcpCheckpoint.open(LocalStore(folder.parent), folder.name, checks_crc=verify)
+    if verify:
+        found.check()
+    return found
+
+
+def load(folder: Path, *, verify: bool) -> dict[str, Any]:
     wanted = state(0.1)
-    check_files(folder, metadata, checks_data=verify)
-    load_tensors(folder, metadata, wanted, (), verify=verify)
+    load_tensors(opened(folder, verify=verify), wanted, ())
     return wanted
 
 
@@ -140,7 +145,7 @@ def read_everything(opened: ReadableCheckpoint) -> None:
 
 def blob(folder: Path, key: str) -> tuple[Path, int, int]:
     """The file, the place and the length of what is stored under a key."""
-    info = read_metadata(folder).storage_data[MetadataIndex(key)]
+    info = dcp.FileSystemReader(folder).read_metadata().storage_data[MetadataIndex(key)]
     return folder / info.relative_path, info.offset, info.length
 
 
@@ -216,7 +221,7 @@ def test_no_entry_of_a_torch_dcp_checkpoint_is_run(
     message = f"Expected .* in .*{NAME}/__0_0.distcp"
     with quiet():
         with pytest.raises(CheckpointError, match=message):
-            load(folder, read_metadata(folder), verify)
+            load(folder, verify=verify)
         with pytest.raises(CheckpointError, match=message):
             read_everything(open_checkpoint(LocalStore(tmp_path), NAME))
         assert tool.main(["convert", str(folder), str(tmp_path / "all.pt")]) == 2
@@ -226,9 +231,11 @@ def test_no_entry_of_a_torch_dcp_checkpoint_is_run(
 
 def test_data_of_a_key_that_the_metadata_does_not_list_is_left_alone(tmp_path: Path):
     folder = save_dcp(tmp_path / NAME, state())
-    metadata = read_metadata(folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
     del metadata.state_dict_metadata[LR]
-    check_steps(folder, metadata)
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    check_steps(opened(folder))
+    assert LR not in opened(folder).plain
 
 
 def test_the_reproduction_runs_with_dcp_itself(tmp_path: Path):
@@ -244,12 +251,11 @@ def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(
     tmp_path: Path, verify: bool
 ):
     folder = save_dcp(tmp_path / NAME, state())
-    metadata = read_metadata(folder)
-    check_files(folder, metadata)
+    checkpoint = opened(folder, verify=verify)
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Command(tmp_path / "canary")))
     wanted = state(0.1)
     with quiet():
-        load_tensors(folder, metadata, wanted, (), verify=verify)
+        load_tensors(checkpoint, wanted, ())
     assert torch.equal(wanted["model"]["w"], torch.arange(3.0))
     assert wanted["optim"] == state(0.5)["optim"]
     assert not (tmp_path / "canary").exists()
@@ -257,8 +263,7 @@ def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(
 
 def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_path: Path):
     folder = save_dcp(tmp_path / NAME, state())
-    metadata = read_metadata(folder)
-    check_files(folder, metadata)
+    checkpoint = opened(folder)
     file, offset, nbytes = blob(folder, LR)
     content = bytearray(file.read_bytes())
     content[offset : offset + nbytes] = pickle.dumps(Command(tmp_path / "canary")).ljust(
@@ -267,7 +272,7 @@ def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_p
     file.write_bytes(content)
     wanted = {"model": {"w": torch.full((3,), 7.0)}, "optim": state(0.1)["optim"]}
     with pytest.raises(CheckpointDamagedError, match=f"'{LR}' in .*__0_0.distcp"):
-        load_tensors(folder, metadata, wanted, ())
+        load_tensors(checkpoint, wanted, ())
     assert torch.equal(wanted["model"]["w"], torch.full((3,), 7.0))
     assert wanted["optim"] == state(0.1)["optim"]
     assert not (tmp_path / "canary").exists()
@@ -279,17 +284,18 @@ class Setting:
 
 def _load_own_tensor(folder: str) -> str:
     key, other = ("a", "model.b") if dist.get_rank() == 0 else ("b", "model.a")
+    checkpoint = opened(Path(folder), verify=False)
     with pytest.raises(CheckpointDamagedError) as caught:
-        load_tensors(
-            Path(folder), read_metadata(Path(folder)), {"model": {key: torch.zeros(3)}}, (other,)
-        )
+        load_tensors(checkpoint, {"model": {key: torch.zeros(3)}}, (other,))
     return str(caught.value)
 
 
 def test_what_one_rank_finds_all_ranks_hear_of(tmp_path: Path):
     folder = save_dcp(tmp_path / NAME, {"model": {"a": torch.zeros(3), "b": torch.ones(3)}})
     (info,) = [
-        info for index, info in read_metadata(folder).storage_data.items() if index.fqn == "model.b"
+        info
+        for index, info in dcp.FileSystemReader(folder).read_metadata().storage_data.items()
+        if index.fqn == "model.b"
     ]
     with (folder / info.relative_path).open("r+b") as stream:
         stream.seek(info.offset)
@@ -315,7 +321,7 @@ def test_what_a_load_would_refuse_is_not_saved(tmp_path: Path):
     options = {"nested": (1, None, "b", torch.float32, [2**63, -0.5])}
     folder = save_checkpoint(tmp_path, 10, state(options), {})
     wanted = state({"nested": ()})
-    load_tensors(folder, read_metadata(folder), wanted, ())
+    load_tensors(opened(folder), wanted, ())
     assert wanted["optim"]["param_groups"][0]["lr"] == options
 
 
@@ -337,7 +343,7 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path):
     other = WithExtraState(3, 2)
     app = DCPState(other)
     wanted = app.state_dict()
-    load_tensors(folder, read_metadata(folder), wanted, ())
+    load_tensors(opened(folder), wanted, ())
     app.load_state_dict(wanted)
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.extra["amax"], torch.arange(4.0))
@@ -370,11 +376,11 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_all(root: Path) -> None:
     """Everything that reads a checkpoint or a file, as a load would."""
     for name in ("ours", "dcp"):
-        opened = open_checkpoint(LocalStore(root / name), NAME)
-        read_everything(opened)
+        found = open_checkpoint(LocalStore(root / name), NAME)
+        read_everything(found)
     folder = root / "dcp" / NAME
-    load(folder, read_metadata(folder), verify=True)
-    assert opened.train_state == {}
+    load(folder, verify=True)
+    assert found.train_state == {}
     read_file(root / "x.pt")
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,10 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp.dcp_files import DcpFiles
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.formats import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.state.dcp_state import flatten
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
@@ -192,7 +191,8 @@ def _refusals(folder: str, table: str, tied: bool = False, **change: Any) -> tup
     """The error of loading what has been changed so, and what it has changed here."""
     batches = [own(windows_of(number, SIZES)) for number in range(3)]
     trained = trained_llama(SIZES, batches)
-    state = {key: value for key, value in flatten(trained.state()).items() if key not in change}
+    state, _ = flatten_state_dict(trained.state())
+    state = {key: value for key, value in state.items() if key not in change}
     state |= {key: value for key, value in change.items() if value is not None}
     dcp.save(state, checkpoint_id=folder)
 
@@ -344,16 +344,16 @@ def test_ranks_read_the_chunks_of_their_own_rows_alone(tmp_path):
 
     def count() -> tuple[int, int]:
         read, largest = 0, 0
-        tensor = DcpFiles.tensor
+        real = TorchDcpCheckpoint._chunk
 
-        def counting(files: DcpFiles, index: Any) -> torch.Tensor:
+        def counting(*args: Any) -> torch.Tensor:
             nonlocal read, largest
-            chunk = tensor(files, index)
+            chunk = real(*args)
             read, largest = read + chunk.nbytes, max(largest, chunk.nbytes)
             return chunk
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DcpFiles, "tensor", counting)
+            patch.setattr(TorchDcpCheckpoint, "_chunk", counting)
             load_dcp(folder, TITAN, model_config(), make("megatron").state)
         return read, largest
 

@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.plain_dcp import (
     _divided,
     load_model_weights,
     weights_prefix,
 )
-from megatron.core.dist_checkpointing.dcp.torch_dcp import read_metadata
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
@@ -204,9 +204,9 @@ def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(
     state, model = dict(Net(seed=1).state_dict()), Net(seed=2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change(state)
-    folder = _plain(tmp_path / "there", {"model": state, "optim": {"tail.weight": torch.ones(2)}})
+    _plain(tmp_path / "there", {"model": state, "optim": {"tail.weight": torch.ones(2)}})
     with pytest.raises(CheckpointError) as caught:
-        load_model_weights(folder, read_metadata(folder), model)
+        load_model_weights(TorchDcpCheckpoint.open(LocalStore(tmp_path), "there"), model)
     assert message in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
-    check_files,
     load_tensors,
-    read_metadata,
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Fault,
@@ -53,9 +53,13 @@ def save(root: Path, iteration: int, value: float = 0.0) -> Path:
     )
 
 
+def opened(folder: Path) -> TorchDcpCheckpoint:
+    return TorchDcpCheckpoint.open(LocalStore(folder.parent), folder.name)
+
+
 def load(folder: Path, ignored: tuple[str, ...] = (), **wanted: torch.Tensor) -> dict:
     state = {"model": wanted}
-    load_tensors(folder, read_metadata(folder), state, ignored)
+    load_tensors(opened(folder), state, ignored)
     return state["model"]
 
 
@@ -300,7 +304,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load(folder, w=torch.zeros(3))
     (folder / ".metadata").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        read_metadata(folder)
+        opened(folder)
 
 
 def _one_rank_cannot_write(root: str) -> str:
@@ -344,9 +348,8 @@ def test_the_plain_data_is_readable_json(tmp_path):
 
 def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path):
     folder = save(tmp_path, 1, 0.75)
-    metadata = read_metadata(folder)
-    check_files(folder, metadata)
-    (place,) = metadata.storage_data.values()
+    opened(folder).check()
+    (place,) = FileSystemReader(folder).read_metadata().storage_data.values()
     file = folder / place.relative_path
     content = file.read_bytes()
     num_found = 0
@@ -355,7 +358,7 @@ def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path
         changed[byte] ^= 1 << byte % 8
         file.write_bytes(changed)
         try:
-            check_files(folder, metadata)
+            opened(folder).check()
         except CheckpointDamagedError as error:
             assert str(file) in str(error)  # noqa: PT017  it may as well not be raised
             num_found += 1
@@ -370,11 +373,10 @@ def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path
     )  # the rest is padding, and copies of what stands elsewhere
 
 
-def test_ranks_share_the_checking_and_sizes_alone_may_be_checked(tmp_path):
+def test_ranks_share_the_checking_and_sizes_are_checked_first(tmp_path):
     state = {"model": {f"w{number}": torch.full((3,), float(number)) for number in range(5)}}
     folder = save_checkpoint(tmp_path, 1, state, {})
-    metadata = read_metadata(folder)
-    for place in metadata.storage_data.values():
+    for place in FileSystemReader(folder).read_metadata().storage_data.values():
         file = folder / place.relative_path
         whole = file.read_bytes()
         with file.open("r+b") as stream:
@@ -383,17 +385,17 @@ def test_ranks_share_the_checking_and_sizes_alone_may_be_checked(tmp_path):
         found = []
         for rank in range(3):
             try:
-                check_files(folder, metadata, rank=rank, world_size=3)
+                opened(folder).check(rank=rank, world_size=3)
             except CheckpointDamagedError:
                 found.append(rank)
         assert len(found) == 1
-        check_files(folder, metadata, checks_data=False)
+        opened(folder)
         file.write_bytes(whole)
     file.write_bytes(whole[:-1])
     with pytest.raises(
         CheckpointDamagedError, match=r"Expected \d+ bytes or more in .*, got \d+\."
     ):
-        check_files(folder, metadata, checks_data=False)
+        opened(folder)
     file.unlink()
     with pytest.raises(CheckpointDamagedError, match="No such file"):
-        check_files(folder, metadata)
+        opened(folder)
