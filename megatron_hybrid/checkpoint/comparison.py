@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.formats import (
     pieces_of,
     read_piece,
 )
-from megatron.core.dist_checkpointing.load.chunk_data import flat_bytes
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 
 Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "only in B"]
@@ -95,7 +94,7 @@ def _compare_tensor(
 def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     """How many elements differ in a bit, and the largest difference."""
     itemsize = one.element_size()
-    bits = [flat_bytes(tensor.contiguous()).reshape(-1, itemsize) for tensor in (one, other)]
+    bits = [tensor.reshape(-1).view(torch.uint8).reshape(-1, itemsize) for tensor in (one, other)]
     if torch.equal(*bits):
         return 0, 0.0
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
-from megatron.core.dist_checkpointing.format.archive_directory import Window
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
 from megatron.core.dist_checkpointing.format.names import (
@@ -33,7 +32,6 @@ from megatron.core.dist_checkpointing.format.names import (
 from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.plan.chunks import Replicated
 from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
-from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
@@ -42,6 +40,7 @@ from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import open_regular, remove_empty_folder
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, ThreadEvent
+from megatron.training.checkpoint.safetensors_files import open_safetensors
 from megatron_hybrid.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -199,8 +198,12 @@ def _read_torch_save(path: Path) -> dict[str, object]:
     source = str(path)
     with open_regular(path, "what torch.save writes") as stream:
         nbytes = os.fstat(stream.fileno()).st_size
+
+        def read_at(begin: int, nbytes: int) -> bytes:
+            return os.pread(stream.fileno(), nbytes, begin)
+
         # Programs may leave the checksums out; `to_file` does, too.
-        archive = Archive(Window(stream, 0, nbytes), nbytes, source, checks_crc=False)
+        archive = Archive(read_at, nbytes, source, checks_crc=False)
         # Copy-on-write, because torch warns of memory that is not writable; nobody writes to it.
         mapped = mmap.mmap(stream.fileno(), nbytes, access=mmap.ACCESS_COPY)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.blob import fake_tensor_mode
 from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
-from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     pieces_of,
@@ -71,7 +71,11 @@ def _places(path: Path) -> dict[str, object]:
     """The content of a file of torch.save, with a `TensorPlace` for every tensor."""
     with open_regular(path) as written:
         nbytes = os.fstat(written.fileno()).st_size
-        placed = Archive(written, nbytes, str(path), checks_crc=False).value
+
+        def read_at(begin: int, nbytes: int) -> bytes:
+            return os.pread(written.fileno(), nbytes, begin)
+
+        placed = Archive(read_at, nbytes, str(path), checks_crc=False).value
     assert isinstance(placed, dict), "as was written"
     return placed
 

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.format.metadata import compose_metadata
 from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 
 
 class Cut(NamedTuple):
@@ -175,3 +176,12 @@ def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> Chunk:
     offset = len(content) + len(header)
     content += header + raw_bytes(part) + footer
     return Chunk(box, cut.rank, data_file(cut.rank), offset)
+
+
+def install_param_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+) -> None:
+    """What a load does with saved parameter groups, whether or not it does something in between."""
+    install_options(optimizer, match_param_groups(optimizer, names, saved))

@@ -190,7 +190,6 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.plan.coverage",
         "megatron.core.dist_checkpointing.format.json_members",
         "megatron.core.dist_checkpointing.format.manifest",
-        "megatron.core.dist_checkpointing.format.fake_tensors",
         "megatron.core.dist_checkpointing.format.blob",
         "megatron.core.dist_checkpointing.format.index",
         "megatron.core.dist_checkpointing.format.metadata",
@@ -224,7 +223,6 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.save.publisher",
         "megatron.core.dist_checkpointing.save.manager",
         "megatron.core.dist_checkpointing.dcp.plain_dcp",
-        "megatron.core.dist_checkpointing.safetensors_files",
     ],
     [
         "megatron.training.health.phases",
@@ -258,6 +256,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.engine",
         "megatron.training.checkpoint.load_extras",
         "megatron.training.checkpoint.loading",
+        "megatron.training.checkpoint.safetensors_files",
         "megatron.training.checkpoint.hf_files",
         "megatron.training.checkpoint.hf_config_check",
         "megatron.training.checkpoint.hf_row_writer",

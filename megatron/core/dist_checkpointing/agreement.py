@@ -50,15 +50,10 @@ def on_first_rank(action: Callable[[], T], what: str) -> T:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     content, failure = b"", None
     if is_first:
-        try:
-            content = _encode({"result": _checked_plain(action())}, _MOST_BYTES)
-        except (CheckpointError, ConfigError) as error:
-            failure = error
-        except Exception as error:
-            failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-        if failure is not None:
-            content = _encode_error(failure)
+        encoded, failure = _attempt(
+            lambda: _encode({"result": _checked_plain(action())}, _MOST_BYTES), f"{what}: "
+        )
+        content = encoded or b"" if failure is None else _encode_error(failure)
 
     if dist.is_initialized() and dist.get_world_size() > 1:
         content = _broadcast(content)
@@ -81,16 +76,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
             CheckpointError; or else an error with the text of the first rank that failed. All ranks
             raise the kind of that rank, so all of them go the same way from here.
     """
-    result: T | None = None
-    error: CheckpointError | ConfigError | None = None
-    try:
-        result = action()
-    except (CheckpointError, ConfigError) as failure:
-        error = failure
-    except Exception as failure:  # or the other ranks would wait for this one
-        error = CheckpointError(f"{type(failure).__name__}: {failure}")
-        error.__cause__ = failure
-
+    result, error = _attempt(action, "")
     # Mostly no rank has failed, and then the ranks exchange nothing but lengths.
     contents = [b"" if error is None else _encode_error(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -118,6 +104,20 @@ def sum_of_ranks(value: int) -> int:
     with issuing("all-reduce of a number", total):
         dist.all_reduce(total)
     return int(total)
+
+
+def _attempt(
+    action: Callable[[], T], prefix: str
+) -> tuple[T | None, CheckpointError | ConfigError | None]:
+    """What an action returns, or what it raises: the other ranks would wait for this one."""
+    try:
+        return action(), None
+    except (CheckpointError, ConfigError) as error:
+        return None, error
+    except Exception as error:
+        failure = CheckpointError(f"{prefix}{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return None, failure
 
 
 def _checked_plain(value: T) -> T:
@@ -185,7 +185,7 @@ def _broadcast(content: bytes) -> bytes:
         sent = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     with issuing(f"broadcast of {num_bytes} bytes", sent):
         dist.broadcast(sent, src=0)
-    return _as_bytes(sent)
+    return sent.cpu().numpy().tobytes()
 
 
 def _gather(content: bytes) -> list[bytes]:
@@ -204,7 +204,7 @@ def _gather(content: bytes) -> list[bytes]:
     padded = [torch.empty_like(own) for _ in range(num_ranks)]
     with issuing("all-gather of results", own):
         dist.all_gather(padded, own)
-    return [_as_bytes(part[:size]) for part, size in zip(padded, sizes, strict=True)]
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(padded, sizes, strict=True)]
 
 
 def _checked_size(num_bytes: int, most_bytes: int) -> int:
@@ -225,7 +225,3 @@ def _as_tensor(content: bytes, numel: int, device: torch.device) -> torch.Tensor
     """uint8 [numel]: the bytes, and zeros behind them."""
     padded = bytearray(content.ljust(numel, b"\0"))
     return torch.frombuffer(padded, dtype=torch.uint8).to(device)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()

@@ -68,9 +68,8 @@ def format_of(store: Store, name: str) -> str | None:
     except CheckpointError:
         config = None
     named = config.get("ckpt_format") if isinstance(config, dict) else None
-    for known in (FSDP_DTENSOR, TORCH_DCP):
-        if named == known:
-            return known
+    if named in (FSDP_DTENSOR, TORCH_DCP):
+        return str(named)
     return TORCH_DCP if store.exists(f"{name}/{METADATA_FILE}") else None
 
 

@@ -269,10 +269,7 @@ class LocalStore:
 
     def sweep(self) -> list[str]:
         abandoned = [name for name in self.folders() if _is_abandoned(name)]
-        return _delete_each(abandoned, self._delete, self.root)
-
-    def remove(self, name: str) -> None:
-        self._delete(name)
+        return _delete_each(abandoned, self.remove, self.root)
 
     def set_aside(self, name: str) -> str:
         aside = f"{name}.{secrets.token_hex(4)}{_DAMAGED}"
@@ -280,7 +277,7 @@ class LocalStore:
         sync_folder(self._root)
         return aside
 
-    def _delete(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         folder = self._root / name
         # The rename reaches the disk before any file is deleted: a crash must not bring back the
         # old name with half of the files.
@@ -380,21 +377,18 @@ class RemoteStore:
     def sweep(self) -> list[str]:
         named = [name for name in self.folders() if iteration_of(name) is not None]
         begun = [name for name in named if self._is_begun(name)]
-        return _delete_each(begun, self._delete, self.root)
-
-    def remove(self, name: str) -> None:
-        self._delete(name)
+        return _delete_each(begun, self.remove, self.root)
 
     def set_aside(self, name: str) -> None:
         # It cannot be renamed, and the next save of this iteration needs its place.
-        self._delete(name)
+        self.remove(name)
 
     def _is_begun(self, name: str) -> bool:
         """Whether this class has begun a checkpoint that is not published, or no longer."""
         names = self._list(self._at(name))
         return SIGN_FILE in names and MARKER_FILE not in names
 
-    def _delete(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         # See [Note: publishing] for the order.
         order = {MARKER_FILE: 0, METADATA_FILE: 1, SIGN_FILE: 3}
         names = sorted(self._list(self._at(name)), key=lambda file: (order.get(file, 2), file))

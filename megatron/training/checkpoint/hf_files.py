@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.errors import (
 )
 from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
 from megatron.core.files import read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
@@ -34,6 +33,7 @@ from megatron.training.checkpoint.hf_layout import (
     WEIGHTS_FILE,
     FileTensor,
 )
+from megatron.training.checkpoint.safetensors_files import open_safetensors
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 CONFIG_FILE = "config.json"

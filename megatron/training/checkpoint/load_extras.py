@@ -18,8 +18,7 @@ from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    is_checkpoint_name,
+    iteration_of,
     path_of,
 )
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
@@ -69,7 +68,7 @@ class RunData(NamedTuple):
             raise no_run_error(path_of(store, name), f"its {TRAIN_STATE_FILE} has no schedule")
         info = RecoverInfo.from_plain(train_state, source)
         iteration = info.step_info.iteration
-        if is_checkpoint_name(name) and checkpoint_name(iteration) != name:
+        if iteration_of(name) not in (None, iteration):
             raise CheckpointError(
                 f"Expected progress.iteration in {source} to be that of {name}, got {iteration}."
             )

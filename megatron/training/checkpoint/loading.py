@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, saved_param_groups
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, check_param_groups
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect, given_options
@@ -297,7 +297,7 @@ class _Load:
             self.schedule,
             self.state.optimizer.optimizer,
             names,
-            lambda: saved_param_groups(checkpoint),
+            lambda: check_param_groups(checkpoint.read_plain(PARAM_GROUPS), checkpoint.path),
         )
 
     def torch_dcp(self) -> RecoverInfo | None:
@@ -340,7 +340,7 @@ class _Load:
         keys = None
         if not self.with_states:
             keys = weight_keys(checkpoint, model)
-            keys.update(key for key in _keys(checkpoint) if RNG_KEY.fullmatch(key))
+            keys.update(key for key in checkpoint.keys if RNG_KEY.fullmatch(key))
         if flags.verify_checkpoint:
             checkpoint.check(keys, rank=dist.get_rank(), world_size=dist.get_world_size())
 
@@ -376,14 +376,10 @@ def _local_path(store: Store, name: str) -> str:
     return path_of(store, name)
 
 
-def _keys(checkpoint: TorchDcpCheckpoint) -> list[str]:
-    return [*checkpoint.tensors, *checkpoint.plain]
-
-
 def _train_state(store: Store, name: str, checkpoint: TorchDcpCheckpoint) -> dict[str, Any]:
     """The plain data of a `torch_dcp` checkpoint. CheckpointError for a folder that has none."""
     # A run's checkpoint that has lost the file is damaged, and has random states to tell it by.
-    is_ours = any(RNG_KEY.fullmatch(key) for key in _keys(checkpoint))
+    is_ours = any(RNG_KEY.fullmatch(key) for key in checkpoint.keys)
     if not is_ours and not store.exists(f"{name}/{TRAIN_STATE_FILE}"):
         reason = f"it has no {TRAIN_STATE_FILE}, like all that torch.distributed.checkpoint saves"
         raise no_run_error(path_of(store, name), reason)

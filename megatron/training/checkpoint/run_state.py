@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADA
 from megatron.core.dist_checkpointing.format.names import (
     TRACKER_FILE,
     checkpoint_name,
-    is_checkpoint_name,
+    iteration_of,
     published_iterations,
 )
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
@@ -137,7 +137,7 @@ def save_once(
         ValueError: for the name of a run's own checkpoint, or a path that the format cannot use.
     """
     root, name = split_path(path)
-    if is_checkpoint_name(name):
+    if iteration_of(name) is not None:
         raise ValueError(
             f"Expected another name than those of a run's own checkpoints, got {path!r}."
         )

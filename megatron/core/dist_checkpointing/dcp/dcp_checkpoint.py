@@ -85,6 +85,11 @@ class TorchDcpCheckpoint:
         has_state = self._store.exists(f"{self._name}/{TRAIN_STATE_FILE}")
         return read_train_state(self._store, self._name) if has_state else {}
 
+    @property
+    def keys(self) -> list[str]:
+        """Of tensors and of plain data."""
+        return [*self.tensors, *self.plain]
+
     def in_order(self, keys: Iterable[str]) -> list[str]:
         """Keys of tensors in the order in which their first chunks lie in the files."""
         return sorted(keys, key=lambda key: [chunk[2:] for chunk in self.tensors[key].chunks[:1]])
@@ -168,27 +173,24 @@ class TorchDcpCheckpoint:
         return memory, source
 
     def _check_sizes(self) -> None:
-        ends: dict[str, int] = {}
+        limits = [(key, blob, 0, MAX_PLAIN_BYTES) for key, blob in self._index.plain.items()]
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 least, blob = tensor.chunk_nbytes(chunk), self._index.blobs[key, chunk.box.offsets]
-                self._check_length(key, blob, least, least + MAX_FRAME_BYTES, ends)
-        for key, blob in self._index.plain.items():
-            self._check_length(key, blob, 0, MAX_PLAIN_BYTES, ends)
+                limits.append((key, blob, least, least + MAX_FRAME_BYTES))
+
+        ends: dict[str, int] = {}
+        for key, blob, least, most in limits:
+            # Of what was compressed, say, the length tells nothing about the tensor.
+            if not least <= blob.nbytes <= most and not blob.transforms:
+                raise CheckpointDamagedError(
+                    f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "
+                    f"{blob.nbytes} bytes."
+                )
+            ends[blob.file] = max(ends.get(blob.file, 0), blob.offset + blob.nbytes)
         # A file's size is asked for once, however many blobs it has: stores may be remote.
         for file, end in ends.items():
             self._check_reaches(file, end)
-
-    def _check_length(
-        self, key: str, blob: Blob, least: int, most: int, ends: dict[str, int]
-    ) -> None:
-        # Of what was compressed, say, the length tells nothing about the tensor.
-        if not least <= blob.nbytes <= most and not blob.transforms:
-            raise CheckpointDamagedError(
-                f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "
-                f"{blob.nbytes} bytes."
-            )
-        ends[blob.file] = max(ends.get(blob.file, 0), blob.offset + blob.nbytes)
 
     def _check_reaches(self, file: str, end: int) -> None:
         """CheckpointDamagedError if a file is missing, or ends before this byte."""

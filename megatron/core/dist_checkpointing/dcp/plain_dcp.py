@@ -47,7 +47,7 @@ def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None
     prefix = _prefix(checkpoint, own)
     others: tuple[str, ...] = _OTHERS
     if prefix:
-        others = tuple(key for key in _keys(checkpoint) if not key.startswith(prefix))
+        others = tuple(key for key in checkpoint.keys if not key.startswith(prefix))
 
     # The tensors are the model's own memory. Plain data, of extra states, comes back in the dict.
     wanted = {f"{prefix}{name}": value for name, value in own.items()}
@@ -61,12 +61,8 @@ def weight_keys(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> set[str]:
     return {f"{_prefix(checkpoint, own)}{name}" for name in own}
 
 
-def _keys(checkpoint: TorchDcpCheckpoint) -> list[str]:
-    return [*checkpoint.tensors, *checkpoint.plain]
-
-
 def _prefix(checkpoint: TorchDcpCheckpoint, own: Collection[str]) -> str:
-    return weights_prefix(own, _keys(checkpoint), checkpoint.path)
+    return weights_prefix(own, checkpoint.keys, checkpoint.path)
 
 
 def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> str:

@@ -84,7 +84,10 @@ def save_checkpoint(
     except CheckpointException as failure:
         # DCP raises once all ranks have stopped writing.
         on_first_rank(draft.discard, f"discarding {draft.path}")
-        got = _causes(failure)
+        got = "; ".join(
+            f"rank {rank}: {type(error).__name__}: {error}"
+            for rank, (error, _) in failure.failures.items()
+        )
         raise CheckpointError(f"Expected {draft.path} to be written, got {got}.") from failure
 
     tracked = iteration if name is None else None
@@ -259,11 +262,3 @@ def _no_word_about_single_process() -> Iterator[None]:
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         yield
-
-
-def _causes(failure: CheckpointException) -> str:
-    """The errors of all ranks that failed, in one line."""
-    return "; ".join(
-        f"rank {rank}: {type(error).__name__}: {error}"
-        for rank, (error, _) in failure.failures.items()
-    )

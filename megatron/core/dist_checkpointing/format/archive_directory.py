@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from typing import IO, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from typing import IO, NamedTuple, TypeAlias, cast
 
 from megatron.core.dist_checkpointing.errors import UntrustedReader, reason, shown
 
@@ -25,14 +26,8 @@ _ENCRYPTED = 1  # bit of a record's flags
 _PICKLE_BEGIN = b"\x80"  # the opcode that says a pickle's protocol
 
 
-class ByteSource(Protocol):
-    """Something to read bytes from: a file, a window of one, or memory."""
-
-    def seek(self, offset: int, whence: int = ..., /) -> int:
-        """Goes to a place; returns it."""
-
-    def read(self, size: int = ..., /) -> bytes:
-        """The next bytes, at most `size`; none at the end."""
+# The bytes of an archive from a place on: as many as are asked for, fewer only at its end.
+ReadAt: TypeAlias = Callable[[int, int], bytes]
 
 
 class ArchiveRecord(NamedTuple):
@@ -46,14 +41,11 @@ class ArchiveRecord(NamedTuple):
 class ArchiveBytes(UntrustedReader):
     """An archive that has not been checked yet."""
 
-    def __init__(self, stream: ByteSource, nbytes: int, source: str) -> None:
-        """
-        Args:
-            stream, nbytes, source: as in `Archive`.
-        """
+    def __init__(self, read_at: ReadAt, nbytes: int, source: str) -> None:
+        """As `Archive`."""
         super().__init__(source)
         self.nbytes = nbytes
-        self._stream = stream
+        self._read_at = read_at
 
     def directory(self, max_nbytes: int) -> dict[str, ArchiveRecord]:
         """The records by name, each within the archive and stored as it is.
@@ -100,14 +92,13 @@ class ArchiveBytes(UntrustedReader):
         # Checked before the read, which allocates as much as it is asked for.
         if begin < 0 or begin + nbytes > self.nbytes:
             self._fail(f"{nbytes} bytes within {self.nbytes}", f"some at {begin}")
-        self._stream.seek(begin)
-        content = self._stream.read(nbytes)
+        content = self._read_at(begin, nbytes)
         if len(content) != nbytes:
             self._fail(f"{nbytes} bytes at {begin}", f"{len(content)}")
         return content
 
     def _entries(self, max_nbytes: int) -> list[zipfile.ZipInfo]:
-        bounded = _DirectoryReads(self._stream, max_nbytes)
+        bounded = _DirectoryReads(self._read_at, self.nbytes, max_nbytes)
         try:
             with zipfile.ZipFile(cast(IO[bytes], bounded)) as archive:
                 return archive.infolist()
@@ -135,52 +126,22 @@ class _TooLargeError(Exception):
         self.nbytes = nbytes
 
 
+class _OutsideError(OSError):
+    """A place before the beginning of a file. `zipfile` asks for one, and expects an OSError."""
+
+
 class _DirectoryReads:
-    """An archive for `zipfile`, which reads the directory in one piece, however large it is.
+    """An archive as a file for `zipfile`, which reads the directory in one piece, however large.
 
     Checking the directory's length beforehand would take another parser of zip archives, and the
     two might find different directories.
     """
 
-    def __init__(self, stream: ByteSource, max_nbytes: int) -> None:
-        self._stream = stream
+    def __init__(self, read_at: ReadAt, nbytes: int, max_nbytes: int) -> None:
+        self._read_at = read_at
+        self._nbytes = nbytes
         self._max_nbytes = max_nbytes
         self._position = 0
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = self._stream.seek(offset, whence)
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        # Without a size `zipfile` reads the last 64 KiB, where a comment may be.
-        if size > self._max_nbytes:
-            raise _TooLargeError(size)
-        content = self._stream.read(size)
-        self._position += len(content)
-        return content
-
-
-class _OutsideError(OSError):
-    """A place before the beginning of a file. `zipfile` asks for one, and expects an OSError."""
-
-
-class Window(io.RawIOBase):
-    """A part of a file, presented as a file of its own. Never reads beyond its end."""
-
-    def __init__(self, stream: ByteSource, begin: int, nbytes: int) -> None:
-        self._stream = stream
-        self._begin = begin
-        self._nbytes = nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._position
@@ -193,18 +154,10 @@ class Window(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """As many bytes as there are, up to `size`."""
+        # Without a size `zipfile` reads the last 64 KiB, where a comment may be.
+        if size > self._max_nbytes:
+            raise _TooLargeError(size)
         rest = max(0, self._nbytes - self._position)
-        size = rest if size < 0 else min(size, rest)
-
-        # The stream may be shared, and unbuffered: it may stand anywhere, and return less.
-        self._stream.seek(self._begin + self._position)
-        pieces = []
-        while size:
-            piece = self._stream.read(size)
-            if not piece:
-                break
-            pieces.append(piece)
-            size -= len(piece)
-            self._position += len(piece)
-        return b"".join(pieces)
+        content = self._read_at(self._position, rest if size < 0 else min(size, rest))
+        self._position += len(content)
+        return content

@@ -16,7 +16,6 @@ checked: they are read once.
 
 from __future__ import annotations
 
-import io
 import math
 import zlib
 from collections.abc import Callable
@@ -31,8 +30,7 @@ from megatron.core.dist_checkpointing.format.archive_directory import (
     MAX_DIRECTORY_BYTES,
     ArchiveBytes,
     ArchiveRecord,
-    ByteSource,
-    Window,
+    ReadAt,
 )
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
 from megatron.core.dist_checkpointing.format.safe_pickle import (
@@ -103,7 +101,7 @@ class Archive(UntrustedReader):
 
     def __init__(
         self,
-        stream: ByteSource,
+        read_at: ReadAt,
         nbytes: int,
         source: str,
         *,
@@ -112,7 +110,7 @@ class Archive(UntrustedReader):
     ) -> None:
         """
         Args:
-            stream: the archive, from its first byte on; it can be positioned.
+            read_at: reads it; places count from its first byte.
             nbytes: length of the archive.
             source: what it is, for messages: a path, or a key and a path.
             checks_crc: whether records must have the CRC-32 that the directory says.
@@ -124,7 +122,7 @@ class Archive(UntrustedReader):
             OSError: if it cannot be read.
         """
         super().__init__(source)
-        self._bytes = ArchiveBytes(stream, nbytes, source)
+        self._bytes = ArchiveBytes(read_at, nbytes, source)
         self._nbytes = nbytes
         self._checks_crc = checks_crc
         self._tensor_nbytes = 0  # of all tensors that the pickle has described
@@ -180,7 +178,7 @@ class Archive(UntrustedReader):
         return {
             **_NAMED,
             ("torch._utils", "_rebuild_tensor_v2"): Call(self._tensor),
-            ("torch._utils", "_rebuild_tensor_v3"): Call(self._tensor_of_dtype),
+            ("torch._utils", "_rebuild_tensor_v3"): Call(self._tensor),
             ("torch._utils", "_rebuild_parameter"): Call(_first_tensor),
             ("torch._utils", "_rebuild_parameter_with_state"): Call(_first_tensor),
             ("torch._tensor", "_rebuild_from_type_v2"): Call(_plain_tensor),
@@ -204,30 +202,19 @@ class Archive(UntrustedReader):
     def _tensor(
         self, storage: object, offset: object, shape: object, strides: object, *more: object
     ) -> TensorPlace:
-        """`more`: whether it wants a gradient, its hooks, and perhaps metadata."""
-        if not isinstance(storage, _Storage) or storage.dtype is None:
+        """A tensor, checked against its storage.
+
+        Args:
+            more: whether it wants a gradient, its hooks, its dtype if that is not the storage's,
+                and perhaps metadata.
+        """
+        if not isinstance(storage, _Storage):
+            self._fail("a tensor over a storage", shown(storage))
+        dtype, metadata = storage.dtype, more[2:]
+        if metadata and isinstance(metadata[0], torch.dtype):
+            dtype, metadata = metadata[0], metadata[1:]
+        if dtype is None:
             self._fail("a tensor over a storage of numbers", shown(storage))
-        return self._place(storage, storage.dtype, offset, shape, strides, more[2:])
-
-    def _tensor_of_dtype(
-        self, storage: object, offset: object, shape: object, strides: object, *more: object
-    ) -> TensorPlace:
-        """As `_tensor`; the dtype stands before the metadata."""
-        dtype = more[2]
-        if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
-            self._fail("a tensor over a storage, and its dtype", shown(storage))
-        return self._place(storage, dtype, offset, shape, strides, more[3:])
-
-    def _place(
-        self,
-        storage: _Storage,
-        dtype: torch.dtype,
-        offset: object,
-        shape: object,
-        strides: object,
-        metadata: tuple[object, ...],
-    ) -> TensorPlace:
-        """A tensor, checked against its storage."""
         sizes, steps, (start,) = self._counts(shape), self._counts(strides), self._counts((offset,))
         if len(sizes) != len(steps) or len(sizes) > MAX_DIMS:
             got = f"{len(sizes)} and {len(steps)}"
@@ -269,9 +256,18 @@ def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archi
     Raises:
         CheckpointDamagedError, CheckpointError: as `Archive`.
     """
-    nbytes, most = memory.numel(), MAX_BLOB_DIRECTORY_BYTES
-    window = Window(_MemoryStream(memory), 0, nbytes)
-    archive = Archive(window, nbytes, source, checks_crc=checks_crc, max_directory_nbytes=most)
+    content = memory.numpy().data
+
+    def read_at(begin: int, nbytes: int) -> bytes:
+        return bytes(content[begin : begin + nbytes])
+
+    archive = Archive(
+        read_at,
+        content.nbytes,
+        source,
+        checks_crc=checks_crc,
+        max_directory_nbytes=MAX_BLOB_DIRECTORY_BYTES,
+    )
     if checks_crc:
         archive.check_memory(memory)
     return archive
@@ -305,24 +301,6 @@ def with_tensors(value: object, tensor_of: Callable[[TensorPlace], torch.Tensor]
     if type(value) is tuple:
         return tuple(with_tensors(item, tensor_of) for item in value)
     return value
-
-
-class _MemoryStream:
-    """The bytes of a tensor, to read as a file. `io.BytesIO` would copy all of them."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._content = memory.numpy().data
-        self._position = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET, "a window counts from the beginning"
-        self._position = offset
-        return offset
-
-    def read(self, size: int = -1) -> bytes:
-        begin = self._position
-        self._position += size
-        return bytes(self._content[begin : begin + size])
 
 
 class _StorageKind:

@@ -134,12 +134,7 @@ class _RecordReader(UntrustedReader):
             )
         return found
 
-    def _blob_at(
-        self,
-        places: dict[tuple[str, tuple[int, ...] | None], Blob],
-        key: str,
-        offsets: tuple[int, ...] | None,
-    ) -> Blob:
+    def _blob_at(self, places: dict[Any, Blob], key: str, offsets: tuple[int, ...] | None) -> Blob:
         if (key, offsets) not in places:
             at = "" if offsets is None else f" at {offsets}"
             self._fail(f"a place for {key}{at}", "none")

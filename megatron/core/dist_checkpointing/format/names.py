@@ -55,11 +55,6 @@ def iteration_of(name: str) -> int | None:
     return found.iteration if found is not None and not found.suffix else None
 
 
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of this name is taken for one of a run's checkpoints."""
-    return iteration_of(name) is not None
-
-
 class Folders(Protocol):
     """The part of a `Store` that this file needs."""
 

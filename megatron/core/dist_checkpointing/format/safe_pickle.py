@@ -6,8 +6,8 @@ billion places, spell an integer of a million digits, or nest tuples until hashi
 years or all of the C stack. Python's unpickler lets a subclass look up names, but executes all the
 rest itself.
 
-So this is another machine. It knows only the opcodes that `pickle` writes for plain data and
-dataclasses:
+So this is another machine. `pickletools` takes the opcodes apart, and executes nothing. The machine
+knows only those that `pickle` writes for plain data and dataclasses:
 
 - A name stands for what the caller has listed under it; every other name is refused.
 - Only a `Call` of that list can be called. An object of a class becomes a `Record`, which holds
@@ -24,8 +24,7 @@ values that would take too long, or too many levels, to walk.
 
 from __future__ import annotations
 
-import pickle
-import struct
+import pickletools
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ from megatron.core.dist_checkpointing.errors import (
 
 MAX_DIMS = 64  # of a tensor: torch's own bound
 
-_MAX_INTEGER_BYTES = 16
+_MAX_INTEGER_BITS = 128
 _MAX_PROTOCOL = 5
 _MAX_DEPTH = 100  # of a value
 _MAX_SHARED = 1_000_000  # values beyond those that a pickle spells: it may refer to some again
@@ -185,7 +184,7 @@ class _Machine(UntrustedReader):
         persistent: Callable[[object], object] | None,
     ) -> None:
         super().__init__(source)
-        self.position = 0
+        self.position = 0  # of the opcode that is being executed; behind the last one in the end
         self._content = content
         self._admitted = admitted
         self._what = what
@@ -193,145 +192,73 @@ class _Machine(UntrustedReader):
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
         self._memo: dict[int, Any] = {}
-        self._texts: dict[str, str] = {}  # long strings, each by itself
+        self._texts: dict[str, str] = {}  # by themselves
         self._num_steps = 0  # taken through what may have been recalled
 
     def run(self) -> object:
         """Executes opcode by opcode, up to the one that ends the pickle."""
-        content, memo = self._content, self._memo
-        actions = [_ACTIONS.get(number, _Machine._unknown) for number in range(256)]
+        # It takes opcodes apart, and reads no more for an argument than there is.
+        for opcode, argument, position in pickletools.genops(self._content):
+            self.position = position or 0
+            action = _ACTIONS.get(opcode.name)
+            if action is None:
+                self._fail("opcodes of plain data", f"{opcode.name} at byte {position}")
+            action(self, argument)
+        self.position += 1
+        (value,) = self._stack
+        return value
 
-        while True:
-            opcode = content[self.position]
-            self.position += 1
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
 
-            # Most opcodes of a large `.metadata` recall something or begin a record. They are
-            # executed here, because a method call costs more than all the rest of them.
-            if opcode == _BINGET:
-                self._stack.append(memo[content[self.position]])
-                self.position += 1
-            elif opcode == _LONG_BINGET:
-                self._stack.append(memo[_unsigned4_at(content, self.position)[0]])
-                self.position += 4
-            elif opcode == _EMPTY_TUPLE:
-                self._stack.append(())
-            elif opcode == _EMPTY_DICT:
-                self._stack.append({})
-            elif opcode == _MARK:
-                self._below.append(self._stack)
-                self._stack = []
-            elif opcode == _STOP:
-                (value,) = self._stack
-                return value
-            else:
-                actions[opcode](self)
+    def _push_integer(self, value: int) -> None:
+        if value.bit_length() > _MAX_INTEGER_BITS:
+            self._fail(f"integers of at most {_MAX_INTEGER_BITS} bits", f"{value.bit_length()}")
+        self._stack.append(value)
 
-    def _unknown(self) -> None:
-        opcode = self._content[self.position - 1 : self.position]
-        self._fail("opcodes of plain data", f"{opcode!r} at byte {self.position - 1}")
+    def _push_text(self, text: str) -> None:
+        # A dict compares equal keys character by character, unless they are one object.
+        self._stack.append(self._texts.setdefault(text, text))
 
-    # Arguments of opcodes.
-
-    def _take(self, nbytes: int) -> bytes:
-        begin = self.position
-        self.position = end = begin + nbytes
-        # A slice beyond the end would just be shorter.
-        if end > len(self._content):
-            self._fail(f"{nbytes} more bytes from byte {begin} on", f"{len(self._content) - begin}")
-        return self._content[begin:end]
-
-    def _take_number(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
-
-    def _protocol(self) -> None:
-        protocol = self._take_number(1)
+    def _check_protocol(self, protocol: int) -> None:
         if protocol > _MAX_PROTOCOL:
             self._fail(f"a protocol of at most {_MAX_PROTOCOL}", f"{protocol}")
 
-    def _frame(self) -> None:
+    def _check_frame(self, nbytes: int) -> None:
         # A hint for reading from a file, which has been read already.
-        if self._take_number(8) > len(self._content) - self.position:
+        if nbytes > len(self._content) - self.position:
             self._fail("a frame within the file", "one that is larger")
 
-    # Scalars.
-
-    def _signed(self) -> None:
-        # Without `_take`: a large `.metadata` has a million of these. A pickle that is cut off
-        # here lacks its STOP and is refused for that.
-        end = self.position + 4
-        number = int.from_bytes(self._content[self.position : end], "little", signed=True)
-        self._stack.append(number)
-        self.position = end
-
-    def _unsigned1(self) -> None:
-        self._stack.append(self._take_number(1))
-
-    def _unsigned2(self) -> None:
-        self._stack.append(self._take_number(2))
-
-    def _long(self) -> None:
-        nbytes = self._take_number(1)
-        if nbytes > _MAX_INTEGER_BYTES:
-            self._fail(f"integers of at most {_MAX_INTEGER_BYTES} bytes", f"one of {nbytes}")
-        self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
-
-    def _float(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
-
-    def _text1(self) -> None:
-        self._stack.append(self._take(self._take_number(1)).decode("utf-8", "surrogatepass"))
-
-    def _text4(self) -> None:
-        self._long_text(self._take_number(4))
-
-    def _text8(self) -> None:
-        self._long_text(self._take_number(8))
-
-    def _long_text(self, nbytes: int) -> None:
-        # A dict compares equal keys character by character, unless they are one object.
-        text = self._take(nbytes).decode("utf-8", "surrogatepass")
-        self._stack.append(self._texts.setdefault(text, text))
-
     # Containers. One contains what was pushed since the last mark.
+
+    def _mark(self, _: None) -> None:
+        self._below.append(self._stack)
+        self._stack = []
 
     def _since_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _pop(self) -> None:
+    def _pop(self, _: None) -> None:
         self._stack.pop()
 
-    def _empty_list(self) -> None:
-        self._stack.append([])
-
-    def _tuple(self) -> None:
+    def _tuple(self, _: None) -> None:
         items = self._since_mark()
         self._stack.append(tuple(items))
 
-    def _tuple1(self) -> None:
-        self._stack[-1] = (self._stack[-1],)
-
-    def _tuple2(self) -> None:
-        last = self._stack.pop()
-        self._stack[-1] = (self._stack[-1], last)
-
-    def _tuple3(self) -> None:
-        last, middle = self._stack.pop(), self._stack.pop()
-        self._stack[-1] = (self._stack[-1], middle, last)
-
-    def _append(self) -> None:
+    def _append(self, _: None) -> None:
         item = self._stack.pop()
         self._expect(self._stack[-1], list).append(item)
 
-    def _appends(self) -> None:
+    def _appends(self, _: None) -> None:
         items = self._since_mark()
         self._expect(self._stack[-1], list).extend(items)
 
-    def _set_item(self) -> None:
+    def _set_item(self, _: None) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._update([key, value])
 
-    def _set_items(self) -> None:
+    def _set_items(self, _: None) -> None:
         self._update(self._since_mark())
 
     def _update(self, items: list[Any]) -> None:
@@ -358,26 +285,19 @@ class _Machine(UntrustedReader):
 
     # The memo: objects to recall, by number.
 
-    def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+    def _put(self, number: int | None) -> None:
+        self._memo[len(self._memo) if number is None else number] = self._stack[-1]
 
-    def _put1(self) -> None:
-        self._memo[self._take_number(1)] = self._stack[-1]
-
-    def _put4(self) -> None:
-        self._memo[self._take_number(4)] = self._stack[-1]
+    def _get(self, number: int) -> None:
+        self._stack.append(self._memo[number])
 
     # Names, and objects made of what they stand for.
 
-    def _global(self) -> None:
-        module, name = self._take_line(), self._take_line()
+    def _global(self, names: str) -> None:
+        module, _, name = names.partition(" ")
         self._push_named(module, name)
 
-    def _take_line(self) -> str:
-        end = self._content.index(b"\n", self.position)
-        return self._take(end + 1 - self.position)[:-1].decode()
-
-    def _stack_global(self) -> None:
+    def _stack_global(self, _: None) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         self._push_named(self._expect(module, str), self._expect(name, str))
 
@@ -388,19 +308,19 @@ class _Machine(UntrustedReader):
             )
         self._stack.append(self._admitted[module, name])
 
-    def _reduce(self) -> None:
+    def _reduce(self, _: None) -> None:
         args, function = self._expect(self._stack.pop(), tuple), self._stack.pop()
         self._take_steps(len(args))
         self._stack.append(self._expect(function, Call).result(args))
 
-    def _new_object(self) -> None:
+    def _new_object(self, _: None) -> None:
         args, kind = self._stack.pop(), self._stack.pop()
         if args != () or type(kind) is not RecordClass:
             got = f"a {type(kind).__name__} and a {type(args).__name__}"
             self._fail("a class and no arguments", got)
         self._stack.append(Record(kind.kind))
 
-    def _build(self) -> None:
+    def _build(self, _: None) -> None:
         state = self._stack.pop()
         record = self._stack[-1]
         if type(record) is dict:
@@ -409,59 +329,60 @@ class _Machine(UntrustedReader):
             self._fail("state of a record", f"a {type(record).__name__} that is given some")
         record.state = state
 
-    def _persistent_id(self) -> None:
+    def _persistent_id(self, _: None) -> None:
         if self._persistent is None:
             self._fail("no persistent ids", "one")
         self._stack.append(self._persistent(self._stack.pop()))
 
     def _expect(self, found: Any, kind: type) -> Any:
         if type(found) is not kind:
-            wanted = f"a {kind.__name__} at byte {self.position - 1}"
+            wanted = f"a {kind.__name__} at byte {self.position}"
             self._fail(wanted, f"a {type(found).__name__}")
         return found
 
 
-def _pushing(value: object) -> Callable[[_Machine], None]:
-    return lambda machine: machine._stack.append(value)
+def _pushing(make: Callable[[], object]) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine._push(make())
 
 
-_BINGET, _LONG_BINGET, _STOP = map(ord, (pickle.BINGET, pickle.LONG_BINGET, pickle.STOP))
-_EMPTY_TUPLE, _EMPTY_DICT, _MARK = map(ord, (pickle.EMPTY_TUPLE, pickle.EMPTY_DICT, pickle.MARK))
-_unsigned4_at = struct.Struct("<I").unpack_from
-_ACTIONS: dict[int, Callable[[_Machine], None]] = {
-    ord(opcode): action  # besides those of `_Machine.run`
-    for opcode, action in (
-        (pickle.PROTO, _Machine._protocol),
-        (pickle.FRAME, _Machine._frame),
-        (pickle.BININT, _Machine._signed),
-        (pickle.BININT1, _Machine._unsigned1),
-        (pickle.BININT2, _Machine._unsigned2),
-        (pickle.LONG1, _Machine._long),
-        (pickle.BINFLOAT, _Machine._float),
-        (pickle.NONE, _pushing(None)),
-        (pickle.NEWTRUE, _pushing(True)),
-        (pickle.NEWFALSE, _pushing(False)),
-        (pickle.SHORT_BINUNICODE, _Machine._text1),
-        (pickle.BINUNICODE, _Machine._text4),
-        (pickle.BINUNICODE8, _Machine._text8),
-        (pickle.POP, _Machine._pop),
-        (pickle.EMPTY_LIST, _Machine._empty_list),
-        (pickle.TUPLE, _Machine._tuple),
-        (pickle.TUPLE1, _Machine._tuple1),
-        (pickle.TUPLE2, _Machine._tuple2),
-        (pickle.TUPLE3, _Machine._tuple3),
-        (pickle.APPEND, _Machine._append),
-        (pickle.APPENDS, _Machine._appends),
-        (pickle.SETITEM, _Machine._set_item),
-        (pickle.SETITEMS, _Machine._set_items),
-        (pickle.MEMOIZE, _Machine._memoize),
-        (pickle.BINPUT, _Machine._put1),
-        (pickle.LONG_BINPUT, _Machine._put4),
-        (pickle.GLOBAL, _Machine._global),
-        (pickle.STACK_GLOBAL, _Machine._stack_global),
-        (pickle.REDUCE, _Machine._reduce),
-        (pickle.NEWOBJ, _Machine._new_object),
-        (pickle.BUILD, _Machine._build),
-        (pickle.BINPERSID, _Machine._persistent_id),
-    )
+def _tuple_of(length: int) -> Callable[[_Machine, Any], None]:
+    def push(machine: _Machine, _: None) -> None:
+        items = [machine._stack.pop() for _ in range(length)]
+        machine._push(tuple(reversed(items)))
+
+    return push
+
+
+# By their names in `pickletools`; the second argument is the opcode's own, or None.
+_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _Machine._check_protocol,
+    "FRAME": _Machine._check_frame,
+    "STOP": lambda *_: None,
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Machine._push_integer),
+    "BINFLOAT": _Machine._push,
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine._push_text),
+    "NONE": _Machine._push,
+    "NEWTRUE": _pushing(lambda: True),
+    "NEWFALSE": _pushing(lambda: False),
+    "EMPTY_TUPLE": _pushing(tuple),
+    "EMPTY_LIST": _pushing(list),
+    "EMPTY_DICT": _pushing(dict),
+    "MARK": _Machine._mark,
+    "POP": _Machine._pop,
+    "TUPLE": _Machine._tuple,
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "APPEND": _Machine._append,
+    "APPENDS": _Machine._appends,
+    "SETITEM": _Machine._set_item,
+    "SETITEMS": _Machine._set_items,
+    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT"), _Machine._put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine._get),
+    "GLOBAL": _Machine._global,
+    "STACK_GLOBAL": _Machine._stack_global,
+    "REDUCE": _Machine._reduce,
+    "NEWOBJ": _Machine._new_object,
+    "BUILD": _Machine._build,
+    "BINPERSID": _Machine._persistent_id,
 }

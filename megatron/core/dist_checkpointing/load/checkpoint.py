@@ -134,7 +134,7 @@ class PublishedCheckpoint:
         Only the blocks that the box needs are read, whichever chunks they belong to; without
         digests, only its bytes, give or take a page. Where they are contiguous in a chunk and in
         `out`, and `out` is in host memory, they are read to their place; others go through a few
-        MiB of memory.
+        MiB of memory. If `out` is on the meta device, they are compared with their digests alone.
 
         Returns:
             The number of bytes of data read.
@@ -160,27 +160,6 @@ class PublishedCheckpoint:
             data = self._open_chunk(saved, chunk)
             target = out.detach()[overlap.within(box.offsets).slices()]
             data.read_box(overlap.within(chunk.box.offsets), target)
-            num_read += data.num_read
-        return num_read
-
-    def check(self, key: str, box: Box, memory: memoryview) -> int:
-        """Compares the blocks that `read` would read with their digests, and keeps nothing. The
-        checkpoint must have been opened with `verify`.
-
-        Args:
-            box: of the tensor.
-            memory: a block's, which is overwritten.
-
-        Returns:
-            The number of bytes of data read.
-
-        Raises:
-            CheckpointDamagedError, CheckpointError: as `read`.
-        """
-        saved, num_read = self._tensor(key), 0
-        for chunk, overlap in self._overlaps(saved, box):
-            data = self._open_chunk(saved, chunk)
-            data.check_box(overlap.within(chunk.box.offsets), memory)
             num_read += data.num_read
         return num_read
 

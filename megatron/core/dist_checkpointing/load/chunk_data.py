@@ -89,11 +89,16 @@ class ChunkData:
 
         Args:
             box: relative to the chunk's origin; it must have elements.
-            target: of the shape of the box and the dtype of the chunk, on any device.
+            target: of the shape of the box and the dtype of the chunk, on any device. On the meta
+                device, blocks are compared with their digests, of which there must be some, and
+                kept nowhere.
 
         Raises:
             CheckpointDamagedError: as `read`.
         """
+        if target.is_meta:
+            self._check_box(box)
+            return
         sizes, itemsize = self._chunk.box.sizes, target.element_size()
         whole = range_of(box, sizes)
         if whole.is_gapless and target.is_cpu and target.is_contiguous():
@@ -107,17 +112,10 @@ class ChunkData:
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
             self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
 
-    def check_box(self, box: Box, memory: memoryview) -> None:
-        """Reads what `read_box` would read, and keeps nothing.
-
-        Args:
-            box: as there.
-            memory: a block's, which is overwritten.
-
-        Raises:
-            CheckpointDamagedError: as `read`.
-        """
+    def _check_box(self, box: Box) -> None:
+        """Reads the blocks that a box needs, each once, and keeps nothing."""
         itemsize, done = self._tensor.dtype.itemsize, 0
+        memory = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes)))
         parts = ranges(
             box, self._chunk.box.sizes, max_span=self._nbytes, max_gap=(BLOCK_BYTES - 1) // itemsize
         )
@@ -126,13 +124,8 @@ class ChunkData:
             first = max(part.start * itemsize // BLOCK_BYTES, done)
             done = num_blocks((part.start + part.span) * itemsize)
             nbytes = min(done * BLOCK_BYTES, self._nbytes) - first * BLOCK_BYTES
-            self._read_blocks(
-                first,
-                (
-                    memory[: min(BLOCK_BYTES, nbytes - begin)]
-                    for begin in range(0, nbytes, BLOCK_BYTES)
-                ),
-            )
+            starts = range(0, nbytes, BLOCK_BYTES)
+            self._read_blocks(first, (memory[: min(BLOCK_BYTES, nbytes - i)] for i in starts))
 
     def _read_part(self, part: Range, staging: torch.Tensor, target: torch.Tensor) -> None:
         self.read(part.start * staging.element_size(), bytes_of(staging[: part.span]))
@@ -182,11 +175,7 @@ def _blocks_of(memory: memoryview) -> Iterator[memoryview]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, to read and to write."""
-    return flat_bytes(tensor).numpy().data
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, uint8, where it lies."""
     # A contiguous tensor of one element may have any strides, and would keep them through a
     # reshape.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -22,10 +21,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.plan.saved import differences
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues, Values
 
@@ -104,12 +101,11 @@ def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
     Raises:
         CheckpointDamagedError: for bytes that are not those that were written.
     """
-    own = threading.local()  # a block, which stays in the cache of the thread's processor
 
     def check(entry: Entry) -> int:
-        if not hasattr(own, "block"):
-            own.block = memoryview(bytearray(BLOCK_BYTES))
-        return checkpoint.check(entry.key, _box_of(entry), own.block)
+        shape = entry.part_of(entry.values.stored).shape
+        nothing = torch.empty(shape, dtype=entry.saved_as.dtype, device="meta")
+        return checkpoint.read(entry.key, entry.offsets, nothing) if nothing.numel() else 0
 
     with ThreadPoolExecutor(_num_threads(), thread_name_prefix="checkpoint reader") as pool:
         return sum(pool.map(check, wanted.entries))
@@ -236,12 +232,6 @@ def _read_counter(checkpoint: ReadableCheckpoint, entry: Entry) -> torch.Tensor:
     counter = torch.empty(entry.values.shape, dtype=entry.values.dtype)
     checkpoint.read(entry.key, entry.offsets, counter)
     return counter
-
-
-def _box_of(entry: Entry) -> Box:
-    """This rank's part of the saved tensor."""
-    shape = tuple(entry.values.shape)
-    return Box(entry.offsets, shape if entry.num_rows is None else (entry.num_rows, *shape[1:]))
 
 
 def is_skipped(key: str, patterns: Sequence[str]) -> bool:

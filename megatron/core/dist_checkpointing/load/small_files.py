@@ -127,9 +127,3 @@ def read_index(store: Store, name: str, marker: Marker) -> Index:
     """The index of the checkpoint in the folder `name`. Raises what `Index.from_bytes` does."""
     source = path_of(store, f"{name}/{INDEX_FILE}")
     return Index.from_bytes(read_small(store, name, INDEX_FILE, marker), marker, source)
-
-
-def check(problems: Iterator[str]) -> None:
-    """Raises CheckpointDamagedError with the first problem, if there is one."""
-    for problem in problems:
-        raise CheckpointDamagedError(problem)

@@ -53,6 +53,7 @@ BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one writ
 # calls of the driver if buffers came one by one.
 SLAB_BUFFERS = 32
 _IN_PLACE_BYTES = 1 << 16  # of a tensor; the system takes longer over many small spans than a copy
+_GATHERED_BYTES = 4 * BUFFER_BYTES  # for one call; between two of them a fast disk waits
 
 
 class BufferPool:
@@ -245,17 +246,7 @@ class DataFileWriter:
         if in_place is not None and address_of(in_place) % MEMORY_ALIGNMENT == 0:
             return self._write_in_place(in_place)
 
-        # From a device, as much as there is room for. On the host, one block, which stays in the
-        # cache until it is hashed.
-        largest = source.nbytes if source.is_on_device else BLOCK_BYTES
-        digests: list[str] = []
-        begin = 0
-        while begin < source.nbytes:
-            span = self._extend(min(largest, source.nbytes - begin), BLOCK_BYTES)
-            source.copy(begin, span, self._pool.d2h)
-            digests += digests_of(span)
-            begin += span.nbytes
-        return tuple(digests)
+        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self.d2h)
 
     def read_in_place(self) -> Event | None:
         """Done when all tensors so far have been read, or never will be; None: they have been."""
@@ -314,7 +305,10 @@ class DataFileWriter:
             end = piece.nbytes - piece.nbytes % DATA_ALIGNMENT
             self._spans.append(piece[:end])
             self.position += end
-            if sum(span.nbytes for span in self._spans) >= self._pool.buffer_bytes:
+            # A disk that is idle gets them at once, and a busy one more of them with one call.
+            is_idle = not self._queued or self._queued[-1].is_done()
+            least = self._pool.buffer_bytes if is_idle else _GATHERED_BYTES
+            if sum(span.nbytes for span in self._spans) >= least:
                 self._queue_spans()
             if end < piece.nbytes:
                 self.write(piece[end:])

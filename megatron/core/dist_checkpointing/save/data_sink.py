@@ -60,16 +60,11 @@ class LateSink:
     """A file that the writing thread makes once there is something to write.
 
     On a slow disk, even making a file may take long. The thread that saves must not wait for that,
-    since the optimizer waits for it.
+    since the optimizer waits for it. `check` is called before each write. Its error ends the file,
+    so that a save that is given up need not write all that is queued.
     """
 
     def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
-        """
-        Args:
-            open_sink: makes the file. The first use raises its errors.
-            check: called before each write; an error ends the file, so that a save that is given up
-                need not write all that is queued.
-        """
         self._open_sink = open_sink
         self._check = check
         self._sink: DataSink | None = None

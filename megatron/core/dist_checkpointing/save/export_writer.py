@@ -19,7 +19,6 @@ import torch
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
-    digests_of,
 )
 from megatron.core.dist_checkpointing.save.data_file import DataFileWriter
 from megatron.core.dist_checkpointing.save.export import ExportedRows
@@ -66,17 +65,11 @@ class ExportWriter:
         Returns:
             The digest of each block of their bytes in the file.
         """
-        source = TensorBytes(tensor, scale, rows.dtype)
-        largest = source.nbytes if source.is_on_device else BLOCK_BYTES
-        digests: list[str] = []
-        begin = 0
-        while begin < source.nbytes:
-            nbytes = min(largest, source.nbytes - begin)
-            span = self._extend(rows.file, rows.offset + begin, nbytes)
-            source.copy(begin, span, self._beside.d2h)
-            digests += digests_of(span)
-            begin += span.nbytes
-        return tuple(digests)
+
+        def target_of(begin: int, nbytes: int) -> memoryview:
+            return self._extend(rows.file, rows.offset + begin, nbytes)
+
+        return TensorBytes(tensor, scale, rows.dtype).copy_out(target_of, self._beside.d2h)
 
     def finish(self) -> None:
         """Has all that was written brought to disk, before the data file that is written beside."""
@@ -101,14 +94,20 @@ class ExportWriter:
 
         room = buffer.nbytes - begin
         end = begin + (nbytes if nbytes <= room else room - room % BLOCK_BYTES)
-        self._segments.append(_Segment(file, offset, begin, end))
+        # Joined to the segment before, if it follows that here and in the file.
+        last = self._segments[-1] if self._segments else None
+        shift = offset - begin
+        if last and (last.file, last.end, last.offset - last.begin) == (file, begin, shift):
+            self._segments[-1] = last._replace(end=end)
+        else:
+            self._segments.append(_Segment(file, offset, begin, end))
         self._fill = end
         return buffer[begin:end]
 
     def _flush(self) -> None:
         """Hands the current buffer to the disk."""
         if self._buffer is not None:
-            write = partial(self._write_out, self._buffer, _joined(self._segments))
+            write = partial(self._write_out, self._buffer, self._segments)
             self._beside.queue(write, self._buffer)
         self._buffer, self._fill, self._segments = None, 0, []
 
@@ -123,19 +122,3 @@ class ExportWriter:
     def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _joined(segments: list[_Segment]) -> list[_Segment]:
-    """The same bytes in as few segments as possible."""
-    found: list[_Segment] = []
-    for each in segments:
-        last = found[-1] if found else None
-        follows = last is not None and (
-            (last.file, last.end) == (each.file, each.begin)
-            and each.offset - last.offset == each.begin - last.begin
-        )
-        if last is not None and follows:
-            found[-1] = last._replace(end=each.end)
-        else:
-            found.append(each)
-    return found

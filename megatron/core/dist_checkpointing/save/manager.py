@@ -159,15 +159,12 @@ class CheckpointManager:
         device: Device,
         rank: int = 0,
         world_size: int = 1,
-        *,
-        retention: Retention | None = None,
-        timeout_seconds: float = 600.0,
-        staging_share: float = 0.0,
-        num_local_ranks: int = 1,
-        on_published: Callable[[int, float], object] | None = None,
-        on_failed: Callable[[int, str], object] | None = None,
+        **settings: Any,
     ) -> CheckpointManager:
         """Sweeps abandoned drafts and agrees on a token; called by all ranks together.
+
+        Args:
+            settings: of the constructor, by name.
 
         Raises:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
@@ -177,19 +174,7 @@ class CheckpointManager:
         # and contain other ranks.
         sweep = partial(_sweep, store)
         token = on_first_rank(sweep, "sweeping") if world_size > 1 else sweep()
-        return cls(
-            store,
-            device,
-            rank,
-            world_size,
-            token,
-            retention=retention,
-            timeout_seconds=timeout_seconds,
-            staging_share=staging_share,
-            num_local_ranks=num_local_ranks,
-            on_published=on_published,
-            on_failed=on_failed,
-        )
+        return cls(store, device, rank, world_size, token, **settings)
 
     @property
     def staged_bytes(self) -> int:

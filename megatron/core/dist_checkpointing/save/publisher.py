@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.index import Index, manifest_problems
@@ -44,31 +45,27 @@ _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the fold
 _PATIENCE = 10.0  # seconds for which a file system may fail to tell the outcome of a save
 
 
+@dataclass
 class Publication:
     """Rank 0's part of a save besides its own data."""
 
-    def __init__(self, draft: Draft, contents: Contents, train_state: bytes) -> None:
-        """
-        Args:
-            train_state: the content of `train_state.json`.
-        """
-        self._draft = draft
-        self._contents = contents
-        self._train_state = train_state
-        self._index: Index | None = None
-        self._small_files: dict[str, bytes] = {}
+    draft: Draft
+    contents: Contents
+    train_state: bytes  # the content of `train_state.json`
+    _index: Index | None = None
+    _small_files: dict[str, bytes] = field(default_factory=dict)
 
     def describe(self) -> None:
         """Composes what all ranks write, and writes nothing yet. CheckpointError if that is more
         than a reader would take.
         """
-        contents = self._contents
-        self._index = index = contents.index(self._draft.save_id)
+        export = self.contents.export
+        self._index = index = self.contents.index(self.draft.save_id)
         self._small_files = {
             METADATA_FILE: compose_metadata(index.in_blobs, index.plain.values()),
             INDEX_FILE: index.to_bytes(),
-            TRAIN_STATE_FILE: self._train_state,
-            **({} if contents.export is None else contents.export.small_files),
+            TRAIN_STATE_FILE: self.train_state,
+            **({} if export is None else export.small_files),
         }
         for name, content in self._small_files.items():
             _check_size(name, content, index)
@@ -87,7 +84,7 @@ class Publication:
                 Nothing has been published then.
             OSError: if the file system failed here.
         """
-        draft, index, export = self._draft, self._index, self._contents.export
+        draft, index, export = self.draft, self._index, self.contents.export
         assert index is not None, "it has been described"
         files = {}
         for name, content in self._small_files.items():
@@ -215,7 +212,8 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
 
     def describe() -> str:
         folder = path_of(draft.store, draft.name)
-        return f"a manifest of every rank in {folder}, got none of {_ranks(missing)}"
+        late = few([str(rank) for rank in sorted(missing)])
+        return f"a manifest of every rank in {folder}, got none of rank {late}"
 
     _poll(draft, look, timeout_seconds, describe)
     return found
@@ -272,10 +270,6 @@ def _record(draft: Draft, file: str, nbytes: int) -> FileRecord:
     if size != nbytes:
         raise CheckpointError(f"Expected {nbytes} bytes in {draft.shown(file)}, got {size}.")
     return FileRecord(size, None)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return f"rank {few([str(rank) for rank in sorted(ranks)])}"
 
 
 def _check_size(name: str, content: bytes, index: Index) -> None:

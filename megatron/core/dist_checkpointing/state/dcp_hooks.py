@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.uneven_dtensor import write_items
 from megatron.core.dtensors import local_tensor
 
 
@@ -27,17 +24,9 @@ def describe(tensor: DTensor, begin: Sequence[int]) -> None:
     local = local_tensor(tensor)
     offsets = torch.Size(begin)
     chunks = [ChunkStorageMetadata(offsets, local.shape)] if local.numel() else []
-    size, properties = tensor.size(), TensorProperties.create_from_tensor(local)
 
     def create_write_items(fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in chunks
-        ]
+        return write_items(fqn, local, chunks, tensor.size())
 
     # DCP looks for a third method, `__get_tensor_shard__`. It must stay away: DCP copies tensors
     # with their attributes, and a copy would then return the original. Without it a DTensor returns

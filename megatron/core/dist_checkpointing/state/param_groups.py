@@ -15,7 +15,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 
 PARAM_GROUPS = "optimizer.param_groups"
 
@@ -29,11 +28,6 @@ def as_plain(value: Any, what: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(f"Expected plain data, got {type(value).__name__} for {what}.")
-
-
-def saved_param_groups(checkpoint: PublishedCheckpoint) -> list[dict[str, Any]]:
-    """The parameter groups of a checkpoint; see `check_param_groups`."""
-    return check_param_groups(checkpoint.read_plain(PARAM_GROUPS), checkpoint.path)
 
 
 def check_param_groups(saved: object, path: str) -> list[dict[str, Any]]:
@@ -132,18 +126,6 @@ def _as_own(option: str, value: Any, own: Any, number: int) -> Any:
             f"Expected the saved {option} of parameter group {number} to be {kind}, got {got}."
         )
     return value
-
-
-def install_param_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, Sequence[str]],
-    saved: Sequence[Mapping[str, Any]],
-) -> None:
-    """Installs all options of saved parameter groups, as `torch.optim.Optimizer.load_state_dict`.
-
-    Raises what `match_param_groups` does.
-    """
-    install_options(optimizer, match_param_groups(optimizer, names, saved))
 
 
 def install_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:

@@ -9,12 +9,14 @@ finished: the file would contain whatever the memory contained, and the digests 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digests_of
 from megatron.core.lanes import Lane
 
 
@@ -63,6 +65,28 @@ class TensorBytes:
         if self.is_on_device or is_computed or not self._tensor.is_contiguous():
             return None
         return self._piece(0, self.nbytes).numpy().data
+
+    def copy_out(self, target_of: Callable[[int, int], memoryview], d2h: Lane) -> tuple[str, ...]:
+        """Copies all bytes, piece by piece, and hashes each at once. See `copy`.
+
+        Args:
+            target_of: given the first byte and how many there are at most, where they are to be
+                copied: a whole number of blocks, or all the rest.
+
+        Returns:
+            The digest of each block.
+        """
+        # From a device, as much as there is room for. On the host, one block, which stays in the
+        # cache until it is hashed.
+        largest = self.nbytes if self.is_on_device else BLOCK_BYTES
+        digests: list[str] = []
+        begin = 0
+        while begin < self.nbytes:
+            target = target_of(begin, min(largest, self.nbytes - begin))
+            self.copy(begin, target, d2h)
+            digests += digests_of(target)
+            begin += target.nbytes
+        return tuple(digests)
 
     def copy(self, begin: int, target: memoryview, d2h: Lane) -> None:
         """Fills host memory with the bytes from `begin` on. When this returns, they have been read.

@@ -128,15 +128,7 @@ class UnevenDTensor(UnevenRows):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """What this rank would write of the tensor."""
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return write_items(fqn, self._local_tensor, self.__create_chunk_list__(), self.size())
 
     def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
         """The local rows, into which a load writes and from which a save reads."""
@@ -250,3 +242,23 @@ if not _dispatches_subclasses():
             _rules.register(CopyOfView, _rule_of_copies)
 
 torch.serialization.add_safe_globals([RowCut, UnevenShard, _rebuild])
+
+
+def write_items(
+    fqn: str, local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], size: torch.Size
+) -> list[WriteItem]:
+    """What PyTorch's distributed checkpoints are to write of a tensor of this size, held by parts.
+
+    Args:
+        local: this rank's part, which has the dtype of the whole.
+        chunks: where it lies in the whole.
+    """
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunks
+    ]

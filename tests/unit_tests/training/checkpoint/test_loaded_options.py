@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.param_groups import (
     PARAM_GROUPS,
     check_param_groups,
-    install_param_groups,
 )
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
@@ -33,6 +32,7 @@ from megatron.training.checkpoint import run_state as checkpointing
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.rng import rng_state
+from tests.helpers.checkpoints import install_param_groups
 from tests.helpers.ranks import run_ranks
 
 FORMATS = {

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
-from megatron.core.dist_checkpointing.format import fake_tensors
-from megatron.core.dist_checkpointing.format.fake_tensors import fake_tensor_mode
+from megatron.core.dist_checkpointing.format import blob
+from megatron.core.dist_checkpointing.format.blob import fake_tensor_mode
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -65,8 +65,8 @@ def threads_that_enter(monkeypatch, version: str) -> list[threading.Thread]:
             return super().__enter__()
 
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.setattr(fake_tensors, "FakeTensorMode", Noting)
-    fake_tensors._enter_on_a_thread_that_stays.cache_clear()
+    monkeypatch.setattr(blob, "FakeTensorMode", Noting)
+    blob._enter_on_a_thread_that_stays.cache_clear()
     with fake_tensor_mode():
         pass
     return threads

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.load.reader import check_contents, load_en
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
@@ -56,6 +56,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec import AttentionSpec, DenseSpec
+from tests.helpers.checkpoints import install_param_groups
 
 HSDP, HFSDP = "hsdp", "hfsdp"  # on four ranks, 2 x 2
 ITERATION = 2  # that is saved

@@ -32,13 +32,14 @@ from megatron.core.dist_checkpointing.load.reader import check_contents, load_en
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, install_param_groups
+from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron.training.tokenizer import ByteTokenizer
 from megatron_hybrid.checkpoint.audit import Audit
+from tests.helpers.checkpoints import install_param_groups
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Before,
     Child,

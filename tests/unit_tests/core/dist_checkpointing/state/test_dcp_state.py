@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.state.dcp_state import DCPState, flatten
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
@@ -83,7 +84,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 
 def local_tensors(state: dict) -> dict[str, torch.Tensor]:
     tensors = {
-        key: value for key, value in flatten(state).items() if isinstance(value, torch.Tensor)
+        key: value
+        for key, value in flatten_state_dict(state)[0].items()
+        if isinstance(value, torch.Tensor)
     }
     return {
         key: (v.to_local() if isinstance(v, DTensor) else v).detach().clone()
@@ -213,7 +216,7 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path, engine):
 @on_ranks(2)
 def test_nothing_is_gathered_or_copied(engine: str) -> None:
     model, optimizer = build(engine, seed=0)
-    flat = flatten(DCPState(model, optimizer).state_dict())
+    flat, _ = flatten_state_dict(DCPState(model, optimizer).state_dict())
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     assert "model.layers.0.weight" in tensors
     assert "optim.state.layers.0.weight.exp_avg" in tensors

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.safetensors_files import open_safetensors
+from megatron.training.checkpoint.safetensors_files import open_safetensors
 
 TERABYTE = 1 << 40
 
