@@ -8,6 +8,7 @@ fields may be added.
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import logging
 import time
@@ -76,6 +77,7 @@ class EventLog:
         self._restart = restart
         self._clock = clock
         self._has_warned = False
+        self._num_exits = itertools.count()
 
     def require_folder(self) -> None:
         """ConfigError if the events cannot be written. For a folder that the user has named."""
@@ -90,8 +92,15 @@ class EventLog:
             ) from None
 
     def write(self, kind: EventKind, /, **fields: object) -> None:
-        """Appends {"time", "event", "rank", "restart", **fields}; NaN and infinity become null."""
+        """Appends {"time", "event", "rank", "restart", **fields}; NaN and infinity become null.
+
+        A rank ends once: of several exits, the first is written.
+        """
         if self._lines is None:
+            return
+        # The loop and the watchdog may find at once that the run is to end. A lock would block a
+        # signal handler; this number is taken in one step.
+        if kind is EventKind.EXIT and next(self._num_exits):
             return
         own = {"rank": self._rank, "restart": self._restart}
         try:

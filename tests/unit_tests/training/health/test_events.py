@@ -57,6 +57,22 @@ def test_fields_may_be_called_like_the_parameters(tmp_path):
     )
 
 
+def test_a_rank_that_two_threads_end_says_so_once(tmp_path):
+    events, start = EventLog(tmp_path, rank=1), threading.Barrier(4)
+
+    def end(number: int) -> None:
+        start.wait()
+        events.write(EventKind.EXIT, code=number)
+
+    threads = [threading.Thread(target=end, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    EventLog(tmp_path, rank=1, restart=1).write(EventKind.EXIT, code=0)
+    assert [event["restart"] for event in read_events(tmp_path)] == [0, 1]
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     events = EventLog(tmp_path, clock=lambda: 1.0)
     events.write(EventKind.SKIP, grad_norm=math.nan)
