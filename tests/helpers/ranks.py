@@ -16,6 +16,7 @@ function themselves; tests for other world sizes are skipped.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import inspect
@@ -131,6 +132,8 @@ def random_delays(seed: int) -> Iterator[None]:
 _rank_device = [torch.device("cpu")]
 
 
+_LAST_WORDS = 5.0  # seconds, for a rank that has closed its pipe
+
 _TIDY = b"tidy"  # what a pool tells its ranks when all of them have answered
 
 
@@ -186,7 +189,12 @@ class _Pool:
         try:
             is_good, result = cloudpickle.loads(pipe.recv_bytes())
         except EOFError:
-            raise RankError(f"Expected an answer from rank {rank}, got its death.") from None
+            process = self._processes[rank]
+            process.join(_LAST_WORDS)
+            raise RankError(
+                f"Expected an answer from rank {rank}, got its death, exit code "
+                f"{process.exitcode}. Its threads' stacks, if a signal ended it, are in stderr."
+            ) from None
         if not is_good:
             raise RankError(f"rank {rank} failed:\n{result}")
         return result
@@ -218,6 +226,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
         LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
+    faulthandler.enable()  # a crash in C says where Python was, on all threads
     # What was imported before the fork is no garbage; looking through it would copy its memory.
     gc.freeze()
     backend = "gloo" if device == "cpu" else _start_device(device, rank)

@@ -195,11 +195,12 @@ def test_a_failure_that_only_the_backend_knows_of_ends_the_run_with_its_name(sta
     """The main thread of rank 0 would wait for ever, and hears nothing of it."""
 
     def body(rank: Rank) -> None:
+        rank.ready()
+        dist.barrier()  # a failure that is found sooner ends ranks that are not ready yet
         if rank.rank == 0:
             rank.watchdog._find_failure = lambda: (
                 "the communication of a collective failed, in the group 'outer'"
             )
-        rank.ready()
         in_c()
 
     job = start(body)
