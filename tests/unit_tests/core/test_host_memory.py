@@ -73,11 +73,20 @@ def mappings_of(address: int) -> list[str]:
 
 
 def flags_of(address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds an address."""
-    [mapping] = mappings_of(address)
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    assert mapping in lines
-    return set(next(line for line in lines if line.startswith("VmFlags:")).split()[1:])
+    """The kernel's flags of the mapping that holds an address.
+
+    The address and the flags are of one reading: a mapping that other allocations share, the heap
+    above all, may grow between two.
+    """
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if not word.endswith(":"):
+            start, stop = (int(end, 16) for end in word.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and word == "VmFlags:":
+            return set(line.split()[1:])
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def test_a_slab_is_zero_and_its_arrays_share_its_memory():
@@ -195,7 +204,8 @@ def test_a_slab_may_have_huge_pages_and_is_not_forked():
     assert "dc" in flags
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert "hg" in flags
-    assert "dc" not in flags_of(torch.empty(8 * MIB, dtype=torch.uint8).fill_(1).data_ptr())
+    ordinary = torch.empty(8 * MIB, dtype=torch.uint8).fill_(1)
+    assert "dc" not in flags_of(ordinary.data_ptr())
 
 
 def test_nothing_is_pinned_on_the_cpu():
