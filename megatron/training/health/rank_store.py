@@ -26,23 +26,40 @@ _STORE_SECONDS = 3.0  # for one request
 
 
 class StoreLostError(RuntimeError):
-    """The store does not answer, and is not asked again."""
+    """The store has failed, or owes an answer for too long."""
 
 
 class BoundedStore:
     """A store that is waited for only so long. A request that blocks for ever blocks a thread of
     its own, which unlike an executor's does not keep the interpreter from ending.
+
+    While an answer is overdue, nothing else is asked. If it comes after all, the store is back:
+    torch's looks up the name of whoever connects, and may wait seconds for a name server, during
+    which it serves nobody.
     """
 
     def __init__(self, store: Store) -> None:
-        self.is_lost = False
+        self._has_failed = False
+        self._overdue: Future[Any] | None = None
         self._requests: _Requests = queue.SimpleQueue()
         threading.Thread(
             target=_serve, args=(self._requests, store), name="watchdog store", daemon=True
         ).start()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has failed, or an answer is overdue."""
+        if (overdue := self._overdue) is not None and overdue.done():
+            self._has_failed = self._has_failed or overdue.exception() is not None
+            self._overdue = None
+        return self._has_failed or self._overdue is not None
+
     def call(self, work: Callable[[Store], _T]) -> _T:
-        """Returns `work(store)`. StoreLostError if it fails or takes too long, and ever after."""
+        """Returns `work(store)`.
+
+        Raises:
+            StoreLostError: it fails, and ever after; it takes too long, and until it has ended.
+        """
         if self.is_lost:
             raise StoreLostError("Expected a store that answers, got one that was lost before.")
 
@@ -51,7 +68,7 @@ class BoundedStore:
         try:
             return answer.result(_STORE_SECONDS)
         except Exception as error:
-            self.is_lost = True
+            self._overdue = answer
             got = f", got {error}" if answer.done() else f" within {_STORE_SECONDS} s, got none"
             raise StoreLostError(f"Expected an answer of the store{got}.") from error
 

@@ -174,6 +174,8 @@ class RollCall:
         """
         if not self.has_peers:
             return self._judge_alone(record)
+
+        before = self.number
         try:
             if not self.is_called():
                 self._call_after(self.number)
@@ -183,7 +185,10 @@ class RollCall:
             self.number = number
             return self._hold(f"{self.number}/", record)
         except StoreLostError:
-            return self._judge_alone(record)
+            verdict = self._judge_alone(record)
+            if verdict is None:
+                self.number = before  # it answers, or hears the verdict, if the store comes back
+            return verdict
 
     def call(self) -> None:
         """Calls the roll without taking part: the others read this rank's last words."""

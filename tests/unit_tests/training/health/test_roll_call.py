@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.training.health import member as member_module
-from megatron.training.health import rank_store
+from megatron.training.health import rank_store, roll_call
 from megatron.training.health.cause import Record, Silence, Verdict
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.job_secret import Signer
@@ -188,10 +189,73 @@ def test_a_store_that_fails_or_never_answers_is_given_up_at_once(monkeypatch, bl
     assert broken.num_requests == 1
 
 
+class HeldStore:
+    """A store that answers nobody while it is held."""
+
+    def __init__(self, store: dist.Store, held: list[str]) -> None:
+        self._store = store
+        self._held = held
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def clone(self) -> HeldStore:
+        return self
+
+    def __getattr__(self, name: str) -> object:
+        if name in self._held:
+            assert self.is_open.wait(30)
+        return getattr(self._store, name)
+
+
+def test_a_store_that_answers_late_is_back_and_none_of_its_requests_is_lost(monkeypatch):
+    monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
+    held = HeldStore(dist.HashStore(), ["add"])
+    store = BoundedStore(held)
+    assert store.add("a", 1) == 1
+    held.is_open.clear()
+    with pytest.raises(StoreLostError, match=r"within 0\.2 s, got none"):
+        store.add("a", 1)
+    with pytest.raises(StoreLostError, match="lost before"):
+        store.add("a", 1)
+    assert store.is_lost
+    held.is_open.set()
+    assert store._overdue.result(30) == 2
+    assert not store.is_lost
+    assert store.add("a", 0) == 2
+    store.close()
+
+
+@pytest.mark.parametrize("request_of_hold", ["add", "check", "compare_set", "set"])
+def test_a_rank_whose_store_comes_back_hears_the_verdict_that_it_missed(
+    monkeypatch, request_of_hold
+):
+    shared = dist.HashStore()
+    calls = joined(shared, 2)
+    held = HeldStore(PrefixStore("watchdog", shared), [])
+    monkeypatch.setattr(roll_call, "PrefixStore", lambda _prefix, _store: held)
+    late = RollCall(shared, Launch(rank=1, world_size=2))
+    late.learn()
+    monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
+    held._held.append(request_of_hold)
+    held.is_open.clear()
+    assert late.hold(well(1)) is None, "by itself it knows of nothing"
+    assert not late.has_peers
+
+    verdict = calls[0].hold(stuck(0, waits=False))
+    assert verdict is not None
+    held.is_open.set()
+    late._store._overdue.result(30)
+    assert late.has_peers
+    assert late.is_called()
+    assert late.hold(well(1)) == verdict
+    for call in (*calls, late):
+        call.close()
+
+
 def test_without_its_store_a_rank_judges_by_itself(ranks, monkeypatch):
     monkeypatch.setattr(RollCall, "_neighbours", lambda _: [])
     alone = ranks[1]
-    alone._store.is_lost = True
+    alone._store._has_failed = True
     assert not alone.has_peers
     assert alone.hold(well(1)) is None
     assert alone.hold(replace(well(1), error="ValueError", error_order=0)).ranks == (1,)
