@@ -40,6 +40,7 @@ def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
     assert (tmp_path / "step" / "published.json").exists()
 
 
+@pytest.mark.wide
 def test_the_commands_for_a_hugging_face_model_run_as_they_stand(tmp_path):
     pytest.importorskip("transformers")
     for name in ("docs", "megatron", "megatron_hybrid", "pretrain_gpt.py", "tools"):

@@ -14,6 +14,16 @@ def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_corpus(tmp_path_factory.mktemp("license"))
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CASES.iterdir()))
+# Other tests train and resume with these, too, in less time.
+WIDE = {"gpt_bf16_resume", "gpt_bf16_fsdp2_resume", "gpt_fp32_resume"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=pytest.mark.wide if path.name in WIDE else ())
+        for path in sorted(CASES.iterdir())
+    ],
+)
 def test_the_recipe_holds(name: str, tmp_path: Path, data_prefix: Path) -> None:
     check(Recipe.read(name), tmp_path, data_prefix)

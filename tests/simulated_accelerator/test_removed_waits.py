@@ -166,7 +166,10 @@ def test_a_removed_wait_is_noticed(wait):
     assert run_ranks(2, _train, case, behaviour, wait, device="sim", timeout=300) != whole
 
 
-@pytest.mark.parametrize("wait", HELD)
+@pytest.mark.parametrize(
+    "wait",
+    [pytest.param(wait, marks=pytest.mark.wide if "way" in wait else ()) for wait in HELD],
+)
 def test_a_removed_wait_that_no_order_of_lanes_shows_is_noticed_when_one_is_held(wait):
     scene, case = HELD[wait]
     whole = run_ranks(2, scene, case, None, device="sim")

@@ -192,6 +192,7 @@ def test_every_strategy_trains_as_without_sharding_and_alike_wherever_states_lie
     run_ranks(world_size, _strategies, names)
 
 
+@pytest.mark.wide
 def test_two_mesh_axes_train_as_without_sharding_and_alike_wherever_states_lie():
     run_ranks(4, _strategies, ["hsdp", "hfsdp"])
 

@@ -72,7 +72,7 @@ def home() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=list(SIZES))
+@pytest.fixture(scope="module", params=["bf16", pytest.param("fp32", marks=pytest.mark.wide)])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

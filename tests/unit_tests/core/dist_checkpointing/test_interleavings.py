@@ -150,7 +150,7 @@ def test_the_operations_of_an_undisturbed_save_end_with_what_the_others_act_upon
     )
 
 
-@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.wide)])
 def test_a_rank_held_up_before_any_operation_until_any_of_the_others_fails_no_save(
     scenes, rank, other
 ):

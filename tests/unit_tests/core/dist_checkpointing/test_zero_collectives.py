@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import random
 import socket
@@ -198,7 +197,8 @@ def _save_counted(root: str, setting: Setting, hf_dtype: torch.dtype | None = No
 @pytest.mark.parametrize(
     "setting",
     [
-        *itertools.starmap(Setting, itertools.product(STRATEGIES, (None, 0.5))),
+        *(Setting(strategy, 0.5) for strategy in STRATEGIES),
+        *(pytest.param(Setting(strategy, None), marks=pytest.mark.wide) for strategy in STRATEGIES),
         Setting(expert_size=2),
         Setting(HFSDP, 0.5, expert_size=2),
     ],

@@ -229,7 +229,14 @@ def test_clipping_is_that_of_torch(settings):
     _clips(settings, is_sharded=False)
 
 
-@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(one, marks=pytest.mark.wide if one.get("optimizer") == "sgd" else ())
+        for one in CONFIGS
+    ],
+    ids=str,
+)
 def test_clipping_of_a_sharded_model_is_that_of_torch(settings):
     run_ranks(2, _clips, settings, True)
 

@@ -232,6 +232,7 @@ def test_a_rank_whose_store_comes_back_hears_the_verdict_that_it_missed(
     shared = dist.HashStore()
     calls = joined(shared, 2)
     held = HeldStore(PrefixStore("watchdog", shared), [])
+    monkeypatch.setattr(roll_call, "_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(roll_call, "PrefixStore", lambda _prefix, _store: held)
     late = RollCall(shared, Launch(rank=1, world_size=2))
     late.learn()

@@ -143,6 +143,7 @@ def _replace_and_write(model: nn.Module, number: int) -> None:
 
 
 ANY_WRITES = [_halve, _clip, _write_locally, _replace, _zero_some, _replace_and_write]
+OTHER_WRITES = [*ANY_WRITES[:2], *ANY_WRITES[4:]]
 
 
 def _counts_what_is_written(
@@ -172,18 +173,23 @@ def _counts_what_is_written(
         assert same(run(hybrid, seed, write), expected)
 
 
-@pytest.mark.parametrize("write", ANY_WRITES)
+@pytest.mark.parametrize(
+    "write",
+    [*ANY_WRITES[2:4], *(pytest.param(one, marks=pytest.mark.wide) for one in OTHER_WRITES)],
+)
 def test_gradients_that_are_written_to_between_backward_and_step_count_as_written(write):
     run_ranks(2, _counts_what_is_written, write, torch.float32, FORWARD)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("write", ANY_WRITES)
 def test_gradients_that_are_written_to_after_they_were_fetched_count_as_written(write, dtype):
     run_ranks(2, _counts_what_is_written, write, dtype, ALL)
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.wide)]
+)
 @on_ranks(2)
 def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strategy: str) -> None:
     def steps(model: nn.Module, context: FsdpContext, optimizer: torch.optim.Optimizer) -> None:
