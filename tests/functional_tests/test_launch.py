@@ -164,6 +164,7 @@ def test_sigterm_to_one_rank_finishes_the_iteration_saves_and_exits_on_all(tmp_p
     assert latest_iteration(open_store(tmp_path)) > 0
 
 
+@pytest.mark.wide
 def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_path):
     """torchrun passes the signal to the process groups of its ranks, the workers of their data
     loaders included.

@@ -105,6 +105,7 @@ def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, tmp
     assert any((tmp_path / "checkpoints").iterdir()), "it has saved"
 
 
+@pytest.mark.wide
 def test_the_command_of_the_docs_trains():
     """It shows one with flags that change nothing here, and one that is refused."""
     (num_ranks, argv), _ = commands_in(section_of("coming-from.md", "Megatron-LM"))

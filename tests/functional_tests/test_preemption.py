@@ -139,6 +139,7 @@ def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]
     return int(outcome.code), outcome.reason, log.getvalue()
 
 
+@pytest.mark.wide
 def test_under_torchrun_one_ranks_signal_ends_all_and_the_launcher_starts_none_of_them_again(
     tmp_path,
 ):

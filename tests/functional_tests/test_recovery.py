@@ -275,6 +275,7 @@ def test_a_corrupt_newest_checkpoint_leads_to_the_one_before_it_with_one_loud_li
     )
 
 
+@pytest.mark.wide
 def test_where_no_checkpoint_is_intact_the_job_ends_with_the_reason_and_no_relaunch_begins_anew(
     small, tmp_path
 ):
@@ -392,7 +393,8 @@ def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
 LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.wide), "save"])
+@pytest.mark.wide
+@pytest.mark.parametrize("phase", ["forward", "save"])
 def test_two_machines_train_lose_one_and_finish_on_the_other(on_two_ranks, tmp_path, phase):
     """In a step, whose collectives fail then; or in a save, where ranks wait for each other's files
     alone.

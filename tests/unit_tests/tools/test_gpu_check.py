@@ -147,6 +147,7 @@ def test_a_stage_that_cannot_run_here_is_skipped_with_the_reason(tmp_path, name,
     assert (outcome.outcome, outcome.reason, following.outcome) == ("skipped", reason, "ok")
 
 
+@pytest.mark.wide
 def test_what_no_longer_fits_into_the_budget_is_skipped_and_what_does_is_cut_short(tmp_path):
     stages = [
         fake("passes"),

@@ -78,9 +78,9 @@ def _tensors(folder: str, name: str) -> dict[str, torch.Tensor]:
     ("world_size", "expert_size", "strategy"),
     [
         (1, 1, "optim_grads_params"),
-        (2, 2, "optim"),
         (3, 3, "optim_grads"),
-        (4, 4, "no_shard"),
+        pytest.param(2, 2, "optim", marks=pytest.mark.wide),
+        pytest.param(4, 4, "no_shard", marks=pytest.mark.wide),
         *(
             pytest.param(*case, "optim_grads_params", marks=pytest.mark.wide)
             for case in ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 4))

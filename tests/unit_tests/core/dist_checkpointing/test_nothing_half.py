@@ -206,7 +206,9 @@ def check_killed(
     assert scene.folders == [checkpoint_name(iteration) for iteration in (*scene.published, LATER)]
 
 
-@pytest.mark.parametrize("seed", range(44))
+@pytest.mark.parametrize(
+    "seed", [*range(22), *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(22, 44))]
+)
 def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     nursery, root, operations, seed
 ):

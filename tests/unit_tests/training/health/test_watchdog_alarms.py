@@ -136,13 +136,13 @@ def test_a_step_that_waits_for_a_slow_save_is_no_hang_for_those_either_that_wait
         rank.watchdog.takes_long_while(lambda: is_saving)
         rank.watchdog.mark(Phase.STEP, 6)
         if is_saving:
-            time.sleep(3.0)
+            time.sleep(3.5)
             is_saving = False
         rank.watchdog.mark(Phase.AGREE, 7)
         dist.barrier()
         rank.train(lambda: None, iterations=3)
 
-    job = start(body, hang_timeout_seconds=0.5, tick_seconds=0.1)
+    job = start(body, hang_timeout_seconds=1.0, tick_seconds=0.1)
     assert job.end() == [0, 0], job.outputs()
     assert job.causes() == []
     assert job.events("hang", "lost", "exit") == []

@@ -132,7 +132,7 @@ def test_what_is_saved_at_one_fraction_goes_on_bit_for_bit_at_any(name):
     _round_trips("plain", name)
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@pytest.mark.parametrize("sharding", ["groups", pytest.param("fsdp2", marks=pytest.mark.wide)])
 def test_what_is_saved_of_a_sharded_module_goes_on_bit_for_bit_at_any_fraction(sharding):
     run_ranks(2, _round_trips, sharding, "AdamW")
 

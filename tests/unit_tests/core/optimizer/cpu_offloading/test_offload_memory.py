@@ -438,6 +438,7 @@ def _grown_bytes(num_steps: int, leak_bytes: int) -> int:
     return resident_bytes() - before
 
 
+@pytest.mark.wide
 def test_resident_memory_does_not_grow_over_40_steps():
     """Were the gradients of a single bucket kept in every step, it would grow by 40 buckets."""
     bucket_bytes = WIDE * WIDE // 2 * 2

@@ -213,7 +213,13 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [local_tensor(value).detach().clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("settings", OVERLAPS.values(), ids=OVERLAPS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(one, id=name, marks=() if name == "all" else pytest.mark.wide)
+        for name, one in OVERLAPS.items()
+    ],
+)
 @on_ranks(2)
 def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[str, Any]) -> None:
     initial = weights(make()[0])
