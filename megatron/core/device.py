@@ -247,3 +247,13 @@ def _is_bound_by_slurm(local_rank: int) -> bool:
 def peak_host_memory_bytes() -> int:
     """The most memory of this process that was ever resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`. The host does not wait for the copy.
+
+    It would for one from pageable memory, which an accelerator reads as soon as it has been asked.
+    """
+    if device.type in kinds_of_accelerators():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
@@ -15,7 +16,7 @@ from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of every position to itself and those before it.
+    """Multi-head attention of every position to itself and those before it, or to all positions.
 
     Query heads are consecutive within a group: head h reads key and value head h // (heads /
     groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are those of all
@@ -71,12 +72,18 @@ class SelfAttention(nn.Module):
         if self.sinks is not None:
             nn.init.normal_(self.sinks, mean=0.0, std=self.init_std)
 
-    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Attends within each sequence.
 
         Args:
             hidden: [batch, seq, hidden].
-            rotary: the angles of the seq positions; None leaves queries and keys unrotated.
+            rotary: the angles of the positions; None leaves queries and keys unrotated.
+            documents: of the batch, which is one row then.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -84,9 +91,9 @@ class SelfAttention(nn.Module):
         query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
         heads = self._heads(query, key, value, rotary)
         if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context = checkpoint(self._core_attention, *heads, use_reentrant=False)
+            context = checkpoint(self._core_attention, *heads, documents, use_reentrant=False)
         else:
-            context = self._core_attention(*heads)
+            context = self._core_attention(*heads, documents)
 
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         if self.spec.has_output_gate:
@@ -120,10 +127,12 @@ class SelfAttention(nn.Module):
             return query, key
         return self.q_layernorm(query), self.k_layernorm(key)
 
-    def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> Tensor:
         """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
         dropout = self.spec.dropout if self.training else 0.0
-        return attend(query, key, value, self.spec, self.sinks, dropout)
+        return attend(query, key, value, self.spec, self.sinks, dropout, documents)
 
 
 def _sections(spec: AttentionSpec) -> FusedWeight:

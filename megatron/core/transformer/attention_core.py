@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
@@ -61,8 +62,9 @@ def attend(
     spec: AttentionSpec,
     learned_sinks: Tensor | None = None,
     dropout: float = 0.0,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Causal attention with the scale, window, sinks and softcap of `spec`.
+    """Attention with the scale, window, sinks and softcap of `spec`; causal, if that says so.
 
     With the logit s_h of head h's sink, position j has the weight exp(a_ij) / (exp(s_h) + sum_k
     exp(a_ik)) for position i, where a are the scaled products, capped if `spec` says so, and j and
@@ -74,10 +76,13 @@ def attend(
         value: [batch, groups, seq, value_dim], where value_dim may be another width.
         learned_sinks: [heads], the sinks' logits; given if and only if they are learned.
         dropout: probability with which a weight becomes zero.
+        documents: of the batch, which is one row then. Positions attend within their document.
 
     Returns:
         [batch, heads, seq, value_dim], same dtype.
     """
+    if documents is not None:
+        return _attend_by_document((query, key, value), documents, spec, learned_sinks, dropout)
     if spec.softcap is not None:
         return _attend_by_scores(query, key, value, spec, spec.softcap, learned_sinks, dropout)
     if spec.sinks is Sinks.NONE:
@@ -87,6 +92,35 @@ def attend(
     query, key, value = _with_sink(query, key, value, learned_sinks, spec.scale)
     output = _attend_fused(query, key, value, spec, dropout, num_sinks=1)
     return output[:, :, 1:, :value_dim]
+
+
+def _attend_by_document(
+    heads: tuple[Tensor, Tensor, Tensor],
+    documents: Documents,
+    spec: AttentionSpec,
+    learned_sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of each document by itself: its cost is the sum of the squares of their lengths.
+
+    Documents of one length form a batch, since small kernels take longer to launch than to run.
+    """
+    # Slices would do as well, but the backward of each allocates a gradient of the whole length;
+    # that of split puts the gradients of all parts together once.
+    parts = [part.split(documents.lengths, dim=2) for part in heads]
+    numbers: dict[int, list[int]] = {}
+    for number, length in enumerate(documents.lengths):
+        numbers.setdefault(length, []).append(number)
+
+    outputs: dict[int, Tensor] = {}
+    for same in numbers.values():
+        query, key, value = (
+            torch.cat([part[number] for number in same]) if len(same) > 1 else part[same[0]]
+            for part in parts
+        )
+        output = attend(query, key, value, spec, learned_sinks, dropout)
+        outputs |= zip(same, output.split(1), strict=True)
+    return torch.cat([outputs[number] for number in range(len(outputs))], dim=2)
 
 
 def _with_sink(
@@ -144,7 +178,7 @@ def _attend_fused(
     """
     seq_length, window = query.shape[2] - num_sinks, spec.window
     if window is None or window >= seq_length:
-        return _fused(query, key, value, None, spec.scale, dropout)
+        return _fused(query, key, value, None, spec.scale, dropout, is_causal=spec.is_causal)
 
     # The first positions, as many as the window has, see all before them.
     start = num_sinks + window
@@ -199,9 +233,18 @@ def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tens
 
 
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
-    """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal."""
+    """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal, or
+    of all positions to all.
+    """
     value_dim = value.shape[-1]
     if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
         # Zeros add nothing to the scores, and give channels of zeros.
@@ -223,7 +266,7 @@ def _fused(
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=is_causal and mask is None,
         scale=scale,
         enable_gqa=is_grouped,
     )

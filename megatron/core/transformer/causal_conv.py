@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.transformer.documents import Documents
+
 # Elements of the input that are computed at a time. The quickest of 2^15 to 2^20.
 BLOCK_NUMEL = 1 << 17
 
 
 class CausalConv1d(nn.Module):
-    """silu(sum over j of weight[:, 0, j] * x[position - kernel + 1 + j]), zeros before the start.
+    """silu(sum over j of weight[:, 0, j] * x[position - kernel + 1 + j]), zeros before the start
+    of each document.
 
     Attributes:
         weight: [channels, 1, kernel], as nn.Conv1d has it with as many groups as channels.
@@ -37,8 +40,16 @@ class CausalConv1d(nn.Module):
         bound = 1.0 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, channels] -> [batch, seq, channels], same dtype."""
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """[batch, seq, channels] -> [batch, seq, channels], same dtype. A batch of several
+        documents is one row.
+        """
+        if documents is not None and len(documents.lengths) > 1:
+            # The zeros before the first document are the kernel's own.
+            places, count = documents.spread(self.weight.shape[2] - 1, x.device)
+            spread = x.new_zeros(1, count, x.shape[2]).index_copy(1, places, x)
+            return self(spread).index_select(1, places)  # type: ignore[no-any-return]
+
         if x.device.type == "cpu":
             return causal_conv_in_blocks(x, self.weight)
         return causal_conv_by_torch(x, self.weight)

@@ -24,6 +24,7 @@ from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d
 from megatron.core.transformer.delta_rule import gated_delta_rule
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import GatedDeltaNetSpec
@@ -128,13 +129,19 @@ class GatedDeltaNet(nn.Module):
         self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
         self.out_proj = Linear(spec.value_size, hidden_size, bias=False, init_std=output_init_std)
 
-    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:  # noqa: ARG002
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,  # noqa: ARG002
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Mixes the positions of each sequence, each with itself and those before it.
 
         Args:
             hidden: [batch, seq, hidden].
             rotary: not read. Layers call every mixer alike; here decays say how far apart positions
                 are.
+            documents: of the batch, which is one row then.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -150,7 +157,7 @@ class GatedDeltaNet(nn.Module):
             ),
             dim=-1,
         )
-        query, key, value = self.conv1d(mixed).split(
+        query, key, value = self.conv1d(mixed, documents).split(
             (spec.key_size, spec.key_size, spec.value_size), dim=-1
         )
         output = _delta_rule(
@@ -159,6 +166,7 @@ class GatedDeltaNet(nn.Module):
             value.unflatten(-1, (-1, spec.value_head_dim)),
             self.decay(alpha),
             beta.float().sigmoid(),
+            documents,
         )
 
         gated = self.out_norm(output, z.unflatten(-1, (-1, spec.value_head_dim)))
@@ -167,13 +175,23 @@ class GatedDeltaNet(nn.Module):
 
 
 def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    documents: Documents | None,
 ) -> Tensor:
     """`gated_delta_rule`, by flash-linear-attention where it is installed and takes the tensors."""
     kernel = _fla_kernel() if _suits_fla(query) else None
-    if kernel is None:
-        return gated_delta_rule(query, key, value, log_decay, beta)
-    return _fla_delta_rule(kernel, query, key, value, log_decay, beta)
+    if kernel is not None:
+        return _fla_delta_rule(kernel, query, key, value, log_decay, beta, documents)
+
+    if documents is not None:
+        # A decay to nothing: the first position of a document finds a state of zeros.
+        starts = documents.starts(log_decay.device)
+        log_decay = log_decay.index_fill(1, starts, -math.inf)
+    return gated_delta_rule(query, key, value, log_decay, beta)
 
 
 @cache
@@ -216,6 +234,7 @@ def _fla_delta_rule(
     value: Tensor,
     log_decay: Tensor,
     beta: Tensor,
+    documents: Documents | None,
 ) -> Tensor:
     """The same by flash-linear-attention >= 0.2. Written by its documentation; it has not been run
     on a GPU.
@@ -233,5 +252,6 @@ def _fla_delta_rule(
         g=log_decay,
         beta=beta.to(query.dtype),
         use_qk_l2norm_in_kernel=True,
+        cu_seqlens=None if documents is None else documents.bounds(query.device),
     )
     return output

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
@@ -84,12 +85,18 @@ class LatentAttention(nn.Module):
             scale=spec.scale,
         )
 
-    def forward(self, hidden: Tensor, rotary: RotaryAngles | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Attends within each sequence.
 
         Args:
             hidden: [batch, seq, hidden].
-            rotary: the angles of the seq positions; None leaves queries and keys unrotated.
+            rotary: the angles of the positions; None leaves queries and keys unrotated.
+            documents: of the batch, which is one row then.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -98,9 +105,9 @@ class LatentAttention(nn.Module):
         key, value = self._key_and_value(hidden, rotary)
         heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context = checkpoint(self._core_attention, *heads, use_reentrant=False)
+            context = checkpoint(self._core_attention, *heads, documents, use_reentrant=False)
         else:
-            context = self._core_attention(*heads)
+            context = self._core_attention(*heads, documents)
 
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         output: Tensor = self.linear_proj(context)
@@ -143,7 +150,9 @@ class LatentAttention(nn.Module):
         is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
         return apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)
 
-    def _core_attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> Tensor:
         """Each head's weighted sums of values: [batch, heads, seq, value_dim]."""
         dropout = self.spec.dropout if self.training else 0.0
-        return attend(query, key, value, self._core_spec, dropout=dropout)
+        return attend(query, key, value, self._core_spec, dropout=dropout, documents=documents)

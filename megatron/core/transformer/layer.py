@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
@@ -68,11 +69,17 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, rotary: RotaryAngles | None = None
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,
+        documents: Documents | None = None,
     ) -> Tensor | tuple[Tensor, RouterReport]:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype; a layer with experts gives
         their router's report besides. It is an output, not a note on the side, so that backward
         finds this layer's weights gathered, and recomputation counts no token twice.
+
+        With documents, positions see those of their own document only, and the angles are those of
+        all positions in one row.
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.
@@ -81,16 +88,21 @@ class TransformerLayer(nn.Module):
             # Inside forward, so the hooks that gather and release this module's weights are not
             # rerun.
             recomputed: Tensor | tuple[Tensor, RouterReport] = checkpoint(
-                self._body, hidden, rotary, use_reentrant=False
+                self._body, hidden, rotary, documents, use_reentrant=False
             )
             return recomputed
 
-        return self._body(hidden, rotary)
+        return self._body(hidden, rotary, documents)
 
     def _body(
-        self, hidden: Tensor, rotary: RotaryAngles | None
+        self, hidden: Tensor, rotary: RotaryAngles | None, documents: Documents | None
     ) -> Tensor | tuple[Tensor, RouterReport]:
-        mixed = self.self_attention(self.input_layernorm(hidden), rotary)
+        normalized = self.input_layernorm(hidden)
+        if documents is None:
+            mixed = self.self_attention(normalized, rotary)
+        else:
+            row = normalized.flatten(0, 1).unsqueeze(0)
+            mixed = self.self_attention(row, rotary, documents).view_as(hidden)
         hidden = hidden + self._branch(mixed, self.post_self_attn_layernorm)
         output = self.mlp(self.pre_mlp_layernorm(hidden))
         if not isinstance(self.mlp, MoELayer):

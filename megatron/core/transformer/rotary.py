@@ -31,22 +31,51 @@ class RotaryAngles:
     neighbouring positions apart.
     """
 
-    cos: Tensor  # [seq, rotary_dim / 2] fp32
-    sin: Tensor  # [seq, rotary_dim / 2] fp32
+    cos: Tensor  # [seq, rotary_dim / 2] fp32, or [batch, seq, rotary_dim / 2]
+    sin: Tensor  # the same
+
+    def in_one_row(self) -> RotaryAngles:
+        """Those of all positions of a batch, one row behind the other: [1, batch * seq, ...]."""
+        return RotaryAngles(
+            self.cos.flatten(0, 1).unsqueeze(0), self.sin.flatten(0, 1).unsqueeze(0)
+        )
 
 
-def rotary_angles(spec: RotarySpec, seq_length: int, device: torch.device) -> RotaryAngles:
-    """The angles of positions 0 .. seq_length - 1. Computed on each call, so there is no buffer to
-    initialize or move.
+def rotary_angles(
+    spec: RotarySpec, positions: Tensor, sections: tuple[int, ...] | None = None
+) -> RotaryAngles:
+    """The angles of positions. Computed on each call, so there is no buffer to initialize or move.
+
+    Args:
+        positions: [seq] or [batch, seq], of any integer dtype; with `sections` [axes, batch, seq].
+        sections: how many planes turn by each of the axes. Planes take the axes in turn, 0 1 2 0 1
+            2 ..., as long as an axis has any left, except the first axis, which has all others:
+            Qwen3-VL's interleaved multimodal positions.
     """
     # fp64 up to the cosine: an fp32 angle of 100000 radians is off by some thousandths.
-    positions = torch.arange(seq_length, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, _frequencies(spec, device))  # [seq, rotary_dim / 2]
+    frequencies = _frequencies(spec, positions.device)
+    if sections is None:
+        angles = positions.double().unsqueeze(-1) * frequencies  # [..., seq, rotary_dim / 2]
+    else:
+        axes = _axes_of_planes(sections, len(frequencies), positions.device)
+        # [axes, batch, seq] -> [batch, seq, planes]
+        angles = positions.double()[axes].movedim(0, -1) * frequencies
 
     cos, sin = angles.cos(), angles.sin()
     if isinstance(spec.scaling, YarnScaling):
         cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
     return RotaryAngles(cos.float(), sin.float())
+
+
+def _axes_of_planes(sections: tuple[int, ...], num_planes: int, device: torch.device) -> Tensor:
+    """By which axis of a position each plane turns: [planes] int64."""
+    # Made where it is used: a device would wait for a copy.
+    planes = torch.arange(num_planes, device=device)
+    axes = torch.zeros_like(planes)
+    for axis, count in enumerate(sections[1:], start=1):
+        is_axis = (planes % len(sections) == axis) & (planes < count * len(sections))
+        axes = axes.masked_fill(is_axis, axis)
+    return axes
 
 
 def _frequencies(spec: RotarySpec, device: torch.device) -> Tensor:
@@ -103,7 +132,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
 
     Args:
         x: [batch, seq, heads, head_dim], any floating dtype.
-        cos, sin: [seq, rotary_dim / 2] fp32, rotary_dim <= head_dim.
+        cos, sin: [seq, rotary_dim / 2] or [batch, seq, rotary_dim / 2] fp32, rotary_dim <=
+            head_dim.
         is_interleaved: see `RotarySpec`.
 
     Returns:
@@ -119,8 +149,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
         )
 
     seq_length, head_dim = x.shape[1], x.shape[3]
-    half = cos.shape[1]
-    if cos.shape != sin.shape or cos.shape[0] != seq_length or 2 * half > head_dim:
+    half = cos.shape[-1]
+    rows = (seq_length, half) if cos.dim() == 2 else (len(x), seq_length, half)
+    if not cos.shape == sin.shape == rows or 2 * half > head_dim:
         raise ValueError(
             f"Expected angles of {seq_length} positions and at most {head_dim} channels, "
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
@@ -130,7 +161,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
     else:
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [seq, 1, rotary_dim / 2], for all heads
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]: all heads
     turned = (first * cos - second * sin, second * cos + first * sin)
     if is_interleaved:
         rotated = torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)

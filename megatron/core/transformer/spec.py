@@ -143,7 +143,7 @@ class RotarySpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention with grouped queries.
+    """Self-attention with grouped queries.
 
     Attributes:
         num_heads: of queries.
@@ -159,6 +159,8 @@ class AttentionSpec:
             input, which is a section of the fused QKV weight.
         softcap: products of queries and keys become softcap * tanh(product / softcap).
         has_qkv_bias, has_output_bias: of the two projections.
+        is_causal: each position attends to itself and those before it; else to all of its document.
+            Then there are no window, sinks and softcap.
     """
 
     num_heads: int
@@ -175,6 +177,7 @@ class AttentionSpec:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     dropout: float = 0.0
+    is_causal: bool = True
 
     @property
     def query_size(self) -> int:

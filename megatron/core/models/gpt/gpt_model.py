@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.cross_entropy import vocab_cross_entropy
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.rotary import rotary_angles
+from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.router import RouterReport
 from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer, ModelSpec, RotarySpec
 
@@ -60,6 +62,48 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the tokens of a batch stand.
+
+    Attributes:
+        positions: [batch, seq] int64, or [axes, batch, seq] with `sections`; None: counted in each
+            row.
+        sections: how many planes of the rotation turn by each axis: see `rotary_angles`.
+        documents: those of which tokens see only their own; None: each row is one.
+    """
+
+    positions: Tensor | None = None
+    sections: tuple[int, ...] | None = None
+    documents: Documents | None = None
+
+    def check(self, batch: int, seq_length: int) -> None:
+        """ValueError unless they are the places of `batch` rows of `seq_length` tokens."""
+        axes = () if self.sections is None else (len(self.sections),)
+        shape = (*axes, batch, seq_length)
+        if self.positions is not None and self.positions.shape != shape:
+            raise ValueError(
+                f"Expected positions of shape {shape}, got {tuple(self.positions.shape)}."
+            )
+        if self.documents is not None:
+            self.documents.check(batch, seq_length)
+
+    def angles(self, spec: RotarySpec, hidden: Tensor) -> RotaryAngles:
+        """The angles by which layers turn the heads of [batch, seq, hidden]."""
+        batch, seq_length = hidden.shape[:2]
+        if self.positions is None:
+            positions, sections = torch.arange(seq_length, device=hidden.device), None
+            if self.documents is not None:
+                positions = positions.expand(batch, -1)
+        else:
+            positions, sections = self.positions, self.sections
+        angles = rotary_angles(spec, positions, sections)
+        return angles if self.documents is None else angles.in_one_row()
+
+
+IN_ROWS = Places()
+
+
 class RoutingReport(NamedTuple):
     """What all routers of a model report about one microbatch.
 
@@ -100,22 +144,35 @@ class TransformerBlock(nn.Module):
         self._rotaries = [_rotary_of(layer.mixer) for layer in spec.layers]
         self.final_layernorm = build_norm(spec.final_norm, spec.hidden_size)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, RoutingReport | None]:
-        """[batch, seq, hidden] -> the same, and what the routers report, if there are any."""
+    def forward(
+        self, hidden: Tensor, places: Places = IN_ROWS, additions: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, RoutingReport | None]:
+        """Runs the layers.
+
+        Args:
+            hidden: [batch, seq, hidden].
+            additions: what is added behind the first layer, the second, and so on; of the shape of
+                `hidden`, at most as many as there are layers.
+
+        Returns:
+            [batch, seq, hidden], and what the routers report, if there are any.
+        """
         # Layers that turn their heads alike share the angles.
         angles = {
-            rotary: rotary_angles(rotary, hidden.shape[1], hidden.device)
+            rotary: places.angles(rotary, hidden)
             for rotary in dict.fromkeys(self._rotaries)
             if rotary is not None
         }
         reports: list[RouterReport] = []
-        for layer, rotary in zip(self.layers, self._rotaries, strict=True):
-            output = layer(hidden, None if rotary is None else angles[rotary])
+        for number, (layer, rotary) in enumerate(zip(self.layers, self._rotaries, strict=True)):
+            output = layer(hidden, None if rotary is None else angles[rotary], places.documents)
             if isinstance(output, tuple):
                 hidden, report = output
                 reports.append(report)
             else:
                 hidden = output
+            if number < len(additions):
+                hidden = hidden + additions[number]
         return self.final_layernorm(hidden), RoutingReport.of(reports)
 
 
@@ -151,13 +208,21 @@ class GPTModel(nn.Module):
         )
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, *, with_routing: bool = False
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        with_routing: bool = False,
     ) -> Tensor | tuple[Tensor, RoutingReport | None]:
         """The model's logits, or its losses against `labels`.
 
         Args:
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64, the token that follows each.
+            positions: [batch, seq] int64; None: counted from the beginning of each row.
+            documents: those that the rows consist of, if tokens are to see their own only.
             with_routing: whether to return what the routers of mixtures of experts report, too.
 
         Returns:
@@ -166,11 +231,27 @@ class GPTModel(nn.Module):
             without experts.
 
         Raises:
-            ValueError: tokens are not [batch, seq], labels have another shape, or the sequence is
-                longer than max_position_embeddings.
+            ValueError: tokens are not [batch, seq], labels or positions have another shape,
+                documents do not fill the rows, or the sequence is longer than
+                max_position_embeddings.
         """
-        self._check_inputs(tokens, labels)
-        hidden, report = self.decoder(self.embedding(tokens))
+        places = Places(positions, documents=documents)
+        self.check_inputs(tokens, labels, places)
+        return self.decode(self.embedding(tokens), labels, places, with_routing=with_routing)
+
+    def decode(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        places: Places,
+        additions: Sequence[Tensor] = (),
+        *,
+        with_routing: bool,
+    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
+        """What `forward` returns, from embeddings [batch, seq, hidden]. See `TransformerBlock` for
+        the additions.
+        """
+        hidden, report = self.decoder(hidden, places, additions)
         output = self._logits(hidden)
         if labels is not None:
             output = vocab_cross_entropy(output, labels)
@@ -187,7 +268,8 @@ class GPTModel(nn.Module):
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _check_inputs(self, tokens: Tensor, labels: Tensor | None) -> None:
+    def check_inputs(self, tokens: Tensor, labels: Tensor | None, places: Places) -> None:
+        """ValueError for what `forward` does not take."""
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
             raise ValueError(
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
@@ -204,3 +286,4 @@ class GPTModel(nn.Module):
             raise ValueError(
                 f"Expected labels of shape {tuple(tokens.shape)}, got {tuple(labels.shape)}."
             )
+        places.check(*tokens.shape)

@@ -54,7 +54,7 @@ def _attention(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttent
 def _angles(spec: AttentionSpec, seq_length: int) -> RotaryAngles | None:
     if spec.rotary is None:
         return None
-    return rotary_angles(spec.rotary, seq_length, torch.device("cpu"))
+    return rotary_angles(spec.rotary, torch.arange(seq_length))
 
 
 def _reference(attention: SelfAttention, hidden: Tensor) -> Tensor:

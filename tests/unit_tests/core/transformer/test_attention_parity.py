@@ -130,7 +130,7 @@ def test_output_is_that_of_the_published_architecture(
     hidden = torch.randn(2, SEQ, HIDDEN)
 
     # Some families take one cosine for each plane, others one for each rotated channel.
-    angles = rotary_angles(spec.rotary, SEQ, hidden.device)
+    angles = rotary_angles(spec.rotary, torch.arange(SEQ, device=hidden.device))
     cos, sin = (torch.cat([part] * halves, dim=-1)[None] for part in (angles.cos, angles.sin))
     expected, _ = theirs(
         hidden_states=hidden,

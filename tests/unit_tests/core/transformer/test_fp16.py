@@ -42,14 +42,14 @@ def test_attention_takes_scores_that_fp16_cannot_hold(dropout, grouped):
         -1, -2
     )
     assert scores.abs().max() > LARGEST
-    wide = attention._core_attention(query.float(), key.float(), value.float())
-    narrow = attention._core_attention(query, key, value)
+    wide = attention._core_attention(query.float(), key.float(), value.float(), None)
+    narrow = attention._core_attention(query, key, value, None)
     assert narrow.dtype == torch.float16
     torch.testing.assert_close(narrow.float(), wide, rtol=5e-3, atol=2.0)
 
 
 def test_rotary_angles_turn_fp16_in_fp32():
-    angles = rotary_angles(RotarySpec(dim=16, base=10000.0), 3000, CPU)
+    angles = rotary_angles(RotarySpec(dim=16, base=10000.0), torch.arange(3000))
     x = noise(1, 3000, 2, 16, scale=1.0)
     turned = apply_rotary(x, angles.cos, angles.sin)
     assert turned.dtype == torch.float16

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.drivers import Driver
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.materialize import materialize
+from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import parameter_groups
 from megatron.core.transformer import gated_delta_net
 from megatron.core.transformer.delta_rule import gated_delta_rule
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import fused_weights
 from megatron.core.transformer.gated_delta_net import Decay, GatedDeltaNet, GatedRMSNorm
 from megatron.core.transformer.spec import GatedDeltaNetSpec
@@ -144,7 +146,7 @@ def test_weights_on_meta_materialize_and_only_matrices_decay() -> None:
     assert net.out_proj.weight.std().item() == pytest.approx(0.01, rel=0.1)
 
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    decayed, kept = parameter_groups(net.named_parameters(), 0.1)
+    decayed, kept = parameter_groups(net, OptimizerConfig(weight_decay=0.1))
     assert [names[id(p)] for p in decayed["params"]] == [
         "in_proj.weight",
         "conv1d.weight",
@@ -239,6 +241,7 @@ class FakeKernel:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         assert scale is None
         assert initial_state is None
@@ -248,7 +251,12 @@ class FakeKernel:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert g.dtype == torch.float32
         self.calls.append({"q": q})
-        return gated_delta_rule(q, k, v, g, beta), None
+        if cu_seqlens is None:
+            return gated_delta_rule(q, k, v, g, beta), None
+        assert len(q) == 1
+        lengths = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v, g, beta)), strict=True)
+        return torch.cat([gated_delta_rule(*part) for part in parts], dim=1), None
 
 
 class TritonDriver(Driver):
@@ -298,6 +306,19 @@ def test_flash_linear_attention_is_used_where_it_is_installed(
     assert len(kernel.calls) == 1
     # Only beta is rounded for the kernel.
     assert (output - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_flash_linear_attention_is_told_where_documents_begin(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, documents = _net().bfloat16(), Documents((7, 20, 13))
+    hidden = torch.randn(1, 40, HIDDEN).bfloat16()
+    output = net(hidden, documents=documents)
+    assert len(kernel.calls) == 1
+    monkeypatch.setattr(gated_delta_net, "_suits_fla", lambda _: False)
+    expected = net(hidden, documents=documents)
+    assert (output - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (net(hidden) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 def test_what_its_kernels_do_not_take_is_computed_here(

@@ -51,7 +51,7 @@ def _attention(
 def _angles(spec: LatentAttentionSpec, seq_length: int) -> RotaryAngles | None:
     if spec.rotary is None:
         return None
-    return rotary_angles(spec.rotary, seq_length, torch.device("cpu"))
+    return rotary_angles(spec.rotary, torch.arange(seq_length))
 
 
 def _normed(latent: Tensor, norm: nn.Module | None) -> Tensor:

@@ -28,7 +28,7 @@ def _spec(dim: int = 16, scaling: RotaryScaling | None = None) -> RotarySpec:
 
 
 def test_angles_are_positions_times_falling_frequencies() -> None:
-    angles = rotary_angles(_spec(), 5, CPU)
+    angles = rotary_angles(_spec(), torch.arange(5))
     assert angles.cos.shape == angles.sin.shape == (5, 8)
     assert angles.cos.dtype == angles.sin.dtype == torch.float32
     for position, channel in [(0, 0), (3, 0), (4, 5)]:
@@ -39,7 +39,7 @@ def test_angles_are_positions_times_falling_frequencies() -> None:
 
 def test_angles_of_far_positions_are_exact_to_fp32() -> None:
     position = 1_000_003
-    angles = rotary_angles(_spec(), position + 1, CPU)
+    angles = rotary_angles(_spec(), torch.arange(position + 1))
     angle = position * 10000.0 ** (-2 / 16)
     assert angles.cos[position, 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
@@ -55,7 +55,7 @@ def test_rotation_keeps_norms(seed: int, seq_length: int, dim: int, half: bool) 
     generator = torch.Generator().manual_seed(seed)
     dtype, tolerance = (torch.bfloat16, 2e-2) if half else (torch.float32, 1e-5)
     x = torch.randn(2, seq_length, 3, 16, generator=generator).to(dtype)
-    angles = rotary_angles(_spec(dim), seq_length, CPU)
+    angles = rotary_angles(_spec(dim), torch.arange(seq_length))
     y = apply_rotary(x, angles.cos, angles.sin)
     assert y.dtype == dtype
     torch.testing.assert_close(
@@ -75,7 +75,7 @@ def test_dot_products_depend_on_relative_positions_only(
     seed: int, first: int, second: int, shift: int, dim: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    angles = rotary_angles(_spec(dim), 64, CPU)
+    angles = rotary_angles(_spec(dim), torch.arange(64))
     # The same two vectors at every position.
     query, key = (
         apply_rotary(v.expand(1, 64, 1, 16), angles.cos, angles.sin)[0, :, 0]
@@ -87,14 +87,14 @@ def test_dot_products_depend_on_relative_positions_only(
 
 
 def test_other_relative_positions_give_other_dot_products() -> None:
-    angles = rotary_angles(_spec(), 8, CPU)
+    angles = rotary_angles(_spec(), torch.arange(8))
     v = apply_rotary(torch.ones(1, 8, 1, 16), angles.cos, angles.sin)[0, :, 0]
     assert abs(v[0] @ v[1] - v[0] @ v[5]) > 1
 
 
 def test_channels_beyond_the_rotated_ones_pass_unchanged() -> None:
     x = torch.randn(1, 6, 2, 16)
-    angles = rotary_angles(_spec(8), 6, CPU)
+    angles = rotary_angles(_spec(8), torch.arange(6))
     y = apply_rotary(x, angles.cos, angles.sin)
     assert torch.equal(y[..., 8:], x[..., 8:])
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
@@ -103,14 +103,14 @@ def test_channels_beyond_the_rotated_ones_pass_unchanged() -> None:
 def test_halves_of_the_rotated_channels_pair_up() -> None:
     x = torch.zeros(1, 2, 1, 8)
     x[..., 1] = 1.0  # channel 1 of the first half turns into channel 1 of the second
-    angles = rotary_angles(_spec(8), 2, CPU)
+    angles = rotary_angles(_spec(8), torch.arange(2))
     y = apply_rotary(x, angles.cos, angles.sin)
     assert y[0, 1, 0].nonzero().flatten().tolist() == [1, 5]
     assert y[0, 1, 0, 5].item() == pytest.approx(math.sin(10000.0**-0.25))
 
 
 def test_angles_that_do_not_fit_are_refused() -> None:
-    angles = rotary_angles(_spec(), 6, CPU)
+    angles = rotary_angles(_spec(), torch.arange(6))
     with pytest.raises(ValueError, match="Expected angles of 5 positions"):
         apply_rotary(torch.randn(1, 5, 2, 16), angles.cos, angles.sin)
     with pytest.raises(ValueError, match="at most 8 channels"):
@@ -197,29 +197,29 @@ def test_scaled_angles_are_those_of_the_transformers_library(
     frequencies, factor = rope_utils.ROPE_INIT_FUNCTIONS[published["rope_type"]](config, CPU)
 
     # The library's frequencies are fp32; so few positions do not show what that loses.
-    angles = rotary_angles(RotarySpec(dim, base, scaling), 5, CPU)
+    angles = rotary_angles(RotarySpec(dim, base, scaling), torch.arange(5))
     expected = torch.outer(torch.arange(5.0), frequencies)
     torch.testing.assert_close(angles.cos, expected.cos() * factor, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(angles.sin, expected.sin() * factor, rtol=1e-6, atol=1e-6)
 
-    unscaled = rotary_angles(RotarySpec(dim, base), 5, CPU)
+    unscaled = rotary_angles(RotarySpec(dim, base), torch.arange(5))
     assert (angles.sin - unscaled.sin).abs().max() > 1e-4
 
 
 def test_a_scaled_position_lies_where_the_unscaled_one_lay() -> None:
     """Linear scaling moves all planes; Llama 3's and YaRN's keep those that turn fastest."""
-    plain = rotary_angles(_spec(), 41, CPU)
-    linear = rotary_angles(_spec(scaling=LinearScaling(4.0)), 41, CPU)
+    plain = rotary_angles(_spec(), torch.arange(41))
+    linear = rotary_angles(_spec(scaling=LinearScaling(4.0)), torch.arange(41))
     torch.testing.assert_close(linear.cos[40], plain.cos[10])
     for scaling in (LLAMA3, replace(YARN, attention_factor=1.0)):
-        angles = rotary_angles(_spec(scaling=scaling), 41, CPU)
+        angles = rotary_angles(_spec(scaling=scaling), torch.arange(41))
         torch.testing.assert_close(angles.cos[:, 0], plain.cos[:, 0])
         assert not torch.allclose(angles.sin[:, -1], plain.sin[:, -1])
 
 
 def test_interleaved_channels_are_turned_as_halves_in_another_order() -> None:
     x = torch.randn(2, 5, 3, 12, generator=torch.Generator().manual_seed(0))
-    angles = rotary_angles(_spec(8), 5, CPU)
+    angles = rotary_angles(_spec(8), torch.arange(5))
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
     halves = apply_rotary(x[..., order], angles.cos, angles.sin)
     turned = apply_rotary(x, angles.cos, angles.sin, is_interleaved=True)

@@ -34,7 +34,10 @@ def _run(config: Any, hidden: Tensor, train: bool = True) -> tuple[list[Tensor],
     layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     torch.manual_seed(7)
     hidden = hidden.clone().requires_grad_()
-    output = layer(hidden, rotary_angles(RotarySpec(8, 10000.0), hidden.shape[1], hidden.device))
+    output = layer(
+        hidden,
+        rotary_angles(RotarySpec(8, 10000.0), torch.arange(hidden.shape[1], device=hidden.device)),
+    )
     output.square().sum().backward()
     gradients = [parameter.grad for parameter in (hidden, *layer.parameters())]
     assert all(gradient is not None for gradient in gradients)

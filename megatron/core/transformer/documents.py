@@ -1,0 +1,92 @@
+"""Documents: sequences packed one behind the other, which must not see each other.
+
+The lengths are numbers of the host. Attention is computed document by document, so a device that
+had to tell the lengths first would make the host wait in every layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import send
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a batch, row by row. A row ends where a document does.
+
+    Not a tuple: wrappers that look for tensors among a module's inputs look into tuples.
+
+    Attributes:
+        lengths: positions of each document, of all rows together.
+
+    Raises:
+        ValueError: no documents, or one without positions.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(
+                f"Expected documents of at least one position each, got {self.lengths}."
+            )
+
+    def check(self, batch: int, seq_length: int) -> None:
+        """ValueError unless the documents fill each of `batch` rows of `seq_length` positions."""
+        stops = set(itertools.accumulate(self.lengths))
+        rows = range(seq_length, batch * seq_length + 1, seq_length)
+        if max(stops) != batch * seq_length or not stops.issuperset(rows):
+            raise ValueError(
+                f"Expected documents that fill {batch} row(s) of {seq_length} positions, and end "
+                f"where a row ends, got lengths {self.lengths}."
+            )
+
+    @property
+    def num_positions(self) -> int:
+        """Of all documents together."""
+        return self._stops[-1]
+
+    def starts(self, device: torch.device) -> Tensor:
+        """The first position of each: [documents] int64."""
+        return self._on(device)[:-1]
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """Where each begins, and where the last one ends: [documents + 1] int64."""
+        return self._on(device)
+
+    def spread(self, gap: int, device: torch.device) -> tuple[Tensor, int]:
+        """Where each position comes to lie when `gap` places are put between documents.
+
+        Returns:
+            [positions] int64, and the number of all places.
+        """
+        key = (device, gap)
+        if key not in self._spread:
+            before = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+            places = torch.arange(self.num_positions) + gap * before
+            self._spread[key] = send(places, device)
+        return self._spread[key], self.num_positions + gap * (len(self.lengths) - 1)
+
+    def _on(self, device: torch.device) -> Tensor:
+        # Once for all layers of a forward, which share this object.
+        if device not in self._bounds:
+            self._bounds[device] = send(torch.tensor((0, *self._stops)), device)
+        return self._bounds[device]
+
+    @cached_property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.lengths))
+
+    @cached_property
+    def _bounds(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _spread(self) -> dict[tuple[torch.device, int], Tensor]:
+        return {}

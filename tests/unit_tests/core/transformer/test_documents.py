@@ -1,0 +1,167 @@
+"""Documents packed into rows compute what each computes by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.causal_conv import CausalConv1d
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.documents import Documents
+
+VOCAB = 37
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+DELTA_NET: dict[str, Any] = {
+    "linear_attention_freq": "2",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"group_query_attention": True, "num_query_groups": 2},
+    "a window": {"window_size": (3, 0)},
+    "learned sinks": {"softmax_type": "learnable"},
+    "delta net": DELTA_NET,
+    "recomputed": {"recompute_granularity": "full", **DELTA_NET},
+    "recomputed core": {"recompute_granularity": "selective"},
+}
+# Of two rows; lengths of one appear more than once, and are shorter than the convolution's reach.
+LENGTHS = (9, 2, 5, 1, 7, 7, 2, 1)
+ROW = 17
+
+
+def build(**options: Any) -> GPTModel:
+    torch.manual_seed(0)
+    model = GPTModel(TransformerConfig(**{**SIZES, **options}), VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def tokens_of(lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (length + 1,), generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
+    name: str, has_positions: bool
+) -> None:
+    model = build(**MODELS[name])
+    texts = tokens_of(LENGTHS)
+    separate = [model(text[None, :-1], text[None, 1:])[0] for text in texts]
+    torch.cat(separate).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    tokens = torch.cat([text[:-1] for text in texts]).view(2, ROW)
+    labels = torch.cat([text[1:] for text in texts]).view(2, ROW)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, ROW)
+    losses = model(
+        tokens,
+        labels,
+        positions=positions if has_positions else None,
+        documents=Documents(LENGTHS),
+    )
+    torch.testing.assert_close(losses.flatten(), torch.cat(separate), rtol=1e-5, atol=1e-5)
+    losses.sum().backward()
+    for parameter, one in model.named_parameters():
+        torch.testing.assert_close(
+            one.grad, expected[parameter], rtol=1e-4, atol=1e-5, msg=parameter
+        )
+    assert not torch.allclose(model(tokens, labels), losses, atol=1e-3), "boundaries matter"
+
+
+def test_mixtures_and_latent_attention_pack_too() -> None:
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+    }
+    model = build(**latent).eval()
+    texts = tokens_of(LENGTHS)
+    separate = torch.cat([model(text[None, :-1], text[None, 1:])[0] for text in texts])
+    tokens, labels = (
+        torch.cat([text[part] for text in texts]).view(2, ROW)
+        for part in (slice(None, -1), slice(1, None))
+    )
+    packed = model(tokens, labels, documents=Documents(LENGTHS))
+    torch.testing.assert_close(packed.flatten(), separate, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_a_convolution_reads_zeros_before_each_document(
+    kernel: int, lengths: list[int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    conv = CausalConv1d(3, kernel)
+    x = torch.randn(1, sum(lengths), 3)
+    separate = torch.cat([conv(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(conv(x, Documents(tuple(lengths))), separate)
+
+
+def test_other_positions_within_a_document_are_other_places() -> None:
+    model = build().eval()
+    (text,) = tokens_of((6,))
+    tokens = text[None, :-1]
+    base = model(tokens)
+    torch.testing.assert_close(model(tokens, positions=torch.arange(6)[None] + 40), base)
+    moved = torch.tensor([[0, 1, 2, 9, 10, 11]])
+    assert not torch.allclose(model(tokens, positions=moved), base, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ((34, 1), "fill 2 row"),
+        ((33,), "fill 2 row"),
+        ((10, 24), "end where a row ends"),
+    ],
+)
+def test_documents_that_do_not_fill_the_rows_are_refused(
+    lengths: tuple[int, ...], told: str
+) -> None:
+    tokens = torch.zeros(2, ROW, dtype=torch.int64)
+    with pytest.raises(ValueError, match=told):
+        build()(tokens, documents=Documents(lengths))
+
+
+def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
+    tokens = torch.zeros(2, ROW, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"positions of shape \(2, 17\), got \(17,\)"):
+        build()(tokens, positions=torch.arange(ROW))
+    for lengths in ((), (3, 0)):
+        with pytest.raises(ValueError, match="at least one position each"):
+            Documents(lengths)
+
+
+def test_documents_are_values_of_the_host() -> None:
+    documents = Documents((3, 2))
+    assert dataclasses.astuple(documents) == ((3, 2),)
+    assert documents.starts(torch.device("cpu")).tolist() == [0, 3]
+    assert documents.bounds(torch.device("cpu")).tolist() == [0, 3, 5]
