@@ -42,6 +42,7 @@ from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
@@ -93,7 +94,12 @@ class Bench:
         dist.barrier()
         if self.rank == 0:
             checkpoint = open_checkpoint(LocalStore(root), "weights")
-            export_hf(checkpoint, root / "rewritten", self.config, VOCABULARY, dtype=dtype)
+            export_hf(
+                checkpoint,
+                root / "rewritten",
+                ModelDescription(self.config, VOCABULARY),
+                dtype=dtype,
+            )
             shutil.rmtree(root / "weights")
 
     def check(self) -> None:

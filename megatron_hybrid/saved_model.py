@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name, lates
 from megatron.core.dist_checkpointing.formats import format_of
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
@@ -46,11 +48,10 @@ from megatron.training.tokenizer import (
 
 
 class SavedModel(NamedTuple):
-    """A GPT that is on disk."""
+    """A model that is on disk."""
 
     path: str  # for messages
-    config: TransformerConfig
-    vocab_size: int  # rows of the embedding
+    description: ModelDescription
     tokenizer: Tokenizer | None
     seq_length: int | None  # that it was trained with
     load_into: Callable[[nn.Module], None]  # loads its weights into such a model, in place
@@ -124,8 +125,11 @@ def find_model(
     tokenizer = build_tokenizer(tokenizer_config)
     return SavedModel(
         path=path_of(store, name),
-        config=section_from_values(TransformerConfig, values),
-        vocab_size=padded_vocab_size(tokenizer_config, tokenizer),
+        description=ModelDescription(
+            section_from_values(TransformerConfig, values),
+            padded_vocab_size(tokenizer_config, tokenizer),
+            _vision_of(values),
+        ),
         tokenizer=tokenizer,
         seq_length=seq_length,
         load_into=lambda model: load_weights(store, name, model),
@@ -133,6 +137,13 @@ def find_model(
         tokenizer_path=tokenizer_config.tokenizer_model,
         base_model=base_model,
     )
+
+
+def _vision_of(values: dict[str, Any]) -> VisionConfig | None:
+    """The tower of a run's model; None: it reads text alone."""
+    if values.get("vision_num_layers") is None:
+        return None
+    return section_from_values(VisionConfig, values)
 
 
 def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | None) -> str | None:
@@ -151,7 +162,8 @@ def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | No
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
     """The model in a folder of the transformers library."""
     file = folder / CONFIG_FILE
-    _, config, vocab_size = read_folder(folder)
+    description = read_folder(folder).model
+    vocab_size = description.vocab_size
 
     tokenizer = None
     if tokenizer_model is not None:
@@ -166,10 +178,9 @@ def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
 
     return SavedModel(
         path=str(folder),
-        config=config,
-        vocab_size=vocab_size,
+        description=description,
         tokenizer=tokenizer,
-        seq_length=config.max_position_embeddings,
+        seq_length=description.config.max_position_embeddings,
         load_into=lambda model: load_hf(model, folder),
         checkpoint=None,
     )

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
-from megatron.core.models.gpt.hugging_face import config_from_hf
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.hugging_face import config_from_hf
+from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import ConfigError, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_files import CONFIG_FILE, read_json
@@ -34,6 +36,7 @@ _OF_TRAINING = (
     "attention_dropout",
     "hidden_dropout",
     "init_method_std",
+    "vision_init_method_std",
     "recompute_granularity",
     "hf_architecture",
     "moe_router_dtype",
@@ -52,15 +55,14 @@ class FolderModel(NamedTuple):
     """What a folder's config.json describes."""
 
     folder: str
-    config: TransformerConfig
-    num_rows: int  # of the embedding
+    model: ModelDescription
 
 
 def read_folder(folder: str | Path) -> FolderModel:
-    """The GPT that a folder's config.json describes.
+    """The model that a folder's config.json describes.
 
     Raises:
-        ConfigError: as `expect_model_folder`, or if no GPT here computes the same.
+        ConfigError: as `expect_model_folder`, or if no model here computes the same.
     """
     expect_model_folder(folder)
     file = Path(folder) / CONFIG_FILE
@@ -68,8 +70,7 @@ def read_folder(folder: str | Path) -> FolderModel:
         content = read_json(file)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    config, num_rows = config_from_hf(content, str(file))
-    return FolderModel(str(folder), config, num_rows)
+    return FolderModel(str(folder), config_from_hf(content, str(file)))
 
 
 def expect_model_folder(folder: str | Path) -> None:
@@ -113,8 +114,13 @@ def take_settings(values: dict[str, Any], model: FolderModel) -> list[str]:
         A line of a ConfigError for each setting that contradicts the folder, with both values.
     """
     lines = []
+    config, num_rows, vision = model.model
     fields = {field.name: field for field in options_of(TransformerConfig)}
-    for name, value in _decided(model.config).items():
+    decided = _decided(config)
+    if vision is not None:
+        fields |= {field.name: field for field in options_of(VisionConfig)}
+        decided |= dataclasses.asdict(vision)
+    for name, value in decided.items():
         given = values.get(name)
         if given is not None and (name in _OF_TRAINING or (name, value) == _NO_LIMIT):
             continue
@@ -122,7 +128,7 @@ def take_settings(values: dict[str, Any], model: FolderModel) -> list[str]:
             lines.append(_contradiction(fields[name], value, given, model.folder))
         if value is not None:
             values[name] = value
-    return lines + _take_vocabulary(values, model.folder, model.num_rows)
+    return lines + _take_vocabulary(values, model.folder, num_rows)
 
 
 def _decided(config: TransformerConfig) -> dict[str, Any]:

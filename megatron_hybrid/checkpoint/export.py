@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_ch
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
-from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.models.hugging_face import hf_config
 from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_layout import MAX_SHARD_BYTES
@@ -84,7 +84,7 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     source = find_source(arguments)
     model = source.model
-    num_bytes = bytes_to_export(source.checkpoint, model.config, model.vocab_size)
+    num_bytes = bytes_to_export(source.checkpoint, model.description)
     with progress_bar("export", num_bytes) as progress:
         return _write(source, arguments, progress)
 
@@ -97,10 +97,11 @@ def sentence(summary: dict[str, Any]) -> str:
 
 
 def _write(source: Source, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    model, config = source.model, source.model.config
-    if config.max_position_embeddings is None:
+    model, description = source.model, source.model.description
+    if description.config.max_position_embeddings is None:
         # Other programs want a length, and would otherwise take their own default for it.
-        config = dataclasses.replace(config, max_position_embeddings=model.seq_length)
+        config = dataclasses.replace(description.config, max_position_embeddings=model.seq_length)
+        description = description._replace(config=config)
 
     base_model = model.base_model
     if base_model is not None and not Path(base_model).is_dir():
@@ -114,8 +115,7 @@ def _write(source: Source, arguments: argparse.Namespace, progress: Progress) ->
     exported = export_hf(
         source.checkpoint,
         arguments.out,
-        config,
-        model.vocab_size,
+        description,
         tokenizer=extras.tokenizer,
         base_model_path=base_model,
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
@@ -125,7 +125,7 @@ def _write(source: Source, arguments: argparse.Namespace, progress: Progress) ->
     return {
         "source": source.checkpoint.path,
         "target": arguments.out,
-        "architecture": hf_config(config, model.vocab_size)["architectures"][0],
+        "architecture": hf_config(description)["architectures"][0],
         "num_tensors": exported.num_tensors,
         "num_bytes": exported.num_bytes,
         "dtype": str(exported.dtype).removeprefix("torch."),

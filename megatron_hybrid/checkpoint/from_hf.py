@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import OwnModel, build_model
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import section_from_values
@@ -46,13 +47,13 @@ class Import:
     Attributes:
         folder: of the transformers library.
         store: the folder of checkpoints that is to be.
-        model: the GPT, on meta.
+        model: on meta.
         config: a run's settings that the folder decides, by field name.
     """
 
     folder: Path
     store: Store
-    model: GPTModel
+    model: OwnModel
     config: dict[str, Any]
 
     @property
@@ -78,7 +79,7 @@ def check_import(
         seq_length: that the model is used with; default: all that it takes.
 
     Raises:
-        ConfigError: if no GPT here computes what the folder's config.json says, or the tokenizer
+        ConfigError: if no model here computes what the folder's config.json says, or the tokenizer
             does not fit.
         CheckpointError: if `root` holds checkpoints.
     """
@@ -87,7 +88,8 @@ def check_import(
     values: dict[str, Any] = {}
     if tokenizer_model is not None:
         values["tokenizer_model"] = str(Path(tokenizer_model).resolve())
-    if lines := take_settings(values, read_folder(place)):
+    found = read_folder(place)
+    if lines := take_settings(values, found):
         raise ConfigError(" ".join(lines))
     config = section_from_values(TransformerConfig, values)
     tokenizer_config = section_from_values(TokenizerConfig, values)
@@ -100,7 +102,7 @@ def check_import(
     store = open_store(root)
     expect_no_checkpoints(store)
     with torch.device("meta"):
-        model = GPTModel(config, num_rows)
+        model = build_model(ModelDescription(config, num_rows, found.model.vision))
     values |= {"seq_length": length, "hf_model": str(place), "ckpt_format": FSDP_DTENSOR}
     return Import(place, store, model, values)
 

@@ -3,7 +3,7 @@
 Tensors go from file to file in pieces of a few MiB.
 
     checkpoint = open_checkpoint(store, "iter_0000500")
-    export_hf(checkpoint, "exports/gpt", config, vocab_size, tokenizer=tokenizer)
+    export_hf(checkpoint, "exports/gpt", ModelDescription(config, vocab_size), tokenizer=tokenizer)
 
 The ranks of a run that still lives save such folders by `hf_weights.save_hf`.
 """
@@ -29,17 +29,22 @@ from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers, section_names
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.models.hugging_face import (
+    OwnModel,
+    build_model,
+    hf_rows,
+    saved_buffers,
+    section_names,
+)
 from megatron.core.transformer.fused_weight import fused_weights
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_files import (
     sync_files,
-    write_gpt_config,
     write_json,
+    write_own_config,
 )
 from megatron.training.checkpoint.hf_layout import (
     INDEX_FILE,
@@ -71,8 +76,7 @@ class Exported(NamedTuple):
 def export_hf(
     checkpoint: ReadableCheckpoint,
     folder: str | Path,
-    config: TransformerConfig,
-    vocab_size: int,
+    model: ModelDescription,
     *,
     tokenizer: Any = None,
     base_model_path: str | Path | None = None,
@@ -87,15 +91,15 @@ def export_hf(
     Args:
         checkpoint: of either format; other states in it are not read.
         folder: absent or empty. Unfinished files of earlier exports to it are deleted.
-        config, vocab_size: of the GPT; `vocab_size` is the number of rows of its embedding.
+        model: what it is.
         tokenizer, base_model_path, dtype: as for `save_hf`.
         max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
         progress: called with each number of bytes of the checkpoint's tensors that are done;
             `bytes_to_export` says how many there are.
 
     Raises:
-        ConfigError: for a GPT that no architecture of the transformers library computes.
-        CheckpointError: if the weights are not those of this GPT or are damaged, `folder` holds
+        ConfigError: for a model that no architecture of the transformers library computes.
+        CheckpointError: if the weights are not those of this model or are damaged, `folder` holds
             something or cannot be written, or for a tokenizer of another kind.
     """
     if "://" in str(folder):
@@ -104,7 +108,7 @@ def export_hf(
     target = Path(folder).resolve()
     extras = FolderExtras(tokenizer, base_model_path=base_model_path)
     extras.check()
-    tensors = _tensors(checkpoint, config, vocab_size, dtype)
+    tensors = _tensors(checkpoint, model, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
     written_dtype = main_dtype(layout.tensors)
     with _system_errors(target):
@@ -113,7 +117,7 @@ def export_hf(
             draft.mkdir()
             write_weights(draft, checkpoint, tensors, layout, progress)
             ids = extras.save(draft)
-            write_gpt_config(draft, config, vocab_size, written_dtype, ids)
+            write_own_config(draft, model, written_dtype, ids)
             extras.copy_missing(draft, ids)
 
             sync_files(draft)
@@ -127,11 +131,9 @@ def export_hf(
     )
 
 
-def bytes_to_export(
-    checkpoint: ReadableCheckpoint, config: TransformerConfig, vocab_size: int
-) -> int:
+def bytes_to_export(checkpoint: ReadableCheckpoint, model: ModelDescription) -> int:
     """Of the checkpoint's tensors that `export_hf` reads. CheckpointError for another model's."""
-    tensors = _tensors(checkpoint, config, vocab_size, None)
+    tensors = _tensors(checkpoint, model, None)
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
@@ -208,7 +210,7 @@ def write_weights(
 
 
 class _Part(NamedTuple):
-    """A tensor of the GPT as our checkpoints have it: a parameter or some of its rows, a buffer."""
+    """A tensor of the model as our checkpoints have it: a parameter, rows of one, or a buffer."""
 
     map: RowMap  # in theirs
     own: str  # ours, of the section
@@ -224,7 +226,7 @@ class _Part(NamedTuple):
         return (stop - start, *self.parameter_shape[1:])
 
 
-def _parts(model: GPTModel) -> Iterator[_Part]:
+def _parts(model: OwnModel) -> Iterator[_Part]:
     maps, fused = hf_rows(model), fused_weights(model)
     for parameter, weight in model.named_parameters():
         shape, sections = tuple(weight.shape), fused.get(parameter)
@@ -240,18 +242,17 @@ def _parts(model: GPTModel) -> Iterator[_Part]:
 
 def _tensors(
     checkpoint: ReadableCheckpoint,
-    config: TransformerConfig,
-    vocab_size: int,
+    model: ModelDescription,
     dtype: torch.dtype | None,
 ) -> list[StoredTensor]:
     """The tensors to write, in the order of the model. CheckpointError for another model's."""
     with torch.device("meta"):
-        model = GPTModel(config, vocab_size)
-    parts, in_fp32 = list(_parts(model)), {*names_in_fp32(model), *saved_buffers(model)}
+        built = build_model(model)
+    parts, in_fp32 = list(_parts(built)), {*names_in_fp32(built), *saved_buffers(built)}
     stored = checkpoint.tensors
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):
-        parameters = [name for name, _ in model.named_parameters()]
+        parameters = [name for name, _ in built.named_parameters()]
         prefix = weights_prefix(parameters, list(stored), checkpoint.path)
 
     found: list[StoredTensor] = []

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.files import read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
-from megatron.core.models.gpt.hugging_face import hf_config
-from megatron.core.transformer.config import TransformerConfig
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.hugging_face import hf_config
 from megatron.training.checkpoint.hf_layout import (
     DTYPE_NAMES,
     INDEX_FILE,
@@ -42,29 +42,29 @@ _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9
 _SHOWN = 80  # characters of a name in a message
 
 
-# The config of a GPT of ours
+# The config of a model of ours
 
 
-def write_gpt_config(
+def write_own_config(
     folder: Path,
-    config: TransformerConfig,
-    vocab_size: int,
+    description: ModelDescription,
     dtype: torch.dtype | None,
     ids: Mapping[str, Any],
 ) -> None:
     """Writes config.json.
 
     Args:
-        vocab_size: rows of the embedding.
         dtype: of the weights.
         ids: what `save_tokenizer` gave.
 
     Raises:
-        ConfigError: for a GPT that no architecture of the transformers library computes.
+        ConfigError: for a model that no architecture of the transformers library computes.
     """
     name = str(dtype).removeprefix("torch.")
     # Before version 4.56, transformers looked for torch_dtype.
-    content = hf_config(config, vocab_size) | {"dtype": name, "torch_dtype": name} | dict(ids)
+    content = hf_config(description) | {"dtype": name, "torch_dtype": name}
+    # Tokens are those of the decoder, which may be a section of the file.
+    content.get("text_config", content).update(ids)
     write_json(folder / CONFIG_FILE, content)
 
 

@@ -23,10 +23,14 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers
+from megatron.core.models.hugging_face import (
+    OwnModel,
+    description_of,
+    hf_rows,
+    saved_buffers,
+)
 from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_files import WeightFiles, write_gpt_config, write_json
+from megatron.training.checkpoint.hf_files import WeightFiles, write_json, write_own_config
 from megatron.training.checkpoint.hf_layout import (
     INDEX_FILE,
     FolderLayout,
@@ -65,14 +69,14 @@ def rows_of(
     `files` are the folder's, if there are any yet.
     """
     keys = [entry.key for entry in contents.entries]
-    if not isinstance(model, GPTModel):
+    if not isinstance(model, OwnModel):
         return {key: RowMap(key.removeprefix(_PREFIX)) for key in keys}
 
     there = ((), None) if files is None else (files.names, files.config.get("model_type"))
     found = {f"{_PREFIX}{own}": rows for own, rows in hf_rows(model, *there).items()}
     if differing := sorted(set(keys) ^ set(found)):
         raise CheckpointError(
-            f"Expected the weights of a GPT alone, got a difference in {few(differing)}."
+            f"Expected the weights of a model alone, got a difference in {few(differing)}."
         )
     return found
 
@@ -83,7 +87,7 @@ def file_dtypes(
     """In which dtype each entry is written, by its key."""
     in_fp32, parameters = names_in_fp32(model), dict(model.named_parameters())
     kept = {f"{_PREFIX}{own}" for name in in_fp32 for own in contents.names[parameters[name]]}
-    if isinstance(model, GPTModel):
+    if isinstance(model, OwnModel):
         kept |= {f"{_PREFIX}{own}" for own in saved_buffers(model)}
     return {
         entry.key: file_dtype(entry.saved_as.dtype, asked, stays_fp32=entry.key in kept)
@@ -122,21 +126,22 @@ def _write_config(
     ids: Mapping[str, Any],
     max_length: int | None,
 ) -> None:
-    if isinstance(model, GPTModel):
-        own = model.config
-        if own.max_position_embeddings is None:
-            own = replace(own, max_position_embeddings=max_length)
-        write_gpt_config(folder, own, model.vocab_size, dtype, ids)
+    if isinstance(model, OwnModel):
+        description = description_of(model)
+        config = description.config
+        if config.max_position_embeddings is None:
+            config = replace(config, max_position_embeddings=max_length)
+        write_own_config(folder, description._replace(config=config), dtype, ids)
         return
 
-    config = config_of(model)
-    if config is None:
+    theirs = config_of(model)
+    if theirs is None:
         return
 
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    config.architectures = [_original_class(model).__name__]
-    config.save_pretrained(folder)
+    theirs = copy.deepcopy(theirs)
+    theirs.dtype = dtype
+    theirs.architectures = [_original_class(model).__name__]
+    theirs.save_pretrained(folder)
 
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "save_pretrained", None)):

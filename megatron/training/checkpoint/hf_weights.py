@@ -5,7 +5,7 @@ in one folder.
     load_hf(model, "exports/gpt")                                # on any number of ranks
 
 Our GPT is written under the names of an architecture that computes the same
-(`megatron/core/models/gpt/hugging_face.py`), a model of the transformers library under its own. Any
+(`megatron/core/models/hugging_face.py`), a model of the transformers library under its own. Any
 other module keeps its own names, too, and gets no config.json.
 
 [Note: no tensor is gathered] The ranks write into one draft of the folder, beside it and under a
@@ -41,10 +41,12 @@ from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.log import printable
 from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import (
+from megatron.core.models.hugging_face import (
+    OwnModel,
     config_differences,
+    description_of,
     ignored_prefixes,
+    tied_names,
 )
 from megatron.training.checkpoint.hf_config_check import their_config_differences
 from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
@@ -254,7 +256,7 @@ def _sources(
     problems = _config_problems(model, files.config)
     others, sources, missing = _other_names(model), {}, []
     unexpected = set(files.names)
-    if isinstance(model, GPTModel):
+    if isinstance(model, OwnModel):
         refuse_quantized_tensors(unexpected, str(files.folder))
         ignored = ignored_prefixes(model, files.config)
         unexpected = {
@@ -307,9 +309,8 @@ def _tensors(
 
 def _other_names(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied weights, by the one name that the transformers library writes."""
-    if isinstance(model, GPTModel):
-        is_tied = model.output_layer is None
-        return {"model.embed_tokens.weight": ["lm_head.weight"]} if is_tied else {}
+    if isinstance(model, OwnModel):
+        return tied_names(model)
 
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -369,10 +370,8 @@ def _load(files: WeightFiles, found: Sequence[_Placed]) -> None:
 
 def _config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     """Differences in arithmetic between a config.json, if there is one, and the model."""
-    if isinstance(model, GPTModel):
-        if not saved:
-            return []
-        return config_differences(saved, CONFIG_FILE, model.config, model.vocab_size)
+    if isinstance(model, OwnModel):
+        return config_differences(saved, CONFIG_FILE, description_of(model)) if saved else []
 
     config = config_of(model)
     return their_config_differences(saved, {} if config is None else config.to_dict())

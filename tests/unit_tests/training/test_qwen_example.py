@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.hugging_face import config_from_hf, hf_config
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec
 from megatron.training.arguments import parse_config
@@ -44,8 +45,8 @@ def test_it_is_offloaded_whole_with_every_overlap(config: RunConfig) -> None:
 
 
 def test_transformers_has_an_architecture_that_computes_the_same(config: RunConfig) -> None:
-    content = hf_config(config.model, 4096)
+    content = hf_config(ModelDescription(config.model, 4096))
     assert content["architectures"] == ["Qwen3_5ForCausalLM"]
-    again, _ = config_from_hf(content, "config.json")
+    again, _, _ = config_from_hf(content, "config.json")
     # Dropout is not in the file; it is off here.
     assert model_spec(again) == model_spec(config.model)

@@ -52,7 +52,7 @@ FAMILIES = (
 
 # Fields of any architecture that change nothing in what is computed from tokens and weights: where
 # a file comes from, token ids, dtypes, training, classification, generation.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     """
     model_type architectures auto_map _name_or_path name_or_path transformers_version
     unsloth_fixed unsloth_version _attn_implementation attn_implementation
@@ -94,20 +94,25 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
         raise ConfigError(
             f"Expected a model_type of {', '.join(families)} in {source}, got {shown(kind)}{why}."
         )
-    family = families[kind]
-    refuse_quantized_config(file)
+    return read_family(families[kind], file)
 
+
+def read_family(family: Family, file: ConfigFile) -> tuple[TransformerConfig, int]:
+    """The options of the family's model that a config.json describes, and the rows of its
+    embedding. ConfigError as `read_config`.
+    """
+    refuse_quantized_config(file)
     options = {
         **family.options,
-        "hf_architecture": kind,
+        "hf_architecture": family.model_type,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    known = {"vocab_size", *_HARMLESS, *family.harmless}
+    known = {"vocab_size", *HARMLESS, *family.harmless}
     for field in family.fields:
         options |= field.read(file)
         known.update(field.names)
-    file.refuse_others(content, known, kind)
+    file.refuse_others(file.content, known, family.model_type)
 
     return TransformerConfig(**options), file.integer("vocab_size")
 
@@ -138,7 +143,7 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
     candidates, errors = [], []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         try:
-            differences = _differences(family, spec)
+            differences = differences_of(family, spec)
         except ConfigError as error:  # what it would write describes no model
             errors.append(error)
             continue
@@ -173,7 +178,13 @@ def config_differences(
         config, num_rows = read_config(content, source)
     except ConfigError as error:
         return [str(error).removesuffix(".")]
+    return clauses(config, num_rows, source, spec, vocab_size)
 
+
+def clauses(
+    config: TransformerConfig, num_rows: int, source: str, spec: ModelSpec, vocab_size: int
+) -> list[str]:
+    """What `config_differences` returns, from what a file says."""
     differences = spec_differences(model_spec(config), spec, ignored=("is_tied",))
     found = [(one.name, one.expected, one.got) for one in differences]
     if num_rows != vocab_size:
@@ -183,7 +194,7 @@ def config_differences(
     ]
 
 
-def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
+def differences_of(family: Family, spec: ModelSpec) -> list[Difference]:
     """What is different in the model that the family's file for this spec would describe."""
     heads = num_heads_of(spec)
     if family.has_even_heads and spec.hidden_size % heads:
@@ -191,7 +202,8 @@ def _differences(family: Family, spec: ModelSpec) -> list[Difference]:
         return [Difference("--hidden-size", "hidden_size", expected, spec.hidden_size)]
 
     content = write_config(family, spec, vocab_size=1)
-    return spec_differences(model_spec(read_config(content, family.class_name)[0]), spec)
+    config, _ = read_family(family, ConfigFile(content, family.class_name))
+    return spec_differences(model_spec(config), spec)
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ LATENT_WITHOUT_EXPERTS = (
     "transformers library that has it here, got none."
 )
 # Several names of theirs are one formula; the first one is written.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
@@ -254,7 +254,7 @@ class HiddenActivation(Field):
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         got = file.wanted(self.name)
-        admitted = {name: kind for name, kind in _ACTIVATIONS.items() if self.only in (None, kind)}
+        admitted = {name: kind for name, kind in ACTIVATIONS.items() if self.only in (None, kind)}
         if not isinstance(got, str) or got not in admitted:
             raise file.error(self.name, f"one of {', '.join(admitted)}", got)
 
@@ -265,7 +265,7 @@ class HiddenActivation(Field):
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         wanted = self.only or dense_of(spec).activation
-        return {self.name: next(name for name, kind in _ACTIVATIONS.items() if kind is wanted)}
+        return {self.name: next(name for name, kind in ACTIVATIONS.items() if kind is wanted)}
 
 
 class Biases(NamedTuple):

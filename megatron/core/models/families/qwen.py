@@ -1,7 +1,8 @@
-"""Qwen2 (and 2.5), Qwen3, and the text part of the dense Qwen3.5."""
+"""Qwen2 (and 2.5), Qwen3, and the text part of Qwen3-VL and of the dense Qwen3.5."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,24 @@ QWEN3 = Family(
 )
 
 
+# The decoder of Qwen3-VL. Text has one position for each token, of which the three sections of
+# `mrope` are three copies.
+MROPE = frozenset({"mrope_section", "mrope_interleaved"})
+QWEN3_VL = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_vl_text",
+    class_name="Qwen3VLTextModel",
+    fields=(
+        *_FIELDS,
+        KeyValueHeads(may_be_null=True),
+        HeadDim(),
+        HiddenActivation(),
+        BiasFields({NO_BIASES: {"attention_bias": False}}),
+        Rope(ignored=MROPE),
+    ),
+)
+
+
 def _query(mixer: AttentionSpec) -> RowMap:
     """Each head's query is followed by its gate."""
     return RowMap("self_attn.q_proj", block=mixer.head_dim, stride=2 * mixer.head_dim)
@@ -123,9 +142,8 @@ GATED_ATTENTION_FIELDS: tuple[Field, ...] = (
     BiasFields({NO_BIASES: {"attention_bias": False}}),
     Always("attn_output_gate", True),
     DeltaNetLayers(AllButEveryNth("full_attention_interval")),
-    # The library takes a quarter in all versions. Text has one position for each token, of which
-    # the three sections of `mrope` are three copies.
-    Rope(absent_share=0.25, ignored=frozenset({"mrope_section", "mrope_interleaved"})),
+    # The library takes a quarter in all versions.
+    Rope(absent_share=0.25, ignored=MROPE),
 )
 # Extra layers that predict further tokens, and the dtype of the delta net's state.
 GATED_ATTENTION_HARMLESS = frozenset(

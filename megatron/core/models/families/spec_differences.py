@@ -26,12 +26,14 @@ from megatron.core.transformer.spec import (
 )
 
 # What training draws on, and how long sequences may be, changes no logits. A router's dtype is that
-# of a run, as the compute dtype is, and so is a bound of the tokens that an expert takes.
+# of a run, as the compute dtype is, and so is a bound of the tokens that an expert takes. All
+# decoders are causal; the specs of vision towers, which are not, are not compared.
 _NOT_ARITHMETIC = (
     "dropout",
     "init_std",
     "output_init_std",
     "max_length",
+    "is_causal",
     "dtype",
     "balancing",
     "balance_coeff",

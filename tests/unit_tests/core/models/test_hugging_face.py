@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config, hf_rows
+from megatron.core.models.hugging_face import hf_config, hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 
@@ -66,7 +67,7 @@ def changed(**fields: Any) -> TransformerConfig:
 def test_every_weight_has_a_name_of_its_own_in_the_architecture_that_fits(fields, architecture):
     config = changed(**fields)
     model = GPTModel(config, 32)
-    assert hf_config(config, 32)["architectures"] == [architecture]
+    assert hf_config(ModelDescription(config, 32))["architectures"] == [architecture]
     rows = hf_rows(model)
     names = {own: place.name for own, place in rows.items()}
     assert {f"model.{own}" for own in names} == {entry.key for entry in collect(model).entries}
@@ -103,14 +104,14 @@ def test_names_are_those_of_the_sections_of_fused_weights():
 
 def test_a_tied_output_layer_has_no_name():
     assert RowMap("lm_head.weight") not in hf_rows(GPTModel(LLAMA, 32)).values()
-    assert hf_config(LLAMA, 32)["tie_word_embeddings"]
+    assert hf_config(ModelDescription(LLAMA, 32))["tie_word_embeddings"]
 
 
 def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architecture():
     config = changed(
         kv_channels=6, rotary_base=500.0, norm_epsilon=1e-3, max_position_embeddings=77
     )
-    content = hf_config(config, 32)
+    content = hf_config(ModelDescription(config, 32))
     expected = {
         "head_dim": 6,
         "num_key_value_heads": 2,
@@ -157,7 +158,7 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
         ConfigError,
         match=f"^{flags}: expected a GPT that an architecture of the transformers library",
     ):
-        hf_config(changed(**fields), 32)
+        hf_config(ModelDescription(changed(**fields), 32))
     with pytest.raises(ConfigError):
         hf_rows(GPTModel(changed(**fields), 32))
 
@@ -165,4 +166,4 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
 def test_a_gpt_without_attention_is_refused():
     config = changed(linear_attention_freq="[1,1]")
     with pytest.raises(ConfigError, match=r"^--linear-attention-freq: expected at least one layer"):
-        hf_config(config, 32)
+        hf_config(ModelDescription(config, 32))

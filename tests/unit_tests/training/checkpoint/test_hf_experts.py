@@ -26,6 +26,7 @@ from megatron.core.distributed import megatron_fsdp
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families import config_json
 from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -251,7 +252,7 @@ def test_biases_of_experts_stay_fp32_in_files_of_bf16(
         manager.save(1, collect(model), {}, name="own")
         manager.finish()
     checkpoint = open_checkpoint(LocalStore(tmp_path), "own")
-    export_hf(checkpoint, tmp_path / "exported", config, VOCAB)
+    export_hf(checkpoint, tmp_path / "exported", ModelDescription(config, VOCAB))
 
     assert digests(tmp_path / "saved") == digests(tmp_path / "exported")
     tensors = load_file(tmp_path / "saved" / WEIGHTS)

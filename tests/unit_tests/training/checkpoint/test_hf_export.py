@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_ch
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import config_from_hf, hf_config
+from megatron.core.models.hugging_face import config_from_hf, hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
@@ -70,15 +71,15 @@ def test_files_are_those_that_the_model_itself_is_saved_in(tmp_path: Path, case:
     sources = (published(tmp_path, model), saved_by_torch(tmp_path, prefixed))
     for number, source in enumerate(sources):
         folder = tmp_path / f"exported{number}"
-        export_hf(source, folder, model.config, VOCAB, tokenizer=ByteTokenizer())
+        export_hf(source, folder, ModelDescription(model.config, VOCAB), tokenizer=ByteTokenizer())
         assert digests(folder) == digests(tmp_path / "model")
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
     config = dataclasses.replace(QWEN3, **ARCHITECTURES[case], max_position_embeddings=32)
-    content = json.loads(json.dumps(hf_config(config, VOCAB)))
-    found, vocab_size = config_from_hf(content, "config.json")
+    content = json.loads(json.dumps(hf_config(ModelDescription(config, VOCAB))))
+    found, vocab_size, _ = config_from_hf(content, "config.json")
     assert (model_spec(found), vocab_size) == (model_spec(config), VOCAB)
     # And in the form of transformers 4.
     del content["rope_parameters"]
@@ -101,14 +102,14 @@ def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
     ],
 )
 def test_a_config_of_something_else_is_one_line(changed: dict[str, Any], message: str) -> None:
-    content = {**hf_config(QWEN3, VOCAB), **changed}
+    content = {**hf_config(ModelDescription(QWEN3, VOCAB)), **changed}
     with pytest.raises(ConfigError, match=message) as caught:
         config_from_hf(content, "x.json")
     assert "\n" not in str(caught.value)
 
 
 def test_a_config_without_a_number_that_decides_names_it() -> None:
-    content = hf_config(QWEN3, VOCAB)
+    content = hf_config(ModelDescription(QWEN3, VOCAB))
     for name in ("model_type", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
         others = {key: value for key, value in content.items() if key != name}
         with pytest.raises(ConfigError, match=rf"Expected {name} in x.json, got none\."):
@@ -121,9 +122,9 @@ def test_only_a_piece_is_in_memory(tmp_path: Path) -> None:
     source = published(tmp_path, model)
     del model
     seen: list[int] = []
-    total = bytes_to_export(source, config, 8192)
+    total = bytes_to_export(source, ModelDescription(config, 8192))
     with Live() as live:
-        export_hf(source, tmp_path / "gpt", config, 8192, progress=seen.append)
+        export_hf(source, tmp_path / "gpt", ModelDescription(config, 8192), progress=seen.append)
     assert live.peak < 18 << 20
     assert sum(seen) == total > 32 << 20
 
@@ -149,7 +150,7 @@ def test_weights_of_another_model_are_refused(
     message: str,
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        export_hf(checkpoint, tmp_path / "gpt", config, vocab_size)
+        export_hf(checkpoint, tmp_path / "gpt", ModelDescription(config, vocab_size))
     assert names_in(tmp_path) == ["runs"]
 
 
@@ -160,7 +161,7 @@ def test_a_fused_weight_of_other_rows_and_of_no_floats_is_refused(tmp_path: Path
     source = saved_by_torch(tmp_path, {"model": other})
     shape = rf"{name} has shape \(70, 24\) where the model has \(64, 24\)"
     with pytest.raises(CheckpointError, match=rf"{shape}.*is torch.int32 where the model has fl"):
-        export_hf(source, tmp_path / "gpt", QWEN3, VOCAB)
+        export_hf(source, tmp_path / "gpt", ModelDescription(QWEN3, VOCAB))
 
 
 def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
@@ -171,7 +172,7 @@ def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
         r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got --qk-layernorm\."
     )
     with pytest.raises(ConfigError, match=message):
-        export_hf(checkpoint, tmp_path / "gpt", config, VOCAB)
+        export_hf(checkpoint, tmp_path / "gpt", ModelDescription(config, VOCAB))
     assert names_in(tmp_path) == ["runs"]
 
 
@@ -184,20 +185,20 @@ def test_an_empty_folder_is_taken_and_a_filled_one_is_not(
     # What an export that was killed has left, and what belongs to somebody else.
     (target.parent / ".gpt.0123abcd.writing").mkdir()
     (target.parent / ".other.0123abcd.writing").mkdir()
-    export_hf(checkpoint, tmp_path / "link", QWEN3, VOCAB)
+    export_hf(checkpoint, tmp_path / "link", ModelDescription(QWEN3, VOCAB))
     assert names_in(target) == ["config.json", "model.safetensors"]
     assert names_in(target.parent) == [".other.0123abcd.writing", "gpt"]
     assert (tmp_path / "link").is_symlink()
 
     before = digests(target)
     with pytest.raises(CheckpointError, match=r"empty folder at .*gpt, got one that holds conf"):
-        export_hf(checkpoint, target, QWEN3, VOCAB)
+        export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
     assert digests(target) == before
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"empty folder at .*file, got a file"):
-        export_hf(checkpoint, tmp_path / "file", QWEN3, VOCAB)
+        export_hf(checkpoint, tmp_path / "file", ModelDescription(QWEN3, VOCAB))
     with pytest.raises(CheckpointError, match=r"Expected to write .*file/gpt, got .*File exists"):
-        export_hf(checkpoint, tmp_path / "file" / "gpt", QWEN3, VOCAB)
+        export_hf(checkpoint, tmp_path / "file" / "gpt", ModelDescription(QWEN3, VOCAB))
 
 
 def full_disk(*_arguments: Any) -> None:
@@ -216,16 +217,16 @@ def test_whatever_fails_on_the_way_nothing_is_left(
     tmp_path: Path, checkpoint: ReadableCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "exports" / "gpt"
-    for step in ("write_weights", "write_gpt_config", "sync_files", "publish_draft"):
+    for step in ("write_weights", "write_own_config", "sync_files", "publish_draft"):
         with monkeypatch.context() as patch:
             patch.setattr(hf_export, step, full_disk)
             with pytest.raises(CheckpointError, match=r"Expected to write .*No space left"):
-                export_hf(checkpoint, target, QWEN3, VOCAB)
+                export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
         assert names_in(target.parent) == []
 
     # Somebody else was faster.
     monkeypatch.setattr(hf_export, "sync_files", fill(target))
     with pytest.raises(CheckpointError, match="got one that holds mine"):
-        export_hf(checkpoint, target, QWEN3, VOCAB)
+        export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
     assert names_in(target) == ["mine"]
     assert names_in(target.parent) == ["gpt"]

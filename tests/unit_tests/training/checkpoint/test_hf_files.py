@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.models.hugging_face import hf_config
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
@@ -235,7 +236,7 @@ class TheirConfig:
 
     def to_dict(self) -> dict[str, Any]:
         gpt = tiny_gpt()
-        return hf_config(gpt.config, gpt.vocab_size)
+        return hf_config(ModelDescription(gpt.config, gpt.vocab_size))
 
     def save_pretrained(self, folder: Path) -> None:
         """Is not called."""

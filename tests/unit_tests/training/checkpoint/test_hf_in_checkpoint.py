@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_export import export_hf
@@ -301,8 +302,7 @@ def test_an_export_of_a_checkpoint_with_hf_is_the_same_as_without(
     export_hf(
         checkpoint,
         tmp_path / "out",
-        QWEN3,
-        VOCAB,
+        ModelDescription(QWEN3, VOCAB),
         tokenizer=ByteTokenizer(),
         dtype=DTYPES[name],
         max_shard_bytes=SHARD_BYTES,

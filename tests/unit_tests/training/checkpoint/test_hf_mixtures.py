@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import build_model
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.hf_settings import read_folder
@@ -22,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 def model_of(folder: Path) -> GPTModel:
     described = read_folder(folder)
-    return GPTModel(described.config, described.num_rows)
+    return build_model(described.model)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])

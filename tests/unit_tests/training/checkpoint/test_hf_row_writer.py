@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
@@ -70,8 +71,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
         export_hf(
             open_checkpoint(store, "own"),
             root / name,
-            QWEN3,
-            VOCAB,
+            ModelDescription(QWEN3, VOCAB),
             dtype=dtype,
             max_shard_bytes=SHARD_BYTES,
         )

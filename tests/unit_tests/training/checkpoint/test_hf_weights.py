@@ -29,7 +29,7 @@ from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows
+from megatron.core.models.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint import hf_plan, hf_row_writer

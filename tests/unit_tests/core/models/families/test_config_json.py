@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import read_config
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import config_differences, hf_config
+from megatron.core.models.hugging_face import config_differences, hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
@@ -84,7 +85,7 @@ def attention(spec: ModelSpec, layer: int) -> AttentionSpec:
 def test_a_published_config_comes_back_as_it_was(name: str) -> None:
     content = PUBLISHED[name]
     config, vocab_size = read_config(content, "config.json")
-    written = json.loads(json.dumps(hf_config(config, vocab_size)))
+    written = json.loads(json.dumps(hf_config(ModelDescription(config, vocab_size))))
 
     again, num_rows = read_config(written, "config.json")
     assert (model_spec(again), num_rows) == (model_spec(config), vocab_size)
@@ -95,7 +96,7 @@ def test_a_published_config_comes_back_as_it_was(name: str) -> None:
         again = dataclasses.replace(again, ffn_hidden_size=config.ffn_hidden_size)
         unwritten.add("intermediate_size")
     assert config in (again, dataclasses.replace(again, yarn_attention_factor=None))
-    assert config_differences(content, "config.json", config, vocab_size) == []
+    assert config_differences(content, "config.json", ModelDescription(config, vocab_size)) == []
     # Value by value, in the names of the version that wrote it. The null of a file is a default.
     for field, value in content.items():
         is_described = field in written and field not in unwritten
@@ -211,7 +212,7 @@ def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels()
     )
     assert attention(model_spec(config), 0).rotary == RotarySpec(30, 1e4)
 
-    written = hf_config(config, vocab_size)
+    written = hf_config(ModelDescription(config, vocab_size))
     assert int(44 * written["partial_rotary_factor"]) == 30
     assert spec_of(written) == model_spec(config)
 
@@ -286,13 +287,13 @@ def test_a_softmax_over_all_that_is_normalized_fits_where_one_over_the_chosen_do
     before = dataclasses.replace(
         config, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1
     )
-    written = hf_config(before, vocab_size)
+    written = hf_config(ModelDescription(before, vocab_size))
     assert written["norm_topk_prob"] is True
     assert written["router_aux_loss_coef"] == 0.5
     # Unless groups are chosen by these scores.
     grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     with pytest.raises(ConfigError, match=r"^--moe-router-num-groups, --moe-router-group-topk: "):
-        hf_config(dataclasses.replace(config, **grouped), vocab_size)
+        hf_config(ModelDescription(dataclasses.replace(config, **grouped), vocab_size))
 
 
 def test_architectures_that_compute_the_same_keep_their_names() -> None:
@@ -300,12 +301,12 @@ def test_architectures_that_compute_the_same_keep_their_names() -> None:
     content = QWEN3_5_35B_A3B_TEXT
     config, vocab_size = read_config(content, "config.json")
     assert config.hf_architecture == "qwen3_5_moe_text"
-    assert hf_config(config, vocab_size)["model_type"] == "qwen3_5_moe_text"
+    assert hf_config(ModelDescription(config, vocab_size))["model_type"] == "qwen3_5_moe_text"
     unknown = dataclasses.replace(config, hf_architecture=None)
-    assert hf_config(unknown, vocab_size)["model_type"] == "qwen3_next"
+    assert hf_config(ModelDescription(unknown, vocab_size))["model_type"] == "qwen3_next"
     # One that does not fit is no preference.
     other = dataclasses.replace(config, hf_architecture="llama")
-    assert hf_config(other, vocab_size)["model_type"] == "qwen3_next"
+    assert hf_config(ModelDescription(other, vocab_size))["model_type"] == "qwen3_next"
 
 
 REFUSED = [
@@ -494,7 +495,9 @@ def test_differences_between_a_config_and_a_model_are_named() -> None:
     config, vocab_size = read_config(GEMMA_3_1B, "config.json")
 
     def differences(**changes: Any) -> list[str]:
-        return config_differences(GEMMA_3_1B | changes, "c.json", config, vocab_size)
+        return config_differences(
+            GEMMA_3_1B | changes, "c.json", ModelDescription(config, vocab_size)
+        )
 
     assert differences() == []
     assert differences(tie_word_embeddings=False) == [], "the weights tell"

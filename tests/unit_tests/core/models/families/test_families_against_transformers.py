@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import FAMILIES
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import config_differences, config_from_hf, hf_config
+from megatron.core.models.hugging_face import config_differences, config_from_hf, hf_config
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.router import Router
 from tests.unit_tests.core.models.families.helpers.their_models import (
@@ -64,7 +65,7 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     content = content_of(theirs)
 
     # Theirs becomes ours.
-    config, vocab_size = config_from_hf(content, "config.json")
+    config, vocab_size, _ = config_from_hf(content, "config.json")
     model = GPTModel(config, vocab_size).eval()
     copy_from_theirs(model, theirs)
     expected = logits_of(theirs)
@@ -73,7 +74,7 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
 
     # Ours becomes theirs, from a config of our own, after training here.
     train(model)
-    own = json.loads(json.dumps(hf_config(config, vocab_size)))
+    own = json.loads(json.dumps(hf_config(ModelDescription(config, vocab_size))))
     assert own["architectures"] == [type(theirs).__name__]
     again = build(
         transformers, transformers.AutoConfig.for_model(own.pop("model_type"), **own)
@@ -85,7 +86,10 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     assert not torch.allclose(trained, expected, rtol=0.01, atol=0.01), "training changed them"
 
     # What they write of our config is the same model, and it is what is compared at a load.
-    assert config_differences(content_of(again), "config.json", config, vocab_size) == []
+    assert (
+        config_differences(content_of(again), "config.json", ModelDescription(config, vocab_size))
+        == []
+    )
     assert model_spec(config_from_hf(content_of(again), "config.json")[0]) == model_spec(config)
 
 
@@ -95,7 +99,7 @@ NUMBERS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 @pytest.mark.parametrize("case", [case for case in CASES if NUMBERS_OF_EXPERTS & {*CASES[case]}])
 def test_routers_choose_the_experts_that_transformers_choose(transformers: Any, case: str) -> None:
     theirs = their_model(transformers, case)
-    config, vocab_size = config_from_hf(content_of(theirs), "config.json")
+    config, vocab_size, _ = config_from_hf(content_of(theirs), "config.json")
     model = GPTModel(config, vocab_size).eval()
     copy_from_theirs(model, theirs)
 
@@ -204,7 +208,7 @@ VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
 @pytest.mark.parametrize("case", VISIBLE)
 def test_each_option_shows_in_the_logits(transformers: Any, case: str) -> None:
     theirs = their_model(transformers, case)
-    config, vocab_size = config_from_hf(content_of(theirs), "config.json")
+    config, vocab_size, _ = config_from_hf(content_of(theirs), "config.json")
     model = GPTModel(config, vocab_size).eval()
     copy_from_theirs(model, theirs)
     with torch.no_grad():

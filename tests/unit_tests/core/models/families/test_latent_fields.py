@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import read_config
-from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.models.hugging_face import hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
@@ -80,7 +81,7 @@ def test_scale_and_rotation_are_those_of_transformers(
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_weights_are_found_again(factor: float, weights: dict[str, Any]) -> None:
     config, vocab_size = read_config(config_with(weights, factor=factor), "c.json")
-    written = hf_config(config, vocab_size)
+    written = hf_config(ModelDescription(config, vocab_size))
     assert model_spec(read_config(written, "c.json")[0]) == model_spec(config)
     if factor > 1.0 and all(weights.get(name) for name in ("mscale", "mscale_all_dim")):
         section = written["rope_scaling"]
@@ -96,7 +97,7 @@ def test_a_scale_that_no_weight_gives_is_named_by_its_flag() -> None:
     config, vocab_size = read_config(DEEPSEEK_V3 | {"num_hidden_layers": 4}, "c.json")
     values = {"softmax_scale": 0.01, "yarn_attention_factor": 1.0}
     with pytest.raises(ConfigError, match=r"^--softmax-scale: expected .* DeepseekV3ForCausalLM"):
-        hf_config(dataclasses.replace(config, **values), vocab_size)
+        hf_config(ModelDescription(dataclasses.replace(config, **values), vocab_size))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_latent_attention_without_experts_has_no_architecture() -> None:
     config = TransformerConfig(1, 64, 4, normalization="RMSNorm", multi_latent_attention=True)
     for one in (config, dataclasses.replace(config, hf_architecture="deepseek_v3")):
         with pytest.raises(ConfigError, match=r"^--multi-latent-attention: expected --num-exp"):
-            hf_config(one, 64)
+            hf_config(ModelDescription(one, 64))
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"rope_interleave": None}, False)])

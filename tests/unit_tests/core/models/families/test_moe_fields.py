@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import read_config
-from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.models.hugging_face import hf_config
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import AttentionSpec, RouterSpec
@@ -38,7 +39,7 @@ def test_normalized_weights_come_back_as_they_were(
     config, vocab_size = read_config(content | changes, "c.json")
     router = model_spec(config).mixtures[0].router
     assert (router.is_normalized or not router.is_scored_first) is is_normalized
-    written = hf_config(config, vocab_size)
+    written = hf_config(ModelDescription(config, vocab_size))
     assert {name: written[name] for name in changes} == changes
     assert router_of(written) == router
 
@@ -46,7 +47,7 @@ def test_normalized_weights_come_back_as_they_were(
 def test_a_softmax_before_the_choice_is_written_as_not_normalized() -> None:
     config, vocab_size = read_config(QWEN3_30B_A3B, "c.json")
     changes = {"moe_router_pre_softmax": True, "moe_router_norm_topk": None}
-    written = hf_config(dataclasses.replace(config, **changes), vocab_size)
+    written = hf_config(ModelDescription(dataclasses.replace(config, **changes), vocab_size))
     assert written["norm_topk_prob"] is False
 
 
@@ -114,4 +115,4 @@ def test_groups_of_one_expert_are_not_written() -> None:
     config, vocab_size = read_config(GLM_4_5_AIR | {"num_hidden_layers": 2}, "c.json")
     groups = {"moe_router_num_groups": config.num_experts, "moe_router_group_topk": 16}
     with pytest.raises(ConfigError, match=r"^[^\n]+$"):
-        hf_config(dataclasses.replace(config, **groups), vocab_size)
+        hf_config(ModelDescription(dataclasses.replace(config, **groups), vocab_size))

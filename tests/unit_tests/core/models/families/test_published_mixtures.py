@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.models.families.config_json import read_config
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows
+from megatron.core.models.hugging_face import hf_rows
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     AttentionSpec,

@@ -24,7 +24,7 @@ CONFIG = TransformerConfig(
     use_rope_scaling=True,
 )
 SPEC = model_spec(CONFIG)
-NO_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length")
+NO_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length", "is_causal")
 FLAGS = {field.flag for field in options_of(TransformerConfig)} | {
     field.off_flag for field in options_of(TransformerConfig)
 }

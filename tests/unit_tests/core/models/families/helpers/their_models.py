@@ -10,8 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.families.row_map import RowMap, RowRange
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.hugging_face import hf_rows, saved_buffers, section_names
+from megatron.core.models.hugging_face import (
+    OwnModel,
+    hf_rows,
+    saved_buffers,
+    section_names,
+    tied_names,
+)
 from megatron.core.transformer.fused_weight import fused_weights
 from tests.unit_tests.core.models.families.helpers.mixture_cases import MIXTURE_CASES
 
@@ -54,7 +59,7 @@ _GEMMA3 = {
         _WINDOWED: {"rope_type": "default", "rope_theta": 70.0},
     },
 }
-_QWEN3_5 = {
+QWEN3_5: dict[str, Any] = {
     "head_dim": 16,
     "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR],
     "linear_conv_kernel_dim": 3,
@@ -80,8 +85,8 @@ _QWEN3_MOE = {
     "router_aux_loss_coef": 0.02,
     "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
 }
-_QWEN3_NEXT = {
-    **_QWEN3_5,
+QWEN3_NEXT: dict[str, Any] = {
+    **QWEN3_5,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 10,
@@ -141,8 +146,8 @@ CASES: dict[str, dict[str, Any]] = {
         "max_window_layers": 0,
         "rope_parameters": YARN,
     },
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_text tied": {**_QWEN3_5, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_text tied": {**QWEN3_5, "tie_word_embeddings": True, "num_key_value_heads": 4},
     "gemma3_text": _GEMMA3,
     "gemma3_text untied": {
         **_GEMMA3,
@@ -208,14 +213,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_moe windows": {**_QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5},
-    "qwen3_next": {**_QWEN3_NEXT, "mlp_only_layers": [0, 2]},
+    "qwen3_next": {**QWEN3_NEXT, "mlp_only_layers": [0, 2]},
     "qwen3_next not normalized": {
-        **_QWEN3_NEXT,
+        **QWEN3_NEXT,
         "norm_topk_prob": False,
         "linear_num_value_heads": 6,
         "num_key_value_heads": 4,
     },
-    "qwen3_5_moe_text": {**_QWEN3_NEXT, "rope_parameters": _QWEN3_5["rope_parameters"]},
+    "qwen3_5_moe_text": {**QWEN3_NEXT, "rope_parameters": QWEN3_5["rope_parameters"]},
     "olmoe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -268,7 +273,7 @@ class Piece(NamedTuple):
     rows: RowRange
 
 
-def pieces(model: GPTModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
+def pieces(model: OwnModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
     """All rows of all tensors of ours, in pieces that are consecutive in theirs."""
     places, fused = hf_rows(model, list(there)), fused_weights(model)
     tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
@@ -289,7 +294,7 @@ def rows_of(piece: Piece, there: Mapping[str, Tensor]) -> Tensor:
     return whole[piece.rows.start : piece.rows.start + len(piece.own)]
 
 
-def copy_from_theirs(model: GPTModel, theirs: nn.Module) -> None:
+def copy_from_theirs(model: OwnModel, theirs: nn.Module) -> None:
     """Every tensor of ours, and every row of theirs once: a row that nothing takes is an error."""
     state = theirs.state_dict()
     taken = {
@@ -302,12 +307,12 @@ def copy_from_theirs(model: GPTModel, theirs: nn.Module) -> None:
         assert there.shape == piece.own.shape, piece.place
         piece.own.copy_(there)
         rows_of(piece, taken).add_(1)
-    if model.output_layer is None:  # the library lists a tied weight twice
+    if tied_names(model):  # the library lists a tied weight twice
         assert taken.pop("lm_head.weight").sum() == 0
     assert all(bool((rows == 1).all()) for rows in taken.values())
 
 
-def copy_to_theirs(model: GPTModel, theirs: nn.Module) -> None:
+def copy_to_theirs(model: OwnModel, theirs: nn.Module) -> None:
     """Every tensor of ours into a model with weights of its own."""
     state = theirs.state_dict()
     with torch.no_grad():

@@ -1,0 +1,172 @@
+"""VisionLanguageModel: a decoder whose text may contain images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.models.gpt.gpt_model import GPTModel, Places, RoutingReport
+from megatron.core.models.multimodal.patch_grid import PatchGrid
+from megatron.core.models.multimodal.vision_config import VisionConfig, sections_of
+from megatron.core.models.multimodal.vision_tower import PatchMerger, VisionTower
+from megatron.core.options import ConfigError, expect
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.layer_specs import model_spec
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of a batch, in the order in which its rows name them.
+
+    Not a tuple: see `RotaryAngles`.
+
+    Attributes:
+        patches: [patches, channels * frames * rows * columns], floating point.
+        grids: of each image; numbers of the host.
+    """
+
+    patches: Tensor
+    grids: tuple[PatchGrid, ...]
+
+
+class VisionLanguageModel(nn.Module):
+    """A decoder-only language model that reads images where the text has their tokens.
+
+    Args:
+        config: of the decoder.
+        vision: of the tower, the projector, and the tokens that stand for images.
+        vocab_size: rows of the embedding, padding included.
+
+    Raises:
+        ConfigError: for a decoder without rotary positions, or with fewer layers than the tower has
+            for deepstack; for an image token that is not known, or beyond the vocabulary.
+    """
+
+    # What --freeze and --lr-multipliers may name.
+    parts: ClassVar[dict[str, tuple[str, ...]]] = {
+        "vision": ("vision_model.",),
+        "projector": ("vision_projection.", "deepstack_projections."),
+        "decoder": ("language_model.",),
+    }
+
+    def __init__(self, config: TransformerConfig, vision: VisionConfig, vocab_size: int) -> None:
+        super().__init__()
+        self._image_token = _checked_image_token(config, vision, vocab_size)
+        self.config = config
+        self.vision = vision
+        self.vocab_size = vocab_size
+        self.sections = sections_of(model_spec(config), vision)
+        self.vision_model = VisionTower(vision, config.recompute_granularity)
+        self.vision_projection = PatchMerger(vision, config.hidden_size)
+        self.deepstack_projections = nn.ModuleList(
+            PatchMerger(vision, config.hidden_size, is_normalized_first=False)
+            for _ in vision.vision_deepstack_layers or ()
+        )
+        self.language_model = GPTModel(config, vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        images: Images | None = None,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        with_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
+        """The model's logits, or its losses against `labels`: see `GPTModel`.
+
+        Args:
+            tokens: [batch, seq] int64, with the image token for each block of patches.
+            images: those of the rows, one row after the other.
+            positions: [3, batch, seq] int64, see `decoder_positions`; None, without images only:
+                counted from the beginning of each row.
+
+        Raises:
+            ValueError: as GPTModel; for images without positions; and, on a CPU, for other images
+                than the tokens say.
+        """
+        places = Places(positions, None if positions is None else self.sections, documents)
+        self.language_model.check_inputs(tokens, labels, places)
+        features, between = self._features(tokens, images, positions)
+
+        is_image = tokens.eq(self._image_token)
+        # The number of each image token among all of them, without a wait for the device.
+        numbers = (is_image.flatten().cumsum(0) - 1).clamp(min=0).view_as(tokens)
+        is_image = is_image.unsqueeze(-1)
+        hidden = self.language_model.embedding(tokens)
+        hidden = torch.where(is_image, features[numbers].to(hidden.dtype), hidden)
+        additions = [torch.where(is_image, part[numbers].to(hidden.dtype), 0.0) for part in between]
+        return self.language_model.decode(
+            hidden, labels, places, additions, with_routing=with_routing
+        )
+
+    def _features(
+        self, tokens: Tensor, images: Images | None, positions: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """What the decoder reads in the place of image tokens: [image tokens, hidden], and the same
+        for its first layers.
+        """
+        if images is not None and positions is None:
+            raise ValueError("Expected positions with images, got none.")
+        if tokens.device.type == "cpu":
+            self._check_count(tokens, () if images is None else images.grids)
+        if images is None:
+            # The tower runs without images, too: other ranks may have some, and sharded weights are
+            # gathered by all ranks or by none.
+            images = self._blank(tokens.device)
+
+        output = self.vision_model(images.patches, images.grids)
+        between = [
+            project(part)
+            for project, part in zip(self.deepstack_projections, output.between, strict=True)
+        ]
+        return self.vision_projection(output.last), between
+
+    def _check_count(self, tokens: Tensor, grids: Sequence[PatchGrid]) -> None:
+        """ValueError unless there is a token for each block of patches."""
+        given = int(tokens.eq(self._image_token).sum())
+        wanted = sum(grid.num_patches for grid in grids) // self.vision.patches_per_token
+        if given != wanted:
+            raise ValueError(
+                f"Expected {wanted} image tokens for the patches of {len(grids)} image(s), got "
+                f"{given}."
+            )
+
+    def _blank(self, device: torch.device) -> Images:
+        """The smallest image that there is, which no token stands for."""
+        merge = self.vision.vision_merge_size
+        grid = PatchGrid(1, merge, merge)
+        shape = (grid.num_patches, math.prod(self.vision.patch_shape))
+        return Images(torch.zeros(shape, device=device), (grid,))
+
+
+def _checked_image_token(config: TransformerConfig, vision: VisionConfig, vocab_size: int) -> int:
+    """The token that stands for an image's patches. ConfigError if there is none, and for a decoder
+    that cannot take what the tower gives.
+    """
+    expect(
+        config.position_embedding_type != "none",
+        "--position-embedding-type",
+        "rotary positions, which have the rows and columns of an image",
+        config.position_embedding_type,
+    )
+    count = len(vision.vision_deepstack_layers or ())
+    expect(
+        count <= config.num_layers,
+        "--vision-deepstack-layers",
+        f"at most {config.num_layers}, one for each layer of the decoder",
+        count,
+    )
+    token = vision.image_token_id
+    if token is None or token >= vocab_size:
+        raise ConfigError(
+            f"--image-token-id: expected one of the {vocab_size} tokens, got {token}."
+        )
+    return token
