@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch.utils.data import default_collate
 
 from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset
 
@@ -127,6 +127,11 @@ class BlendedDataset(NumberedDataset):
         self.order = BlendOrder(weights)
         self.num_samples = num_samples
         self._datasets = list(datasets)
+        # How samples become a batch, if those of the blend's parts say so.
+        self.collate: Callable[[list[Any]], Any] = next(
+            (getattr(one, "collate") for one in datasets if hasattr(one, "collate")),  # noqa: B009
+            default_collate,
+        )
         for number, (dataset, count) in enumerate(
             zip(datasets, self.order.counts(num_samples), strict=True)
         ):
@@ -137,7 +142,7 @@ class BlendedDataset(NumberedDataset):
                     f"{available}."
                 )
 
-    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+    def _sample(self, index: int) -> dict[str, Any]:
         number, sample = self.order.locate(index)
         dataset: Any = self._datasets[number]
         return dict(dataset[sample])

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
+from megatron.core.datasets.image_text_dataset import ImageTextDataset
+from megatron.core.datasets.image_text_files import ImageFormat, ImageTextFiles
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.permutation import derive_key
-from megatron.core.datasets.sample_dataset import SampleDataset
+from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
+from megatron.core.options import ConfigError
 
 _SPLITS = ("train", "valid", "test")
 
 
-class GPTDatasets(NamedTuple):
-    """Datasets of a run; None where no samples are asked for or --split leaves no share."""
-
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
-
-
 def build_gpt_datasets(
     config: GPTDatasetConfig, num_samples: tuple[int, int, int], vocab_size: int, seed: int
-) -> GPTDatasets:
+) -> SplitDatasets:
     """Builds the training, validation and test datasets.
 
     Every process may call it: the first one on a node computes the sample indices, the others map
@@ -58,7 +52,66 @@ def build_gpt_datasets(
                 _build_blend(config, opened, number, num_samples[number], vocab_size, split_seed)
             )
 
-    return GPTDatasets(*built)
+    return SplitDatasets(*built)
+
+
+def build_image_text_datasets(
+    config: GPTDatasetConfig,
+    num_samples: tuple[int, int, int],
+    vocab_size: int,
+    seed: int,
+    filler: int,
+) -> SplitDatasets:
+    """Builds the datasets of samples with images. --split shares out the samples.
+
+    Args:
+        config, num_samples, vocab_size, seed: as for `build_gpt_datasets`.
+        filler: the token that fills up rows.
+
+    Raises:
+        ConfigError: for text without images; for samples that are too long, or a split without any.
+        IndexedDatasetError: files that cannot be used.
+    """
+    if config.mock_data:
+        raise ConfigError("--mock-data: expected --data-path with images, got made-up text.")
+    opened = [ImageTextFiles(part.prefix) for part in config.blend]
+    weights = [part.weight for part in config.blend]
+    built: list[SampleDataset | None] = []
+    for number, name in enumerate(_SPLITS):
+        if num_samples[number] == 0 or config.split_fractions[number] == 0:
+            built.append(None)
+            continue
+
+        split_seed = derive_key(seed, name)
+        counts = BlendOrder(weights).counts(num_samples[number])
+        parts: list[SampleDataset | None] = []
+        for files, count in zip(opened, counts, strict=True):
+            documents = split_documents(config.split_fractions, len(files))[number]
+            arguments = (files, documents, count, config.seq_length, split_seed)
+            parts.append(ImageTextDataset(*arguments, filler, vocab_size) if count else None)
+        is_one = len(parts) == 1
+        built.append(parts[0] if is_one else BlendedDataset(parts, weights, num_samples[number]))
+    return SplitDatasets(*built)
+
+
+def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
+    """What the images of all data have in common; None for text alone.
+
+    Raises:
+        ConfigError: for data some of which has no images, or others.
+    """
+    prefixes = [part.prefix for part in config.blend]
+    formats = [
+        ImageTextFiles(prefix).format if ImageTextFiles.exists(prefix) else None
+        for prefix in prefixes
+    ]
+    for prefix, found in zip(prefixes, formats, strict=True):
+        if found != formats[0]:
+            raise ConfigError(
+                f"--data-path: expected images as in {prefixes[0]}, {formats[0]}, got {found} in "
+                f"{prefix}."
+            )
+    return formats[0] if formats else None
 
 
 def split_documents(fractions: tuple[float, float, float], num_documents: int) -> list[range]:

@@ -52,6 +52,9 @@ class GPTDatasetConfig:
         _ = self.split_fractions
 
         for part in self.blend:
+            # Text with images has other files, and a description that is written last.
+            if os.path.isfile(f"{part.prefix}.json"):  # noqa: PTH113
+                continue
             for path in (bin_path(part.prefix), idx_path(part.prefix)):
                 # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
                 is_file = os.path.isfile(path)  # noqa: PTH113

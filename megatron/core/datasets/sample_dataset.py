@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch.utils.data import Dataset
 
 
 class SampleDataset(Protocol):
-    """A dataset of samples that knows its length."""
+    """A dataset of samples that knows its length.
+
+    Samples are dicts of tensors and of tuples, which stay on the host. A dataset may say in a
+    function `collate` how samples become a batch; otherwise each entry is stacked.
+    """
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-class NumberedDataset(Dataset[dict[str, torch.Tensor]]):
+class SplitDatasets(NamedTuple):
+    """Datasets of a run; None where no samples are asked for or --split leaves no share."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+class NumberedDataset(Dataset[dict[str, Any]]):
     """A dataset whose sample i is a function of i; `num_samples` is how many may be asked for."""
 
     num_samples: int
@@ -24,8 +35,9 @@ class NumberedDataset(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Sample `index`: "tokens" and "labels", int64 [seq_length] each.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Sample `index`: "tokens" and "labels", int64 [seq_length] each, and what else the dataset
+        has.
 
         Raises:
             IndexError: an index outside range(num_samples).
@@ -35,5 +47,5 @@ class NumberedDataset(Dataset[dict[str, torch.Tensor]]):
         return self._sample(int(index))
 
     @abstractmethod
-    def _sample(self, index: int) -> dict[str, torch.Tensor]:
+    def _sample(self, index: int) -> dict[str, Any]:
         """Sample `index`, which is one of range(num_samples)."""

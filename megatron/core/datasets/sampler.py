@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -101,11 +102,12 @@ class BatchLoader:
         """Number of micro-batches."""
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         """Starts the workers, at once.
 
         Yields:
-            "tokens" and "labels", int64 [micro_batch_size, seq_length] each.
+            "tokens" and "labels", int64 [micro_batch_size, seq_length] each, and what else the
+            dataset has.
 
         Raises:
             IndexedDatasetError: data that cannot be used; raised where its batch would come.
@@ -119,23 +121,28 @@ class _WithErrors(Dataset[Any]):
     def __init__(self, dataset: SampleDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor] | IndexedDatasetError:
+    def __getitem__(self, index: int) -> dict[str, Any] | IndexedDatasetError:
         try:
             return self._dataset[index]
         except IndexedDatasetError as error:
             return error
 
 
-def _collate(samples: list[Any]) -> Any:
-    """A batch, or the first error among its samples."""
-    errors = (sample for sample in samples if isinstance(sample, IndexedDatasetError))
-    return next(errors, None) or default_collate(samples)
+@dataclass(frozen=True)
+class _Collate:
+    """Makes a batch, or the first error among its samples."""
+
+    of_samples: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        errors = (sample for sample in samples if isinstance(sample, IndexedDatasetError))
+        return next(errors, None) or self.of_samples(samples)
 
 
-def _raise_if_error(batch: Any) -> dict[str, torch.Tensor]:
+def _raise_if_error(batch: Any) -> dict[str, Any]:
     if isinstance(batch, IndexedDatasetError):
         raise batch
-    found: dict[str, torch.Tensor] = batch
+    found: dict[str, Any] = batch
     return found
 
 
@@ -159,7 +166,7 @@ def build_data_loader(
         _WithErrors(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=_Collate(getattr(dataset, "collate", default_collate)),
         pin_memory=pin_memory,
         generator=generator,
         persistent_workers=False,

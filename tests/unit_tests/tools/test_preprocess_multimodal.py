@@ -1,0 +1,157 @@
+"""`tools/preprocess_multimodal.py`: from conversations about pictures to training files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron.core.datasets.image_text_files import ImageTextFiles
+from megatron.training.images import ImageProcessing
+from megatron_hybrid import preprocess_multimodal
+from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def line(picture: str | None, answer: str = "A cat.") -> str:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "What is this?"}]
+    if picture is not None:
+        parts.insert(0, {"type": "image", "image": picture})
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": turns})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a tokenizer and three pictures of different sizes."""
+    make_tokenizer(tmp_path)
+    generator = np.random.default_rng(0)
+    for number, (width, height) in enumerate(((16, 8), (8, 24), (40, 40))):
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    return tmp_path
+
+
+def preprocess(folder: Path, lines: list[str], *flags: object, name: str = "out") -> int:
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    return preprocess_multimodal.main(
+        [
+            *("--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / name)),
+            *("--tokenizer-model", str(folder), "--patch-size", "4", "--min-pixels", "64"),
+            *map(str, flags),
+        ]
+    )
+
+
+def test_samples_keep_their_order_whatever_the_number_of_workers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line(f"{number % 3}.png", f"Picture {number}.") for number in range(50)]
+    lines.insert(7, "")
+    lines.insert(9, line(None))
+    assert preprocess(folder, lines) == 0
+    told = capsys.readouterr().out
+    assert "out: 51 samples, 50 images, " in told
+    assert ", 0 skipped, in " in told
+    assert preprocess(folder, lines, "--workers", 3, name="other") == 0
+    for ending in ("_text.bin", "_text.idx", "_images.bin", "_images.idx", ".json"):
+        one, other = ((folder / f"{name}{ending}").read_bytes() for name in ("out", "other"))
+        assert one == other, ending
+
+    files = ImageTextFiles(folder / "out")
+    assert [len(files[number].images) for number in range(7, 11)] == [1, 0, 1, 1]
+    expected = ImageProcessing(patch_size=4, min_pixels=64).load(folder / "2.png")
+    found = files[2].images[0]
+    assert found.grid == expected.grid
+    assert np.array_equal(found.pixels, expected.pixels)
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "expected a JSON object, got"),
+    "no conversation": ("3", "expected a JSON object, got 3"),
+    "a picture that is not there": (line("none.png"), "none.png: expected a picture"),
+    "no picture": (line("in.jsonl"), "in.jsonl: expected a picture"),
+    "too long a picture": (line("long.png"), "long.png: expected at most 200 times as long"),
+    "no answer": (
+        json.dumps({"messages": [{"role": "user", "content": "hi"}]}),
+        "expected something that the assistant says",
+    ),
+    "places": (
+        json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),
+        "expected a place <image> for each of 1 image(s)",
+    ),
+    "spelt out": (line("0.png", "<|image_pad|>"), "expected 2 tokens <|image_pad|>"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_bad_line_is_an_error_that_names_file_and_line_and_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    Image.new("RGB", (1, 300)).save(folder / "long.png")
+    bad, told = BROKEN[name]
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [line("0.png"), bad])
+    error = capsys.readouterr().err
+    assert f"{folder / 'in.jsonl'}, line 2: " in error
+    assert told in error
+    assert error.count("\n") == 1
+    assert not list(folder.glob("out*"))
+
+
+def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line("0.png"), *(bad for bad, _ in BROKEN.values()), line("1.png"), *["{"] * 5]
+    assert preprocess(folder, lines, "--skip-bad-samples", "--workers", 2) == 0
+    told = capsys.readouterr()
+    assert f"out: 2 samples, 2 images, " in told.out  # noqa: F541
+    assert f"{len(BROKEN) + 5} skipped" in told.out
+    assert told.err.count("skipped: ") == 11, "ten are named"
+    assert "skipped: 3 more" in told.err
+    assert f"skipped: {folder / 'in.jsonl'}, line 2: expected a JSON object" in told.err
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, ["{"], "--skip-bad-samples", name="none")
+    assert "at least one sample, got none and 1 bad line(s)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--workers", "0"], "--workers: expected at least 1"),
+        (["--patch-size", "0"], "--patch-size: expected an integer >= 1"),
+        (["--max-pixels", "10"], "--max-pixels: expected at least --min-pixels 64"),
+        (["--image-mean", "0.5,0.5"], "--image-mean: expected three numbers"),
+        (["--processor", "nowhere"], "--processor: expected the config"),
+        (["--input", "nowhere.jsonl"], "--input: expected files of JSON lines that exist"),
+    ],
+)
+def test_flags_that_do_not_fit_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [line("0.png")], *flags)
+    assert told in capsys.readouterr().err
+
+
+def test_the_tool_is_a_program(folder: Path) -> None:
+    (folder / "in.jsonl").write_text(line("0.png"))
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "tools" / "preprocess_multimodal.py"),
+            *("--input", folder / "in.jsonl", "--output-prefix", folder / "out"),
+            *("--tokenizer-model", folder, "--image-folder", folder),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "out: 1 samples, 1 images" in done.stdout
+    assert len(ImageTextFiles(folder / "out")) == 1

@@ -1,0 +1,148 @@
+"""Pictures become the patches that Qwen's image processors make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.options import ConfigError
+from megatron.training.images import ImageError, ImageProcessing, normalized_patches
+
+PIL = pytest.importorskip("PIL.Image")
+
+
+def processor(processing: ImageProcessing) -> Any:
+    qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    return qwen.Qwen2VLImageProcessorPil(
+        patch_size=processing.patch_size,
+        merge_size=processing.merge_size,
+        temporal_patch_size=2,
+        size={"shortest_edge": processing.min_pixels, "longest_edge": processing.max_pixels},
+        image_mean=list(processing.mean),
+        image_std=list(processing.std),
+    )
+
+
+def picture(width: int, height: int, mode: str = "RGB") -> Any:
+    generator = np.random.default_rng(width + 1000 * height)
+    small = generator.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return PIL.fromarray(small).resize((width, height)).convert(mode)
+
+
+SMALL = ImageProcessing(4, 2, 16 * 16, 40 * 40, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+
+
+@pytest.mark.parametrize("processing", [SMALL, ImageProcessing(max_pixels=300 * 300)], ids=str)
+@pytest.mark.parametrize("size", [(31, 17), (8, 8), (333, 60), (20, 200), (257, 255), (3, 500)])
+def test_patches_are_those_of_transformers(
+    processing: ImageProcessing, size: tuple[int, int]
+) -> None:
+    image = picture(*size)
+    expected = processor(processing)(images=[image], return_tensors="pt")
+    found = processing.patches_of(image)
+    assert list(found.grid) == expected["image_grid_thw"][0].tolist()
+    patches = normalized_patches(torch.from_numpy(found.pixels), processing.mean, processing.std, 2)
+    torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(14, 2), (16, 2), (4, 1)]),
+    st.sampled_from([(1, 10**6), (56 * 56, 28 * 28 * 1280), (10**6, 2 * 10**6)]),
+)  # fmt: skip
+def test_pictures_are_brought_to_the_size_that_transformers_brings_them_to(
+    height: int, width: int, patches: tuple[int, int], pixels: tuple[int, int]
+) -> None:
+    qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    own = ImageProcessing(*patches, *pixels)
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(ImageError, match="200 times as long as wide"):
+            own.resized(height, width)
+        return
+    expected = qwen.smart_resize(height, width, patches[0] * patches[1], *pixels)
+    assert own.resized(height, width) == expected
+
+
+def test_files_of_many_kinds_are_read_upright_and_in_rgb(tmp_path: Path) -> None:
+    image = picture(24, 16)
+    expected = SMALL.patches_of(image)
+    for name in ("a.png", "b.bmp", "c.webp"):
+        image.save(tmp_path / name, lossless=True)
+        assert np.array_equal(SMALL.load(tmp_path / name).pixels, expected.pixels), name
+
+    exif = PIL.Exif()
+    exif[0x0112] = 6  # it lies on its side
+    image.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
+    assert np.array_equal(SMALL.load(tmp_path / "turned.png").pixels, expected.pixels)
+
+    for mode in ("L", "P", "RGBA", "1"):
+        picture(24, 16, mode).save(tmp_path / f"{mode}.png")
+        assert SMALL.load(tmp_path / f"{mode}.png").grid == expected.grid
+
+
+def test_what_is_no_picture_is_refused_by_name(tmp_path: Path) -> None:
+    picture(64, 64).save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").touch()
+    picture(2, 500).save(tmp_path / "long.png")
+    for name in ("cut.png", "text.png", "empty.png", "missing.png"):
+        with pytest.raises(ImageError, match=rf"{name}: expected a picture, got"):
+            SMALL.load(tmp_path / name)
+    with pytest.raises(ImageError, match=r"long\.png: expected at most 200 times as long as wide"):
+        SMALL.load(tmp_path / "long.png")
+    with pytest.raises(ImageError, match="expected a picture"):
+        SMALL.load(tmp_path)
+
+
+PUBLISHED = {
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+}
+
+
+def test_a_folder_says_how_its_pictures_are_made(tmp_path: Path) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(PUBLISHED))
+    assert ImageProcessing.of_folder(tmp_path) == ImageProcessing()
+    processor(SMALL).save_pretrained(tmp_path)
+    assert ImageProcessing.of_folder(tmp_path) == SMALL
+
+    for changed, told in (
+        ({"resample": 2}, "not bicubic"),
+        ({"do_normalize": False}, "do_normalize False"),
+        ({"patch_size": None}, "TypeError"),
+        ({"image_mean": 0.5}, "TypeError"),
+        ({"image_std": [0.0, 1.0, 1.0]}, "--image-std: expected numbers > 0"),
+    ):
+        file.write_text(json.dumps({**PUBLISHED, **changed}))
+        with pytest.raises(ConfigError, match=told):
+            ImageProcessing.of_folder(tmp_path)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--processor: expected the config.*preprocessor_config"):
+        ImageProcessing.of_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"patch_size": 0}, "--patch-size"),
+        ({"min_pixels": 9, "max_pixels": 8}, "--max-pixels: expected at least --min-pixels 9"),
+        ({"mean": (0.5,)}, "--image-mean: expected three numbers"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ImageProcessing(**values)
