@@ -12,6 +12,7 @@ from megatron.core.device import DeviceConfig
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.options import (
@@ -65,6 +66,11 @@ class TrainingConfig:
     )
     skip_train: bool = option(False, "evaluate only")
     check_for_nan_in_loss: bool = option(False, "end the run at a loss that is not finite")
+    freeze: tuple[str, ...] | None = option(
+        None,
+        "parts of the model that are not trained: vision, projector and decoder of one that reads "
+        "images, or the beginnings of parameters' names",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -123,6 +129,7 @@ class RunConfig:
     inject: InjectConfig
     logging: LoggingConfig
     device: DeviceConfig
+    vision: VisionConfig | None = None
 
     def resolve(self, world_size: int) -> RunConfig:
         """This configuration with the defaults that depend on the number of ranks filled in.
@@ -202,9 +209,11 @@ class RunConfig:
             yield from options_of(type(section))
 
     def sections(self) -> Iterator[tuple[str, Any]]:
-        """The owners' configs, with their names here."""
+        """The owners' configs, with their names here; a part that the model lacks has none."""
         for field in dataclasses.fields(self):
-            yield field.name, getattr(self, field.name)
+            section = getattr(self, field.name)
+            if section is not None:
+                yield field.name, section
 
     def _resolve_main_grads(self) -> DataParallelConfig:
         """The engine's settings with the dtype of the main gradients, which two flags may name.

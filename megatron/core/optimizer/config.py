@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.options import check_options, expect, given_options, option, options_of
+from megatron.core.parts import parse_factors
 
 _WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
 _MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
@@ -52,6 +53,11 @@ class OptimizerConfig:
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    lr_multipliers: tuple[str, ...] | None = option(
+        None,
+        "NAME=FACTOR ...: factors of the learning rate of parts of the model: vision, projector "
+        "and decoder of one that reads images, or the beginnings of parameters' names",
     )
     clip_grad: float = option(
         1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0
@@ -153,6 +159,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        _ = self.lr_factors
         expect(
             not self.optimizer_cpu_offload or self.gpu_optimizer in ("auto", "native"),
             "--gpu-optimizer",
@@ -178,6 +185,11 @@ class OptimizerConfig:
 
         self._check_dtypes(is_ours)
         self._check_loss_scale()
+
+    @property
+    def lr_factors(self) -> dict[str, float]:
+        """Factors of the learning rate by the names of parts. ConfigError for other values."""
+        return parse_factors(self.lr_multipliers, "--lr-multipliers")
 
     def _check_loss_scale(self) -> None:
         others = [

@@ -249,7 +249,7 @@ def build_optimizer(
         ConfigError: for an implementation that is not installed, or not for these parameters.
         HostMemoryError, PinError: see `HybridDeviceOptimizer`.
     """
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    groups = parameter_groups(model, config)
     is_on_cpu = all(
         parameter.device.type == "cpu" for group in groups for parameter in group["params"]
     )
@@ -298,7 +298,7 @@ def plan_offload(
 
     modules = _unit_names(model)
     groups = groups_of(
-        parameter_groups(model.named_parameters(), config.weight_decay),
+        parameter_groups(model, config),
         lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
     )
     first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()

@@ -204,10 +204,12 @@ class LRSchedule:
         return self._between(self.style, done)
 
     def apply(self, param_groups: Iterable[dict[str, Any]], iteration: int) -> float:
-        """Sets every parameter group's learning rate for this iteration, and returns it."""
+        """Sets every parameter group's learning rate for this iteration, times its `lr_mult` if it
+        has one. Returns the one without factors.
+        """
         lr = self(iteration)
         for group in param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_mult", 1.0)
         return lr
 
     def _stable_then_decay(self, step: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,33 +11,43 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.parts import factors_of
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay; groups that would be empty are left out.
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay, of each factor of the learning rate; groups
+    that would be empty are left out.
 
     Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen
-    parameters have no group.
+    parameters have no group. A group with a factor has it as `lr_mult`, which is Megatron's name.
+
+    Raises:
+        ConfigError: for a factor of a part that the model does not have.
     """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    for _, parameter in named_parameters:
+    factors = factors_of(model, config.lr_factors, "--lr-multipliers")
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            (decayed if parameter.ndim >= 2 else kept).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+            kind = (factors.get(parameter, 1.0), parameter.ndim < 2)
+            found.setdefault(kind, []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if is_vector else config.weight_decay,
+            **({} if factor == 1.0 else {"lr_mult": factor}),
+        }
+        # Those that decay come first.
+        for (factor, is_vector), parameters in sorted(
+            found.items(), key=lambda one: (-one[0][0], one[0][1])
+        )
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_torch_optimizer(
     model: nn.Module, config: OptimizerConfig, lr: float
 ) -> torch.optim.Optimizer:
     """AdamW or SGD over `model`'s parameters. `lr` is only the first: the schedule sets it."""
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    groups = parameter_groups(model, config)
     if config.optimizer == "sgd":
         # Not fused: that kernel takes no DTensors.
         return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum)

@@ -18,7 +18,7 @@ class Model(nn.Module):
 
 def test_matrices_decay_and_vectors_do_not_and_frozen_parameters_are_left_out():
     model = Model()
-    decayed, kept = parameter_groups(model.named_parameters(), 0.1)
+    decayed, kept = parameter_groups(model, OptimizerConfig(weight_decay=0.1))
     assert decayed["weight_decay"] == 0.1
     assert [p is model.linear.weight for p in decayed["params"]] == [True]
     assert kept["weight_decay"] == 0.0
@@ -35,13 +35,15 @@ def test_vectors_that_stay_fp32_do_not_decay_and_a_convolutions_kernel_does():
             self.kernel = nn.Parameter(torch.zeros(4, 1, 3))
 
     mixer = Mixer()
-    decayed, kept = parameter_groups(mixer.named_parameters(), 0.1)
+    decayed, kept = parameter_groups(mixer, OptimizerConfig(weight_decay=0.1))
     assert [p is mixer.kernel for p in decayed["params"]] == [True]
     assert [p is mixer.rate for p in kept["params"]] == [True]
 
 
 def test_a_group_that_would_be_empty_is_left_out():
-    assert len(parameter_groups(nn.Linear(2, 2, bias=False).named_parameters(), 0.1)) == 1
+    assert (
+        len(parameter_groups(nn.Linear(2, 2, bias=False), OptimizerConfig(weight_decay=0.1))) == 1
+    )
 
 
 def test_the_constants_reach_the_optimizer():
