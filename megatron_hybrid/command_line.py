@@ -33,8 +33,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "pretrain": Command("pretrain_gpt", "train a GPT; on several ranks under launch or torchrun"),
+    "pretrain-vlm": Command("pretrain_vlm", "train a model that reads images and text"),
     "launch": Command("launcher", "torchrun, without its tracebacks"),
     "preprocess": Command("preprocess_data", "tokenize text into token files"),
+    "preprocess-multimodal": Command(
+        "preprocess_multimodal", "make training files of conversations about pictures"
+    ),
     "checkpoint": Command(
         "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"
     ),

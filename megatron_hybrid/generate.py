@@ -1,8 +1,9 @@
-"""Samples text from a trained GPT: a run's newest checkpoint, a given one, or an exported model.
+"""Samples text from a trained model: a run's newest checkpoint, a given one, or an exported model.
 
     python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
     python tools/generate.py --load imported/iter_0000001 --config run.yaml
     python tools/generate.py --load exports/gpt --tokenizer-model other/tokenizer.json
+    python tools/generate.py --load runs/vlm --image cat.png --prompt "What is this?"
 
 One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
 model and its tokenizer are found.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +23,15 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import OwnModel, build_model
+from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
+from megatron.training.images import ImageError
 from megatron.training.tokenizer import Tokenizer
+from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.saved_model import add_model_flags, find_model
 
+_ABOUT_PICTURES = ("What is in the picture?",)
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
 
 
@@ -40,26 +47,80 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         model, tokenizer, seq_length = load_model(
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
-    except (CheckpointError, ConfigError, OSError) as error:
+        questions = _questions(arguments, model, tokenizer, seq_length)
+    except (CheckpointError, ConfigError, ImageError, OSError) as error:
         print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return 2
 
     generator = torch.Generator().manual_seed(arguments.seed)
-    for prompt in arguments.prompt or _PROMPTS:
+    for question in questions:
         tokens = sample(
-            model,
-            tokenizer.tokenize(prompt) or [tokenizer.eod],
+            question.model,
+            question.tokens,
             num_new_tokens=arguments.max_new_tokens,
             context_length=seq_length,
             num_tokens=tokenizer.vocab_size,
-            eod=tokenizer.eod,
+            eod=question.end,
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             generator=generator,
         )
-        print(f"--- prompt: {prompt!r}\n{prompt}{tokenizer.detokenize(tokens)}\n")
+        print(f"--- {question.shown}{tokenizer.detokenize(tokens)}\n")
 
     return 0
+
+
+class _Question(NamedTuple):
+    """What is to be continued.
+
+    Attributes:
+        model: answers tokens [1, tokens] with logits.
+        end: the token that ends the answer.
+        shown: before the answer.
+    """
+
+    model: torch.nn.Module
+    tokens: list[int]
+    end: int
+    shown: str
+
+
+def _questions(
+    arguments: argparse.Namespace, model: OwnModel, tokenizer: Tokenizer, seq_length: int
+) -> list[_Question]:
+    """A question for each prompt. ConfigError or ImageError for pictures that nothing can read."""
+    if arguments.image:
+        if not isinstance(model, VisionLanguageModel):
+            raise ConfigError(
+                f"--image: expected a model that reads pictures, got {arguments.load}."
+            )
+        reader = PictureReader.of_model(
+            model, tokenizer, arguments.load, processor=arguments.processor
+        )
+        questions = []
+        for prompt in arguments.prompt or _ABOUT_PICTURES:
+            asked = reader.ask(prompt, arguments.image)
+            if (length := len(asked.tokens) + arguments.max_new_tokens) > seq_length:
+                raise ConfigError(
+                    f"--max-new-tokens: expected at most {seq_length} tokens with those of the "
+                    f"prompt and its pictures, got {length}."
+                )
+            names = ", ".join(map(str, arguments.image))
+            shown = f"{printable(names)}: {prompt!r}\n"
+            questions.append(_Question(asked.model, asked.tokens, reader.end, shown))
+        return questions
+
+    if arguments.processor is not None:
+        raise ConfigError("--processor: expected --image beside it, got none.")
+    return [
+        _Question(
+            model,
+            tokenizer.tokenize(prompt) or [tokenizer.eod],
+            tokenizer.eod,
+            f"prompt: {prompt!r}\n{prompt}",
+        )
+        for prompt in arguments.prompt or _PROMPTS
+    ]
 
 
 def load_model(
@@ -67,7 +128,7 @@ def load_model(
     iteration: int | None,
     config: str | None = None,
     tokenizer_model: str | None = None,
-) -> tuple[GPTModel, Tokenizer, int]:
+) -> tuple[OwnModel, Tokenizer, int]:
     """A model in fp32, its tokenizer, and its sequence length.
 
     Args:
@@ -86,7 +147,7 @@ def load_model(
         )
 
     with torch.device("meta"):
-        model = GPTModel(found.config, found.vocab_size)
+        model = build_model(found.description)
     materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
     found.load_into(model)
     return model.eval(), found.tokenizer, found.seq_length
@@ -146,6 +207,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_model_flags(parser)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; may be given several times"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        type=Path,
+        help="a picture that the prompt is about; may be given several times",
+    )
+    parser.add_argument(
+        "--processor",
+        metavar="FOLDER",
+        help="whose preprocessor_config.json says how pictures are made; default: as in training",
     )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument(

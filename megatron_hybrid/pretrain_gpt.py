@@ -11,19 +11,20 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from megatron.core import log
-from megatron.core.datasets.builder import GPTDatasets, build_gpt_datasets
+from megatron.core.datasets.builder import build_gpt_datasets
+from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
-from megatron.core.transformer.spec import Balancing, ModelSpec
+from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.health.exits import (
@@ -34,7 +35,7 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss
+from megatron.training.model_loss import ModelLoss, auxiliary_losses
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -51,22 +52,12 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def forward_step_of(spec: ModelSpec) -> ForwardStep:
     """The forward step of models with this spec: with what routers report, if there are any."""
-    routers = [mixture.router for mixture in spec.mixtures]
-    if not routers:
+    if not spec.mixtures:
         return forward_step
-    has_balance = any(
-        router.balance_coeff and router.balancing is not Balancing.NONE for router in routers
-    )
-    has_z = any(router.z_coeff for router in routers)
 
     def forward_step_with_experts(model: nn.Module, batch: Batch) -> ModelLoss:
         losses, report = model(batch["tokens"], batch["labels"], with_routing=True)
-        auxiliary: dict[str, torch.Tensor] = {}
-        if has_balance:
-            auxiliary["balance"] = report.balance_loss
-        if has_z:
-            auxiliary["z"] = report.z_loss
-        return ModelLoss(losses.mean(), auxiliary, report.load)
+        return ModelLoss(losses.mean(), auxiliary_losses(spec, report), report.load)
 
     return forward_step_with_experts
 
@@ -78,6 +69,11 @@ def run(argv: Sequence[str]) -> Outcome:
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config
+    if config.vision is not None:
+        raise ConfigError(
+            "--vision-num-layers: expected a model of text alone, got one with a vision tower. "
+            "pretrain_vlm.py trains it."
+        )
     log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
@@ -87,7 +83,7 @@ def run(argv: Sequence[str]) -> Outcome:
     def model_provider(config: RunConfig) -> nn.Module:
         return GPTModel(config.model, vocab_size)
 
-    def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> GPTDatasets:
+    def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> SplitDatasets:
         return build_gpt_datasets(
             config.data, num_samples, tokenizer.vocab_size, config.training.seed
         )
@@ -109,9 +105,16 @@ def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") ->
         argv: the arguments; default: the command line's.
         program: the name that error messages begin with.
     """
+    return run_to_its_end(run, sys.argv[1:] if argv is None else argv, program)
+
+
+def run_to_its_end(
+    run: Callable[[Sequence[str]], Outcome], argv: Sequence[str], program: str
+) -> int:
+    """Runs a program that trains. Returns the status to exit with; an error is printed here."""
     try:
         launch = Launch.from_environment()
-        outcome = run(sys.argv[1:] if argv is None else argv)
+        outcome = run(argv)
     except Exception as error:
         code = code_of(error)
         if not is_foreseen(error):

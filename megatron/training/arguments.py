@@ -108,6 +108,9 @@ def build_config(values: dict[str, Any]) -> RunConfig:
     sections: dict[str, Any] = {}
     errors: list[str] = []
     for name, config_class in _section_classes().items():
+        is_optional = name in _optional_sections()
+        if is_optional and not any(field.name in values for field in options_of(config_class)):
+            continue
         try:
             sections[name] = _build_section(config_class, values)
         except ConfigError as error:
@@ -426,7 +429,20 @@ def _raise(errors: Sequence[str]) -> None:
 
 def _section_classes() -> dict[str, type[Any]]:
     hints = typing.get_type_hints(RunConfig)
-    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+    found = {}
+    for field in dataclasses.fields(RunConfig):
+        given = [one for one in typing.get_args(hints[field.name]) if one is not type(None)]
+        found[field.name] = given[0] if given else hints[field.name]
+    return found
+
+
+def _optional_sections() -> set[str]:
+    """Sections of parts that a model may lack, if no flag of theirs is given."""
+    return {
+        field.name
+        for field in dataclasses.fields(RunConfig)
+        if field.default is not dataclasses.MISSING
+    }
 
 
 def _all_fields() -> list[Field]:

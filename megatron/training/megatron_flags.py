@@ -271,7 +271,8 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _remove(
         "--mamba-* --hybrid-* --is-hybrid-model --gdp-* --dsa-* "
-        "--experimental-attention-variant --heterogeneous-* --vision-* --retro-* --bert-* "
+        "--experimental-attention-variant --heterogeneous-* --vision-pretraining* "
+        "--vision-backbone-type --retro-* --bert-* "
         "--ict-* --dino-* --encoder-num-layers --decoder-num-layers --decoder-seq-length",
         "The model is a GPT of attention and gated delta nets.",
     ),

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.models.gpt.gpt_model import RoutingReport
 from megatron.core.transformer.expert_bias import check_loads, shape_of_loads
+from megatron.core.transformer.spec import Balancing, ModelSpec
 
 MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
 
@@ -32,6 +34,17 @@ class ModelLoss(NamedTuple):
     loss: torch.Tensor
     auxiliary: Mapping[str, torch.Tensor] = {}
     expert_load: torch.Tensor | None = None
+
+
+def auxiliary_losses(spec: ModelSpec, report: RoutingReport) -> dict[str, torch.Tensor]:
+    """The losses of the routers of a model with this spec, those that have a coefficient."""
+    routers = [mixture.router for mixture in spec.mixtures]
+    found: dict[str, torch.Tensor] = {}
+    if any(router.balance_coeff and router.balancing is not Balancing.NONE for router in routers):
+        found["balance"] = report.balance_loss
+    if any(router.z_coeff for router in routers):
+        found["z"] = report.z_loss
+    return found
 
 
 def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:

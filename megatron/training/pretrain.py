@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import log
-from megatron.core.datasets.builder import GPTDatasets
-from megatron.core.datasets.sample_dataset import SampleDataset
+from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.device import Device, peak_host_memory_bytes
 from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
+from megatron.core.parts import freeze, split_names
 from megatron.core.process_groups import failed_collective
 from megatron.training.arguments import describe
 from megatron.training.checkpoint.loading import Loaded
@@ -72,7 +72,7 @@ class Providers:
     """What the caller of `pretrain` provides."""
 
     model: Callable[[RunConfig], nn.Module]
-    datasets: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets]
+    datasets: Callable[[RunConfig, tuple[int, int, int]], SplitDatasets]
     forward_step: ForwardStep
     flops_per_sequence: float
 
@@ -81,7 +81,7 @@ def pretrain(
     config: RunConfig,
     *,
     model_provider: Callable[[RunConfig], nn.Module],
-    datasets_provider: Callable[[RunConfig, tuple[int, int, int]], GPTDatasets],
+    datasets_provider: Callable[[RunConfig, tuple[int, int, int]], SplitDatasets],
     forward_step: ForwardStep,
     flops_per_sequence: float,
 ) -> Outcome:
@@ -197,11 +197,17 @@ class _Run:
             num_local_ranks=self._launch.local_world_size,
         )
 
-        engine.initialize(lambda: self._providers.model(self._config))
+        engine.initialize(self._built_model)
         self._step_info = engine.state.step_info
         # After the weights, which have seeds of their own: what is drawn from here on is dropout.
         seed_all(self._config.training.seed, self._launch.rank)
         return engine
+
+    def _built_model(self) -> nn.Module:
+        """The model, on meta, without gradients of what is frozen."""
+        model = self._providers.model(self._config)
+        freeze(model, split_names(self._config.training.freeze or ()), "--freeze")
+        return model
 
     def _resume(self, engine: TrainEngine) -> Loaded | None:
         self._mark(Phase.LOAD, 0)
@@ -278,7 +284,7 @@ class _Run:
                 EventKind.EXIT, code=int(code), name=code.name, reason=reason, iteration=iteration
             )
 
-    def _train(self, loop: Loop, datasets: GPTDatasets) -> Outcome:
+    def _train(self, loop: Loop, datasets: SplitDatasets) -> Outcome:
         """Trains, unless that is to be skipped, and evaluates at the end, unless the run stopped
         before it.
         """

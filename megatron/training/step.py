@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
 from megatron.training.model_loss import MOST_AUXILIARY, ModelLoss, Told, as_model_loss
 
-Batch = dict[str, torch.Tensor]
+# Tensors go to the device; tuples are values of the host and stay there.
+Batch = dict[str, Any]
 
 
 # (model, one microbatch) -> its mean loss, scalar fp32, differentiable; or that and more
@@ -262,14 +263,19 @@ def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
-    if not isinstance(batch, Mapping) or not all(map(torch.is_tensor, batch.values())):
+    if not isinstance(batch, Mapping) or not all(
+        isinstance(value, (torch.Tensor, tuple)) for value in batch.values()
+    ):
         kind = type(batch).__name__
         got = f"a {kind} of other values" if isinstance(batch, Mapping) else f"a {kind}"
         raise TypeError(
             f"Expected microbatches that are each a dict of tensors, got {got}. A global batch is "
             'a sequence of them: train_batch([{"tokens": ...}, ...], forward_step).'
         )
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {
+        name: value if isinstance(value, tuple) else value.to(device, non_blocking=True)
+        for name, value in batch.items()
+    }
 
 
 class _Agreed(NamedTuple):

@@ -16,7 +16,8 @@ from megatron.core.datasets.builder import build_gpt_datasets
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.models.gpt.hugging_face import hf_config
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.hugging_face import hf_config
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
@@ -158,7 +159,7 @@ def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first
     argv += ["--save", str(tmp_path / "run"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
     config = parse_config(argv, world_size=1).model
     with pytest.raises(ConfigError) as refusal:
-        hf_config(config, 257)
+        hf_config(ModelDescription(config, 257))
 
     def refused() -> str:
         with pytest.raises(ConfigError) as failure:

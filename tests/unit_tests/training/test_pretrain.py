@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megatron.core.datasets.builder import GPTDatasets
+from megatron.core.datasets.builder import SplitDatasets
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
@@ -70,9 +70,9 @@ class Wired:
         self.made["saver"] = named
         return FakeSaver(self.calls)
 
-    def _datasets(self, _config: Any, num_samples: tuple[int, int, int]) -> GPTDatasets:
+    def _datasets(self, _config: Any, num_samples: tuple[int, int, int]) -> SplitDatasets:
         self.calls.append(("datasets", num_samples))
-        return GPTDatasets(DATA, DATA, DATA)
+        return SplitDatasets(DATA, DATA, DATA)
 
     def run(self, *, restart_count: int = 0) -> Outcome:
         launch = Launch(0, 1, 0, 1, restart_count=restart_count)

@@ -1,0 +1,173 @@
+"""Trains a model that reads images and text. Run it alone or under torchrun.
+
+    torchrun --nproc-per-node 2 pretrain_vlm.py --config examples/qwen3_5_vl_proxy/train.yaml
+    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain-vlm --hf-model models/qwen3.5 ...
+
+The flags are those of `pretrain_gpt.py`, and `--vision-...` for the tower. --data-path names what
+`tools/preprocess_multimodal.py` has written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import log
+from megatron.core.datasets.builder import build_image_text_datasets, image_format_of
+from megatron.core.datasets.image_text_files import ImageFormat
+from megatron.core.datasets.sample_dataset import SplitDatasets
+from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.models.multimodal.vision_config import VisionConfig
+from megatron.core.models.multimodal.vision_language_model import Images, VisionLanguageModel
+from megatron.core.options import ConfigError
+from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.spec import ModelSpec
+from megatron.training.arguments import parse_command_line
+from megatron.training.config import RunConfig
+from megatron.training.conversations import IMAGE, VIDEO, VISION_BEGIN, VISION_END
+from megatron.training.images import normalized_patches
+from megatron.training.launch import Launch
+from megatron.training.model_loss import ModelLoss, auxiliary_losses
+from megatron.training.pretrain import Outcome, pretrain
+from megatron.training.step import Batch, ForwardStep
+from megatron.training.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+)
+from megatron_hybrid.pretrain_gpt import run_to_its_end
+
+# What stands for images, in the vocabularies of Qwen's models.
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": VISION_BEGIN,
+    "vision_end_token_id": VISION_END,
+    "video_token_id": VIDEO,
+}
+_OF_PICTURES = ("min_pixels", "max_pixels", "mean", "std")
+
+
+def forward_step_of(spec: ModelSpec, vision: VisionConfig, images: ImageFormat) -> ForwardStep:
+    """The forward step of a model: the mean cross entropy of the answers of a microbatch.
+
+    Args:
+        spec: of the decoder.
+        images: how the data's pixels are normalised.
+    """
+    has_routers = bool(spec.mixtures)
+
+    def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
+        output = model(
+            batch["tokens"],
+            batch["labels"],
+            images=_images_of(batch, images, vision.vision_temporal_patch_size),
+            positions=batch["positions"],
+            documents=Documents(batch["lengths"]),
+            with_routing=has_routers,
+        )
+        losses, report = output if has_routers else (output, None)
+        mask = batch["loss_mask"]
+        # A microbatch may be without an answer; its loss is zero then.
+        loss: torch.Tensor = (losses * mask).sum() / mask.sum().clamp(min=1.0)
+        if report is None:
+            return loss
+        return ModelLoss(loss, auxiliary_losses(spec, report), report.load)
+
+    return forward_step
+
+
+def _images_of(batch: Batch, images: ImageFormat, num_frames: int) -> Images | None:
+    if not batch["grids"]:
+        return None
+    patches = normalized_patches(batch["patches"], images.mean, images.std, num_frames)
+    return Images(patches, batch["grids"])
+
+
+def run(argv: Sequence[str]) -> Outcome:
+    """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
+    honoured.
+    """
+    launch = Launch.from_environment()
+    parsed = parse_command_line(argv, launch.world_size)
+    config = parsed.config
+    log.configure(launch.rank, short_time=config.logging.is_short)
+    parsed.log_without_effect()
+
+    tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
+    vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+    images = image_format_of(config.data)
+    vision = _checked_vision(config.vision, tokenizer, images)
+    config = dataclasses.replace(config, vision=vision)
+    assert images is not None, "checked with the tower"
+
+    def model_provider(config: RunConfig) -> nn.Module:
+        return VisionLanguageModel(config.model, vision, vocab_size)
+
+    def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> SplitDatasets:
+        return build_image_text_datasets(
+            config.data, num_samples, tokenizer.vocab_size, config.training.seed, tokenizer.eod
+        )
+
+    spec = model_spec(config.model)
+    return pretrain(
+        config,
+        model_provider=model_provider,
+        datasets_provider=datasets_provider,
+        forward_step=forward_step_of(spec, vision, images),
+        # Of the decoder alone: how many patches come with a row depends on the row.
+        flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
+    )
+
+
+def _checked_vision(
+    vision: VisionConfig | None, tokenizer: Tokenizer, images: ImageFormat | None
+) -> VisionConfig:
+    """The tower with the tokens that stand for images. ConfigError for data of another one."""
+    if vision is None:
+        raise ConfigError(
+            "--vision-num-layers: expected the settings of a vision tower, or --hf-model with "
+            "one, got none. Models of text alone are trained by pretrain_gpt.py."
+        )
+    if images is None:
+        raise ConfigError(
+            "--data-path: expected what tools/preprocess_multimodal.py has written, got text "
+            "without images."
+        )
+
+    find: Callable[[str], int | None] = lambda _: None  # noqa: E731
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        find = tokenizer.backend.token_to_id
+    known: dict[str, Any] = {name: find(token) for name, token in _TOKENS.items()}
+    known |= {f"image_{name}": getattr(images, name) for name in _OF_PICTURES}
+    vision = dataclasses.replace(
+        vision, **{name: value for name, value in known.items() if getattr(vision, name) is None}
+    )
+
+    for name, there in (
+        ("vision_patch_size", images.patch_size),
+        ("vision_merge_size", images.merge_size),
+        ("vision_in_channels", len(images.mean)),
+        ("image_token_id", images.image_token),
+        *((f"image_{name}", getattr(images, name)) for name in _OF_PICTURES),
+    ):
+        if (own := getattr(vision, name)) != there:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: expected {there}, as the data has it, got {own}.")
+    return vision
+
+
+def main(argv: Sequence[str] | None = None, program: str = "pretrain_vlm.py") -> int:
+    """Trains. Returns the status to exit with, one of those in docs/recovery.md.
+
+    Args:
+        argv: the arguments; default: the command line's.
+        program: the name that error messages begin with.
+    """
+    return run_to_its_end(run, sys.argv[1:] if argv is None else argv, program)

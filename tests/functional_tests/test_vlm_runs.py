@@ -1,0 +1,308 @@
+"""Runs of a model that reads images: resumed, offloaded, frozen, from and to Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+import pretrain_vlm
+from megatron.core.options import ConfigError
+from megatron.training.checkpoint.resume import Resumer
+from megatron.training.engine import SaveLoadMeta, TrainEngine
+from megatron.training.health.exits import ExitCode, ExitError
+from megatron_hybrid import convert_hf, generate
+from megatron_hybrid.picture_reader import PictureReader
+from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
+from tests.functional_tests.helpers.runs import losses
+from tests.helpers.ranks import run_ranks
+from tests.helpers.vlm_runs import (
+    OFFLOADED,
+    PROCESSING,
+    TRAINING,
+    are_equal,
+    data_flags,
+    draw_shapes,
+    flags,
+    run,
+    tensors_of,
+)
+
+LAST, SAVED = 5, (2, 3)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw_shapes(tmp_path_factory.mktemp("shapes"), num_train=40, num_held_out=3)
+
+
+def train(folder: Path, save: Path, *others: object, world_size: int = 2) -> dict[int, float]:
+    """A run that saves; returns its losses."""
+    metrics = save / "metrics.jsonl"
+    saving = ["--save", save, "--metrics-jsonl", metrics, "--ckpt-format", "fsdp_dtensor"]
+    run_ranks(world_size, run, flags(folder, *saving, *others))
+    return losses(metrics)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    shapes: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, float]]:
+    """A run that saves after each iteration, and its losses."""
+    save = tmp_path_factory.mktemp("undisturbed")
+    return save, train(shapes, save, *OFFLOADED, "--save-interval", 1)
+
+
+@pytest.mark.parametrize("iteration", SAVED)
+def test_a_resumed_run_has_the_losses_and_tensors_of_the_undisturbed_one(
+    shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, iteration: int
+) -> None:
+    root, expected = undisturbed
+    assert len(set(expected.values())) == LAST
+    load = ["--load", root / f"iter_{iteration:07d}", "--save-interval", LAST]
+    found = train(shapes, tmp_path, *OFFLOADED, *load)
+    assert found == {n: expected[n] for n in range(iteration + 1, LAST + 1)}
+    assert are_equal(tensors_of(tmp_path, LAST), tensors_of(root, LAST))
+    assert not are_equal(tensors_of(root, LAST - 1), tensors_of(root, LAST))
+
+
+def save_what_is_loaded(argv: list[str], folder: str) -> None:
+    """On each rank: a run that saves its checkpoint anew as soon as it has loaded it, and ends."""
+    load = Resumer.load
+
+    def load_and_save(self: Resumer, engine: TrainEngine) -> Any:
+        load(self, engine)
+        engine.save(SaveLoadMeta(f"{folder}/loaded", with_optim=True))
+        raise ExitError(ExitCode.FINISHED, "it has saved")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Resumer, "load", load_and_save)
+        with pytest.raises(ExitError, match="it has saved"):
+            run(argv)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.wide), 4])
+def test_a_checkpoint_loads_on_any_number_of_ranks_to_the_bit(
+    shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, world_size: int
+) -> None:
+    root, _ = undisturbed
+    load = ["--load", root / f"iter_{SAVED[1]:07d}", "--global-batch-size", 12]
+    run_ranks(world_size, save_what_is_loaded, flags(shapes, *OFFLOADED, *load), str(tmp_path))
+    loaded, saved = tensors_of(tmp_path, "loaded"), tensors_of(root, SAVED[1])
+    saved = {key: tensor for key, tensor in saved.items() if not key.startswith("rng.")}
+    assert sum(key.startswith("optim") for key in saved) > 2 * 40
+    assert are_equal({key: loaded[key] for key in saved}, saved)
+
+
+def test_plain_mlps_are_one_tensor_and_fused_weights_are_sections(
+    undisturbed: tuple[Path, dict[int, float]],
+) -> None:
+    keys = set(tensors_of(undisturbed[0], LAST))
+    tower, decoder = "model.vision_model.layers.0.", "model.language_model.decoder.layers."
+    assert f"{tower}mlp.linear_fc1.weight" in keys
+    assert {f"{tower}self_attention.{part}.bias" for part in ("query", "key", "value")} <= keys
+    assert {f"{decoder}0.mlp.gate.weight", f"{decoder}0.mlp.up.weight"} <= keys
+    assert {f"{decoder}0.self_attention.{part}.weight" for part in ("z", "alpha", "beta")} <= keys
+    assert not any("linear_qkv" in key or "in_proj" in key for key in keys)
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision,projector",)], ids=["all", "frozen"])
+def test_offloaded_training_is_that_on_the_device_to_the_bit(
+    shapes: Path, tmp_path: Path, frozen: tuple[str, ...]
+) -> None:
+    more = ["--freeze", *frozen] if frozen else []
+    more += ["--lr-multipliers", "vision=0.1", "decoder=2", "--save-interval", LAST]
+    # Main gradients of offloaded optimizers have the compute dtype; here, too.
+    expected = train(shapes, tmp_path / "device", *more, "--main-grads-dtype", "fp32")
+    assert train(shapes, tmp_path / "host", *more, *OFFLOADED) == expected
+    on_device, on_host = (tensors_of(tmp_path / name, LAST) for name in ("device", "host"))
+    assert are_equal(on_host, on_device)
+
+    others = train(shapes, tmp_path / "plain", "--save-interval", LAST)
+    assert others != expected, "what is frozen, and the rates, matter"
+    _check_frozen(on_device, tensors_of(tmp_path / "plain", LAST), bool(frozen))
+
+
+def _check_frozen(
+    found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], is_frozen: bool
+) -> None:
+    """That frozen parts have weights alone, and others states as well."""
+    of_tower = {key for key in plain if "vision_" in key and key.startswith("optim")}
+    assert of_tower
+    num_bytes = sum(plain[key].nbytes for key in of_tower)
+    weights = sum(t.nbytes for key, t in plain.items() if key.startswith("model.vision_"))
+    assert num_bytes >= 2 * weights
+    assert found.keys() == (plain.keys() - of_tower if is_frozen else plain.keys())
+
+
+def test_frozen_parts_keep_every_bit(shapes: Path, tmp_path: Path) -> None:
+    frozen = ["--freeze", "vision", "--save-interval", 1]
+    train(shapes, tmp_path, *frozen, *OFFLOADED)
+    first, last = (tensors_of(tmp_path, n) for n in (1, LAST))
+    for key, tensor in first.items():
+        is_weight, is_vision = key.startswith("model."), key.startswith("model.vision_model.")
+        if is_weight:
+            assert torch.equal(tensor, last[key]) == is_vision, key
+    assert any(key.startswith("model.vision_model.") for key in first)
+    assert not any("vision_model" in key for key in first if key.startswith("optim"))
+
+
+def test_batches_without_images_train_beside_those_with_some(shapes: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "red circle"}]
+    text.write_text("\n".join([json.dumps({"messages": turns})] * 60))
+    preprocess([text], str(tmp_path / "text"), SampleMaker(str(shapes / "tokenizer"), PROCESSING))
+    blend = ["--data-path", "1", tmp_path / "text", "1", shapes / "train"]
+    expected = train(shapes, tmp_path / "one", *blend, world_size=1)
+    found = train(shapes, tmp_path / "two", *blend)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def save_theirs(transformers: Any, shapes: Path, folder: Path) -> Any:
+    """A tiny model of the library, with its tokenizer and processor files."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(shapes / "tokenizer" / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(token)
+        for name, token in {
+            "image_token_id": "<|image_pad|>",
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|vision_start|>",
+            "vision_end_token_id": "<|vision_end|>",
+        }.items()
+    }
+    config = transformers.Qwen3_5Config(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 40,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
+            "patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 36,
+        },
+        **ids,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    qwen = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
+    processor = qwen.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2,
+        size={"shortest_edge": PROCESSING.min_pixels, "longest_edge": PROCESSING.max_pixels},
+        image_mean=list(PROCESSING.mean), image_std=list(PROCESSING.std),
+    )  # fmt: skip
+    processor.save_pretrained(folder)
+    return model
+
+
+def test_a_folder_is_trained_and_exported_as_one_that_transformers_reads(
+    transformers: Any, shapes: Path, tmp_path: Path
+) -> None:
+    folder, runs, out = (tmp_path / name for name in ("theirs", "runs", "out"))
+    save_theirs(transformers, shapes, folder)
+    argv = [
+        *("--hf-model", folder, "--data-path", shapes / "train"),
+        *("--save", runs, "--save-interval", LAST, "--save-hf-weights", "bf16"),
+        *TRAINING, *OFFLOADED,
+    ]  # fmt: skip
+    run_ranks(2, run, [str(word) for word in argv])
+    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    for name in ("preprocessor_config.json", "tokenizer.json", "config.json"):
+        assert (out / name).exists(), name
+
+    theirs, report = transformers.AutoModelForImageTextToText.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not any(report.values())
+    ours, tokenizer, _ = generate.load_model(str(runs), None)
+    exported, _, _ = generate.load_model(str(out), None)
+    picture = shapes / "held_out" / "00000.png"
+    asked = PictureReader.of_model(ours, tokenizer, str(runs)).ask("what ?", [picture])
+    again = PictureReader.of_model(exported, tokenizer, str(out)).ask("what ?", [picture])
+    tokens = torch.tensor([asked.tokens])
+    images = asked.model._images
+    with torch.no_grad():
+        own = asked.model(tokens)
+        assert torch.equal(again.model(tokens), own)
+        logits = theirs.eval()(
+            input_ids=tokens,
+            mm_token_type_ids=(tokens == ours.vision.image_token_id).int(),
+            pixel_values=images.patches,
+            image_grid_thw=torch.tensor([list(grid) for grid in images.grids]),
+        ).logits
+    torch.testing.assert_close(own, logits, rtol=1e-4, atol=1e-4)
+    within = runs / f"iter_{LAST:07d}" / "hf"
+    assert not any(
+        transformers.AutoModelForImageTextToText.from_pretrained(within, output_loading_info=True)[
+            1
+        ].values()
+    )
+
+
+def test_generate_answers_about_a_picture(
+    shapes: Path, undisturbed: tuple[Path, dict[int, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(shapes / "held_out" / "00000.png")
+    argv = ["--load", str(undisturbed[0]), "--max-new-tokens", "3", "--temperature", "0"]
+    assert generate.main([*argv, "--image", picture, "--prompt", "what is in the picture ?"]) == 0
+    assert "00000.png: 'what is in the picture ?'" in capsys.readouterr().out
+    assert generate.main([*argv, "--image", str(shapes / "train.jsonl")]) == 2
+    assert "train.jsonl: expected a picture" in capsys.readouterr().err
+    assert generate.main([*argv, "--image", picture, "--max-new-tokens", "1000"]) == 2
+    assert "--max-new-tokens: expected at most 160" in capsys.readouterr().err
+
+
+def refusal(program: Any, argv: list[str]) -> str:
+    """Why a program does not run."""
+    with pytest.raises(ConfigError) as caught, contextlib.redirect_stdout(io.StringIO()):
+        program(argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            ["--vision-patch-size", "8"],
+            "--vision-patch-size: expected 4, as the data has it, got 8",
+        ),
+        (["--image-token-id", "3"], "--image-token-id: expected"),
+        (["--freeze", "tower"], "--freeze: expected parts of the model"),
+        (["--freeze", "vision", "projector", "decoder"], "something left to train"),
+        (["--lr-multipliers", "vision"], "--lr-multipliers: expected NAME=FACTOR"),
+        (["--lr-multipliers", "tower=2"], "--lr-multipliers: expected parts of the model"),
+        (["--seq-length", "32"], "--seq-length: expected at least"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_clear_error(
+    shapes: Path, changed: list[str], told: str
+) -> None:
+    assert told in run_ranks(1, refusal, pretrain_vlm.run, flags(shapes, *changed))[0]
+
+
+def test_text_and_towers_are_told_apart(shapes: Path) -> None:
+    told = run_ranks(1, refusal, pretrain_gpt.run, flags(shapes))[0]
+    assert "pretrain_vlm.py trains it" in told
+    text = "--num-layers 1 --hidden-size 8 --num-attention-heads 1".split()
+    told = run_ranks(1, refusal, pretrain_vlm.run, [*data_flags(shapes), *TRAINING, *text])[0]
+    assert "trained by pretrain_gpt.py" in told
