@@ -244,10 +244,23 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
         function, args = cloudpickle.loads(job)
         try:
             answer = (True, function(*args))
+            if device == "cpu":
+                _check_no_accelerator(function)
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(cloudpickle.dumps(answer))
         del function, args, answer
+
+
+def _check_no_accelerator(function: Callable[..., Any]) -> None:
+    """Fails where a function has made the simulator known to ranks of the CPU: tests that come
+    after it on these ranks would meet an accelerator.
+    """
+    if "tests.simulated_accelerator.device" in sys.modules:
+        raise RankError(
+            "Expected a function for ranks of the CPU not to import the simulated accelerator, got "
+            f"{function}, which does; run it with device='sim'."
+        )
 
 
 def _destroy_subgroups() -> None:

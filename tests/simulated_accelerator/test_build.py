@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import RankError, prepare_simulator, run_ranks
 from tests.simulated_accelerator import build
 
 COMPILER = """#!{python}
@@ -91,3 +92,13 @@ def test_a_failing_compiler_is_quoted(cache, monkeypatch):
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(build.BuildError, match="the words"):
         build.ensure_built()
+
+
+@pytest.mark.sim
+def test_ranks_of_the_cpu_refuse_a_function_that_makes_the_accelerator_known() -> None:
+    def makes_it_known() -> None:
+        import tests.simulated_accelerator.device  # noqa: F401
+
+    prepare_simulator()
+    with pytest.raises(RankError, match="makes_it_known.*run it with device='sim'"):
+        run_ranks(2, makes_it_known)

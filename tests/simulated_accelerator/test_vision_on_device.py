@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ pytestmark = pytest.mark.sim
 STEPS = 3
 
 
-def _course(kind: str, is_offloaded: bool, is_frozen: bool) -> tuple[list[float], list[Any], int]:
-    """The losses, the weights, and how often the main thread waited for the device in a step."""
+def _course(
+    kind: str, is_offloaded: bool, is_frozen: bool, count_waits: Callable[[], int] = int
+) -> tuple[list[float], list[Any], int]:
+    """The losses, the weights, and by how much `count_waits()` grew in the last step."""
     import torch
     import torch.distributed as dist
 
-    import tests.simulated_accelerator.device as sim
     from megatron.core.device import Device
     from megatron.core.distributed.config import DataParallelConfig
     from megatron.core.mesh import build_mesh
@@ -82,10 +84,9 @@ def _course(kind: str, is_offloaded: bool, is_frozen: bool) -> tuple[list[float]
             for name, value in batch.items()
         }
     for _ in range(STEPS):
-        before = sim.syncs_by_thread().get("MainThread", 0) if kind == "sim" else 0
+        before = count_waits()
         losses.append(engine.train_batch([batch], forward_step).loss)
-        if kind == "sim":
-            waits = sim.syncs_by_thread().get("MainThread", 0) - before
+        waits = count_waits() - before
     engine.state.optimizer.synchronize()
     weights = [
         one.detach().to_local().cpu().tolist() if hasattr(one, "to_local") else one.cpu().tolist()
@@ -97,9 +98,15 @@ def _course(kind: str, is_offloaded: bool, is_frozen: bool) -> tuple[list[float]
 def _on_device(behaviour: Behaviour, is_frozen: bool) -> list[Any]:
     import tests.simulated_accelerator.device as sim
 
+    def waits_of_main_thread() -> int:
+        return sim.syncs_by_thread().get("MainThread", 0)
+
     sim.configure(behaviour.settings())
     try:
-        return [_course("sim", is_offloaded, is_frozen) for is_offloaded in (False, True)]
+        return [
+            _course("sim", is_offloaded, is_frozen, waits_of_main_thread)
+            for is_offloaded in (False, True)
+        ]
     finally:
         sim.configure(sim.Settings())
 
