@@ -100,5 +100,5 @@ def test_ranks_of_the_cpu_refuse_a_function_that_makes_the_accelerator_known() -
         import tests.simulated_accelerator.device  # noqa: F401
 
     prepare_simulator()
-    with pytest.raises(RankError, match="makes_it_known.*run it with device='sim'"):
+    with pytest.raises(RankError, match=r"makes_it_known.*run it with device='sim'"):
         run_ranks(2, makes_it_known)
