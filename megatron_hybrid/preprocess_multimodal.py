@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import signal
 import sys
@@ -27,6 +26,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
+from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.conversations import (
@@ -83,7 +83,11 @@ class SampleMaker:
     def make(self, line: Line) -> ImageTextSample:
         """The sample of a line. SampleError if there is none."""
         try:
-            conversation = parse_conversation(json.loads(line.content))
+            record = parse_json(line.content)
+        except ValueError as error:
+            raise SampleError(f"{line.place}: expected a JSON object, got {error}.") from error
+        try:
+            conversation = parse_conversation(record)
             images = tuple(
                 self.processing.load(line.folder / path) for path in conversation.pictures
             )
@@ -93,8 +97,6 @@ class SampleMaker:
             )
             if not rendered.is_answer.any():
                 raise ConversationError("expected something that the assistant says, got nothing")
-        except json.JSONDecodeError as error:
-            raise SampleError(f"{line.place}: expected a JSON object, got {error.msg}.") from error
         except (ConversationError, ImageError) as error:
             text = printable(str(error)).removesuffix(".")
             raise SampleError(f"{line.place}: {text}.") from error

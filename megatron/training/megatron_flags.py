@@ -274,7 +274,8 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "--experimental-attention-variant --heterogeneous-* --vision-pretraining* "
         "--vision-backbone-type --retro-* --bert-* "
         "--ict-* --dino-* --encoder-num-layers --decoder-num-layers --decoder-seq-length",
-        "The model is a GPT of attention and gated delta nets.",
+        "The model is a GPT of attention and gated delta nets; pretrain_vlm.py gives it a tower "
+        "for images (--vision-num-layers).",
     ),
     _remove("--rl-* --grpo-* --perform-rl-step --sft* --inference-*", "This program pretrains."),
     # Memory.

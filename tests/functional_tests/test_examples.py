@@ -41,6 +41,26 @@ def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
 
 
 @pytest.mark.wide
+def test_the_proxy_goes_from_its_pictures_to_its_accuracy_in_one_command(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "examples/qwen3_5_vl_proxy/run.py"),
+            *("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")),
+            *("--pictures", "200", "--iterations", "32", "--questions", "4"),
+        ],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    for iteration in (10, 12):
+        assert f"resumed at iteration {iteration}: the losses are those" in done.stdout
+    assert len(re.findall(r"accuracy, .*: \d+\.\d % of 4", done.stdout)) == 3
+
+
+@pytest.mark.wide
 def test_the_commands_for_a_hugging_face_model_run_as_they_stand(tmp_path):
     pytest.importorskip("transformers")
     for name in ("docs", "megatron", "megatron_hybrid", "pretrain_gpt.py", "tools"):

@@ -164,6 +164,35 @@ def test_batches_without_images_train_beside_those_with_some(shapes: Path, tmp_p
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+    "--moe-router-load-balancing-type none"
+).split()
+DEEPSTACK = ["--vision-deepstack-layers", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    "parallel", [[], ["--expert-model-parallel-size", "2"]], ids=["dp", "dp and ep"]
+)
+def test_decoders_of_experts_with_deepstack_features_train_alike_on_any_number_of_ranks(
+    shapes: Path, tmp_path: Path, parallel: list[str]
+) -> None:
+    model = [*EXPERTS, *DEEPSTACK]
+    expected = train(shapes, tmp_path / "one", *model, world_size=1)
+    two, saving = tmp_path / "two", ["--save-interval", 1]
+    found = train(shapes, two, *model, *OFFLOADED, *parallel, *saving)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(found.values())) == LAST
+    keys = set(tensors_of(two, LAST))
+    assert any("deepstack_projections.1." in key for key in keys if key.startswith("optim"))
+    assert any("experts" in key for key in keys if key.startswith("optim"))
+
+    load = ["--load", two / f"iter_{SAVED[1]:07d}", *saving]
+    resumed = train(shapes, tmp_path / "resumed", *model, *OFFLOADED, *parallel, *load)
+    assert resumed == {n: loss for n, loss in found.items() if n > SAVED[1]}
+    assert are_equal(tensors_of(tmp_path / "resumed", LAST), tensors_of(two, LAST))
+
+
 @pytest.fixture(scope="module")
 def transformers() -> Any:
     return pytest.importorskip("transformers")
