@@ -35,7 +35,7 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, auxiliary_losses
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of_all
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -44,22 +44,20 @@ _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
 
 
-def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean cross entropy over all tokens of a microbatch."""
-    losses: torch.Tensor = model(batch["tokens"], batch["labels"])  # [batch, seq] fp32
-    return losses.mean()
-
-
 def forward_step_of(spec: ModelSpec) -> ForwardStep:
-    """The forward step of models with this spec: with what routers report, if there are any."""
-    if not spec.mixtures:
-        return forward_step
+    """The forward step of models with this spec: the mean cross entropy over all tokens of a
+    microbatch, and what routers report, if there are any.
+    """
+    has_routers = bool(spec.mixtures)
 
-    def forward_step_with_experts(model: nn.Module, batch: Batch) -> ModelLoss:
-        losses, report = model(batch["tokens"], batch["labels"], with_routing=True)
-        return ModelLoss(losses.mean(), auxiliary_losses(spec, report), report.load)
+    def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
+        labels = batch["labels"]
+        output = model(
+            batch["tokens"], labels, loss_weights=mean_of_all(labels), with_routing=has_routers
+        )
+        return loss_of(spec, output)
 
-    return forward_step_with_experts
+    return forward_step
 
 
 def run(argv: Sequence[str]) -> Outcome:

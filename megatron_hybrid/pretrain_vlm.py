@@ -33,7 +33,7 @@ from megatron.training.config import RunConfig
 from megatron.training.conversations import IMAGE, VIDEO, VISION_BEGIN, VISION_END
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, auxiliary_losses
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import (
@@ -70,15 +70,10 @@ def forward_step_of(spec: ModelSpec, vision: VisionConfig, images: ImageFormat) 
             images=_images_of(batch, images, vision.vision_temporal_patch_size),
             positions=batch["positions"],
             documents=Documents(batch["lengths"]),
+            loss_weights=mean_of(batch["loss_mask"]),
             with_routing=has_routers,
         )
-        losses, report = output if has_routers else (output, None)
-        mask = batch["loss_mask"]
-        # A microbatch may be without an answer; its loss is zero then.
-        loss: torch.Tensor = (losses * mask).sum() / mask.sum().clamp(min=1.0)
-        if report is None:
-            return loss
-        return ModelLoss(loss, auxiliary_losses(spec, report), report.load)
+        return loss_of(spec, output)
 
     return forward_step
 

@@ -44,6 +44,7 @@ _OF_TRAINING = (
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    "z_loss_coeff",
     "moe_expert_capacity_factor",
     "moe_token_drop_policy",
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.core.models.gpt.gpt_model import RoutingReport
 from megatron.core.transformer.expert_bias import check_loads, shape_of_loads
+from megatron.core.transformer.linear_cross_entropy import WeightedLoss
 from megatron.core.transformer.spec import Balancing, ModelSpec
 
 MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
@@ -45,6 +46,35 @@ def auxiliary_losses(spec: ModelSpec, report: RoutingReport) -> dict[str, torch.
     if any(router.z_coeff for router in routers):
         found["z"] = report.z_loss
     return found
+
+
+def loss_of(
+    spec: ModelSpec, output: WeightedLoss | tuple[WeightedLoss, RoutingReport | None]
+) -> torch.Tensor | ModelLoss:
+    """What a forward step returns for what a model with this spec has returned."""
+    weighted, report = (output, None) if isinstance(output, WeightedLoss) else output
+    auxiliary: dict[str, torch.Tensor] = {}
+    if spec.z_loss_coeff:
+        # Its gradient is in the sum's.
+        auxiliary["logit z"] = weighted.z_loss
+    if report is not None:
+        auxiliary |= auxiliary_losses(spec, report)
+    if report is None and not auxiliary:
+        return weighted.loss
+    load = None if report is None else report.load
+    return ModelLoss(weighted.loss - weighted.z_loss, auxiliary, load)
+
+
+def mean_of_all(labels: torch.Tensor) -> torch.Tensor:
+    """The weights of tokens' losses in their mean: [batch, seq] fp32."""
+    return torch.full_like(labels, 1.0 / max(1, labels.numel()), dtype=torch.float32)
+
+
+def mean_of(mask: torch.Tensor) -> torch.Tensor:
+    """The weights of tokens' losses in the mean of those with a mask of 1: [batch, seq] fp32, zero
+    if there are none.
+    """
+    return mask / mask.sum().clamp(min=1.0)
 
 
 def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:

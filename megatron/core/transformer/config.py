@@ -174,6 +174,11 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
     final_logit_softcapping: float | None = option(
         None, "bound of the model's logits, reached by a tanh", more_than=0.0
     )
+    z_loss_coeff: float | None = option(
+        None,
+        "weight of the loss that keeps the log of the sum of all exp(logit) of a token near zero",
+        more_than=0.0,
+    )
     add_bias_linear: bool = option(
         True, "biases in the linear layers", off_flag="--disable-bias-linear"
     )

@@ -78,6 +78,7 @@ def model_spec(config: TransformerConfig) -> ModelSpec:
         # Two projections of each layer write into the residual stream; the variance of their sum
         # over the depth is that of one (GPT-2, Radford et al. 2019).
         output_init_std=config.init_method_std / math.sqrt(2 * config.num_layers),
+        z_loss_coeff=config.z_loss_coeff or 0.0,
     )
 
 

@@ -394,6 +394,8 @@ class ModelSpec:
         dropout: of the embeddings, in training.
         init_std: standard deviation of the initial weights.
         output_init_std: that of the projections that write into the residual stream.
+        z_loss_coeff: of the square of log(sum(exp(logits))) of each token, which training adds to
+            its loss.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -406,6 +408,7 @@ class ModelSpec:
     dropout: float
     init_std: float
     output_init_std: float
+    z_loss_coeff: float = 0.0
 
     @property
     def mixtures(self) -> tuple[MoeSpec, ...]:

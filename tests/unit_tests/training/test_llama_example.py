@@ -16,7 +16,7 @@ from megatron.core.host_memory import format_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import plan_offload
 from megatron.core.optimizer.host_preflight import HostPart, host_needs
-from megatron.core.transformer.cross_entropy import CHUNK_NUMEL
+from megatron.core.transformer.linear_cross_entropy import ACCELERATOR
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
 
@@ -121,8 +121,9 @@ def test_the_memory_of_the_card_it_names_adds_up(config):
         "from autograd": of_bf16 * max(parameter.numel() for parameter in model.parameters()),
         "inputs of layers": of_bf16 * num_tokens * (len(layers) + 1) * hidden_size,
         "one layer, recomputed": of_bf16 * num_tokens * of_layer,
-        "logits": of_bf16 * num_tokens * vocab_size,
-        "logits in fp32": 2 * torch.float32.itemsize * CHUNK_NUMEL,
+        "the head's, in fp32": torch.float32.itemsize * vocab_size * hidden_size,
+        "a chunk of logits": of_bf16 * ACCELERATOR.chunk,
+        "a piece in fp32": 2 * torch.float32.itemsize * ACCELERATOR.piece,
     }
     assert rows()[0] == shown(expected)
     assert sum(expected.values()) < 80e9 * 0.8, "a fifth of the card is for what is not counted"

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.output_layer import Output, OutputLayer, Targets, project
 from megatron.core.transformer.config import TransformerConfig
-from megatron.core.transformer.cross_entropy import vocab_cross_entropy
 from megatron.core.transformer.documents import Documents
-from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.linear_cross_entropy import HeadOptions
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.router import RouterReport
@@ -201,10 +201,11 @@ class GPTModel(nn.Module):
         self.vocab_size = vocab_size
         self.embedding = LanguageModelEmbedding(spec, vocab_size)
         self.decoder = TransformerBlock(spec, config.recompute_granularity)
+        self._head = HeadOptions(spec.logit_softcap, spec.z_loss_coeff)
         self.output_layer = (
             None
             if spec.is_tied
-            else Linear(spec.hidden_size, vocab_size, bias=False, init_std=spec.init_std)
+            else OutputLayer(spec.hidden_size, vocab_size, self._head, init_std=spec.init_std)
         )
 
     def forward(
@@ -214,8 +215,9 @@ class GPTModel(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Documents | None = None,
+        loss_weights: Tensor | None = None,
         with_routing: bool = False,
-    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
+    ) -> Output | tuple[Output, RoutingReport | None]:
         """The model's logits, or its losses against `labels`.
 
         Args:
@@ -223,53 +225,49 @@ class GPTModel(nn.Module):
             labels: [batch, seq] int64, the token that follows each.
             positions: [batch, seq] int64; None: counted from the beginning of each row.
             documents: those that the rows consist of, if tokens are to see their own only.
+            loss_weights: [batch, seq] fp32, how much the loss of each token counts in their sum.
             with_routing: whether to return what the routers of mixtures of experts report, too.
 
         Returns:
-            losses [batch, seq] fp32 where there are labels, else logits [batch, seq, vocab] in the
-            compute dtype. With `with_routing` a pair: these, and the report, None in a model
-            without experts.
+            Without labels logits [batch, seq, vocab] in the compute dtype. With labels losses
+            [batch, seq] fp32; with `loss_weights`, too, a `WeightedLoss`, whose gradient takes one
+            matrix product less. With `with_routing` a pair: one of these, and the report, None in a
+            model without experts.
 
         Raises:
-            ValueError: tokens are not [batch, seq], labels or positions have another shape,
-                documents do not fill the rows, or the sequence is longer than
-                max_position_embeddings.
+            ValueError: tokens are not [batch, seq], labels, weights or positions have another
+                shape, there are weights without labels, documents do not fill the rows, or the
+                sequence is longer than max_position_embeddings.
         """
         places = Places(positions, documents=documents)
-        self.check_inputs(tokens, labels, places)
-        return self.decode(self.embedding(tokens), labels, places, with_routing=with_routing)
+        targets = self.checked_targets(tokens, labels, loss_weights, places)
+        return self.decode(self.embedding(tokens), targets, places, with_routing=with_routing)
 
     def decode(
         self,
         hidden: Tensor,
-        labels: Tensor | None,
+        targets: Targets | None,
         places: Places,
         additions: Sequence[Tensor] = (),
         *,
         with_routing: bool,
-    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
+    ) -> Output | tuple[Output, RoutingReport | None]:
         """What `forward` returns, from embeddings [batch, seq, hidden]. See `TransformerBlock` for
         the additions.
         """
         hidden, report = self.decoder(hidden, places, additions)
-        output = self._logits(hidden)
-        if labels is not None:
-            output = vocab_cross_entropy(output, labels)
+        output: Output
+        if self.output_layer is None:
+            weight = self.embedding.word_embeddings.weight
+            output = project(hidden, weight, self._head, targets)
+        else:
+            output = self.output_layer(hidden, targets)
         return (output, report) if with_routing else output
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, vocab]."""
-        logits: Tensor
-        if self.output_layer is None:
-            logits = F.linear(hidden, self.embedding.word_embeddings.weight)
-        else:
-            logits = self.output_layer(hidden)
-
-        cap = self.spec.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def check_inputs(self, tokens: Tensor, labels: Tensor | None, places: Places) -> None:
-        """ValueError for what `forward` does not take."""
+    def checked_targets(
+        self, tokens: Tensor, labels: Tensor | None, loss_weights: Tensor | None, places: Places
+    ) -> Targets | None:
+        """The targets, if there are any. ValueError for what `forward` does not take."""
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
             raise ValueError(
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."
@@ -282,8 +280,11 @@ class GPTModel(nn.Module):
                 f"{tokens.shape[1]}."
             )
 
-        if labels is not None and labels.shape != tokens.shape:
-            raise ValueError(
-                f"Expected labels of shape {tuple(tokens.shape)}, got {tuple(labels.shape)}."
-            )
         places.check(*tokens.shape)
+        if labels is None:
+            if loss_weights is not None:
+                raise ValueError("Expected labels with loss weights, got none.")
+            return None
+        targets = Targets(labels, loss_weights)
+        targets.check(tokens)
+        return targets

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel, Places, RoutingReport
+from megatron.core.models.gpt.output_layer import Output
 from megatron.core.models.multimodal.patch_grid import PatchGrid
 from megatron.core.models.multimodal.vision_config import VisionConfig, sections_of
 from megatron.core.models.multimodal.vision_tower import PatchMerger, VisionTower
@@ -78,8 +79,9 @@ class VisionLanguageModel(nn.Module):
         images: Images | None = None,
         positions: Tensor | None = None,
         documents: Documents | None = None,
+        loss_weights: Tensor | None = None,
         with_routing: bool = False,
-    ) -> Tensor | tuple[Tensor, RoutingReport | None]:
+    ) -> Output | tuple[Output, RoutingReport | None]:
         """The model's logits, or its losses against `labels`: see `GPTModel`.
 
         Args:
@@ -93,7 +95,7 @@ class VisionLanguageModel(nn.Module):
                 than the tokens say.
         """
         places = Places(positions, None if positions is None else self.sections, documents)
-        self.language_model.check_inputs(tokens, labels, places)
+        targets = self.language_model.checked_targets(tokens, labels, loss_weights, places)
         features, between = self._features(tokens, images, positions)
 
         is_image = tokens.eq(self._image_token)
@@ -104,7 +106,7 @@ class VisionLanguageModel(nn.Module):
         hidden = torch.where(is_image, features[numbers].to(hidden.dtype), hidden)
         additions = [torch.where(is_image, part[numbers].to(hidden.dtype), 0.0) for part in between]
         return self.language_model.decode(
-            hidden, labels, places, additions, with_routing=with_routing
+            hidden, targets, places, additions, with_routing=with_routing
         )
 
     def _features(
