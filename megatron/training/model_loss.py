@@ -56,7 +56,7 @@ def loss_of(
     auxiliary: dict[str, torch.Tensor] = {}
     if spec.z_loss_coeff:
         # Its gradient is in the sum's.
-        auxiliary["logit z"] = weighted.z_loss
+        auxiliary["logit_z"] = weighted.z_loss
     if report is not None:
         auxiliary |= auxiliary_losses(spec, report)
     if report is None and not auxiliary:

@@ -18,6 +18,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.model_loss import mean_of_all
 from megatron.training.step import Batch
 from tools.gpu_check.accelerator import Accelerator
 
@@ -185,8 +186,9 @@ NUM_FIRST_STEPS = 3  # in which memory may be taken from the device
 
 def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The mean loss of a microbatch."""
-    losses: torch.Tensor = model(batch["tokens"], batch["labels"])
-    return losses.mean()
+    labels = batch["labels"]
+    loss: torch.Tensor = model(batch["tokens"], labels, loss_weights=mean_of_all(labels)).loss
+    return loss
 
 
 def build(

@@ -38,6 +38,7 @@ _NOT_ARITHMETIC = (
     "balancing",
     "balance_coeff",
     "z_coeff",
+    "z_loss_coeff",
     "bias_update_rate",
     "capacity_factor",
     "drop_policy",

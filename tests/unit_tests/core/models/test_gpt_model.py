@@ -183,6 +183,31 @@ def test_losses_are_the_cross_entropy_of_the_logits(changes: dict[str, Any]) -> 
         torch.testing.assert_close(got, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"untie_embeddings_and_output_weights": True}, {"final_logit_softcapping": 0.5}]
+)
+def test_losses_that_count_differently_have_one_sum_with_the_same_gradients(
+    changes: dict[str, Any],
+) -> None:
+    model = _model(_config(**changes, z_loss_coeff=0.1))
+    tokens, labels = _batch()
+    weights = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) / 24
+    logits = model(tokens)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    z_loss = 0.1 * (weights.flatten() * logits.flatten(0, 1).logsumexp(1).square()).sum()
+    expected = (losses * weights.flatten()).sum() + z_loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    found = model(tokens, labels, loss_weights=weights)
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(found.z_loss, z_loss)
+    found.loss.backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_recompute_changes_no_bit_of_losses_and_gradients(granularity: str, dropout: float) -> None:
@@ -307,6 +332,11 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         model(F.pad(tokens, (0, 1)))
     with pytest.raises(ValueError, match=r"Expected labels of shape \(2, 12\), got \(2, 11\)"):
         model(tokens, labels[:, 1:])
+    weights = torch.ones(2, 11)
+    with pytest.raises(ValueError, match=r"Expected loss weights of shape \(2, 12\), got"):
+        model(tokens, labels, loss_weights=weights)
+    with pytest.raises(ValueError, match="Expected labels with loss weights, got none"):
+        model(tokens, loss_weights=weights)
     with pytest.raises(ValueError, match=r"Expected int64 tokens \[batch, seq\]"):
         model(tokens[0])
     with pytest.raises(ValueError, match="at least one token, got 0"):

@@ -24,7 +24,14 @@ CONFIG = TransformerConfig(
     use_rope_scaling=True,
 )
 SPEC = model_spec(CONFIG)
-NO_ARITHMETIC = ("dropout", "init_std", "output_init_std", "max_length", "is_causal")
+NO_ARITHMETIC = (
+    "dropout",
+    "init_std",
+    "output_init_std",
+    "max_length",
+    "is_causal",
+    "z_loss_coeff",
+)
 FLAGS = {field.flag for field in options_of(TransformerConfig)} | {
     field.off_flag for field in options_of(TransformerConfig)
 }
