@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,13 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.options import ConfigError
+from megatron.core.transformer.spec import ModelSpec
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.events import read_events
 from megatron.training.health.exits import ExitCode, ExitError, code_of
+from megatron.training.model_loss import ModelLoss
+from megatron.training.step import Batch, ForwardStep
 from megatron_hybrid import pretrain_gpt
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
 from tests.functional_tests.helpers.runs import SETTINGS, flip_last_weight, published, trained
@@ -311,21 +314,36 @@ def test_log_lines_after_a_resume_are_those_of_a_run_that_was_not_stopped(tmp_pa
     assert len(losses[0]) == 1
 
 
+def disturb_forwards(patch: pytest.MonkeyPatch, disturb: Callable[[], None]) -> None:
+    """Calls `disturb` before each forward of a run."""
+    real = pretrain_gpt.forward_step_of
+
+    def forward_step_of(spec: ModelSpec) -> ForwardStep:
+        step = real(spec)
+
+        def forward_step(model: torch.nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
+            disturb()
+            return step(model, batch)
+
+        return forward_step
+
+    patch.setattr(pretrain_gpt, "forward_step_of", forward_step_of)
+
+
 def signalled(iteration: int, *flags: object) -> tuple[ExitCode, str]:
     """A run that gets SIGTERM in the forward of an iteration, and ends with (code, reason)."""
 
     def body(argv: Sequence[str]) -> tuple[ExitCode, str]:
-        real, calls = pretrain_gpt.forward_step, 0
+        calls = 0
 
-        def forward_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def disturb() -> None:
             nonlocal calls
             calls += 1
             if calls == 2 * iteration:  # the second of two microbatches
                 os.kill(os.getpid(), signal.SIGTERM)
-            return real(model, batch)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pretrain_gpt, "forward_step", forward_step)
+            disturb_forwards(patch, disturb)
             outcome = pretrain_gpt.run(argv)
         return outcome.code, outcome.reason
 
@@ -359,22 +377,21 @@ def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_a
     """It has begun in the iteration before, and its disk is slow."""
 
     def body(argv: Sequence[str]) -> ExitCode:
-        real_open, real_step = LocalStore.open_data, pretrain_gpt.forward_step
+        real_open = LocalStore.open_data
         was_signalled = threading.Event()
 
         def open_data(store: LocalStore, path: str) -> Any:
             assert was_signalled.wait(60)
             return real_open(store, path)
 
-        def forward_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def disturb() -> None:
             if events(tmp_path, "save_begun") and not was_signalled.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
                 was_signalled.set()
-            return real_step(model, batch)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalStore, "open_data", open_data)
-            patch.setattr(pretrain_gpt, "forward_step", forward_step)
+            disturb_forwards(patch, disturb)
             return pretrain_gpt.run(argv).code
 
     flags = (
