@@ -36,6 +36,7 @@ from megatron.core.files import UnusableFileError, open_regular, read_regular
 from megatron.core.log import printable
 from megatron.core.options import Field, expect, options_of
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
+from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
 
 _PLAIN_TEXT_KEY = "text"
 _JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
@@ -113,6 +114,14 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     begun = time.monotonic()
     keys = list(arguments.json_keys)
     expect(arguments.workers >= 1, "--workers", "an integer >= 1", arguments.workers)
+    if arguments.chat:
+        _preprocess_chats(arguments, files)
+        return
+    for flag, given in (
+        ("--chat-template", arguments.chat_template),
+        ("--skip-bad-samples", arguments.skip_bad_samples),
+    ):
+        expect(not given, flag, "--chat beside it", given)
     if len(set(keys)) != len(keys):
         raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
     if arguments.train_tokenizer:
@@ -130,6 +139,28 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
         counts = _tokenize(arguments, files, tokenizer, outputs)
 
     _report(counts, outputs, time.monotonic() - begun)
+
+
+def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
+    expect(
+        arguments.tokenizer_type == "HuggingFaceTokenizer" and arguments.tokenizer_model,
+        "--tokenizer-model",
+        "a Hugging Face tokenizer for --chat",
+        arguments.tokenizer_model or arguments.tokenizer_type,
+    )
+    expect(
+        not (arguments.train_tokenizer or arguments.append_eod),
+        "--chat",
+        "neither --train-tokenizer nor --append-eod, since the template says how a text ends",
+        "one of them",
+    )
+    preprocess_chats(
+        files,
+        arguments.output_prefix,
+        ChatMaker(arguments.tokenizer_model, arguments.chat_template),
+        skip_bad_samples=arguments.skip_bad_samples,
+        num_workers=arguments.workers,
+    )
 
 
 def _tokenize(
@@ -189,6 +220,21 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help='lines are conversations ({"messages": [...]}), rendered by the tokenizer\'s chat '
+        "template, of which the assistant's answers are to be learned; files are "
+        "PREFIX_chat_document and PREFIX_chat_document_mask",
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own"
+    )
+    parser.add_argument(
+        "--skip-bad-samples",
+        action="store_true",
+        help="with --chat: leave out lines that are no conversation to learn from, and count them",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
-import multiprocessing
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +22,6 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
-from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.conversations import (
@@ -34,29 +29,16 @@ from megatron.training.conversations import (
     ConversationTokenizer,
     parse_conversation,
 )
-from megatron.training.images import ImageError, ImageProcessing
+from megatron.training.images import ImageProcessing
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
-
-_MAX_MESSAGE = 2000  # characters
-_MOST_TOLD = 10  # skipped samples that are named
-_CHUNK = 16  # samples that a worker makes at a time
-
-
-class Line(NamedTuple):
-    """A line of the input.
-
-    Attributes:
-        place: for messages.
-        folder: that relative paths of pictures begin in.
-    """
-
-    place: str
-    content: str
-    folder: Path
-
-
-class SampleError(ValueError):
-    """A line that makes no sample. The message names the file, the line, and what is wrong."""
+from megatron_hybrid.sample_lines import (
+    MAX_MESSAGE,
+    SampleError,
+    Skipped,
+    check_files,
+    lines_of,
+    make_samples,
+)
 
 
 @dataclasses.dataclass
@@ -80,34 +62,22 @@ class SampleMaker:
         """In the place of each block of an image's patches."""
         return self._conversations.image_token
 
-    def make(self, line: Line) -> ImageTextSample:
-        """The sample of a line. SampleError if there is none."""
-        try:
-            record = parse_json(line.content)
-        except ValueError as error:
-            raise SampleError(f"{line.place}: expected a JSON object, got {error}.") from error
-        try:
-            conversation = parse_conversation(record)
-            images = tuple(
-                self.processing.load(line.folder / path) for path in conversation.pictures
-            )
-            block = self.processing.merge_size**2
-            rendered = self._conversations.render(
-                conversation, [image.grid.num_patches // block for image in images]
-            )
-            if not rendered.is_answer.any():
-                raise ConversationError("expected something that the assistant says, got nothing")
-        except (ConversationError, ImageError) as error:
-            text = printable(str(error)).removesuffix(".")
-            raise SampleError(f"{line.place}: {text}.") from error
-        return ImageTextSample(rendered.tokens, rendered.is_answer, images)
+    def make(self, record: object, folder: Path) -> ImageTextSample:
+        """The sample of a conversation, whose relative paths begin in a folder.
 
-    def try_to_make(self, line: Line) -> ImageTextSample | SampleError:
-        """The sample of a line, or why there is none."""
-        try:
-            return self.make(line)
-        except SampleError as error:
-            return error
+        Raises:
+            ConversationError: what the record has is no conversation to learn from.
+            ImageError: a picture cannot be used.
+        """
+        conversation = parse_conversation(record)
+        images = tuple(self.processing.load(folder / path) for path in conversation.pictures)
+        block = self.processing.merge_size**2
+        rendered = self._conversations.render(
+            conversation, [image.grid.num_patches // block for image in images]
+        )
+        if not rendered.is_answer.any():
+            raise ConversationError("expected something that the assistant says, got nothing")
+        return ImageTextSample(rendered.tokens, rendered.is_answer, images)
 
 
 class Summary(NamedTuple):
@@ -116,7 +86,7 @@ class Summary(NamedTuple):
     num_samples: int
     num_images: int
     num_tokens: int
-    skipped: tuple[str, ...]  # why, each
+    skipped: Skipped
 
 
 def preprocess(
@@ -140,70 +110,25 @@ def preprocess(
         ConfigError: if there are no samples at all.
         OSError: for files that cannot be read or written.
     """
-    skipped: list[str] = []
-    lines = _lines(files, image_folder)
+    skipped = Skipped(is_allowed=skip_bad_samples)
+    made = make_samples(lines_of(files, image_folder), maker, num_workers)
     is_silent = not sys.stderr.isatty()
     with (
         ImageTextWriter(prefix, maker.processing.format(maker.image_token)) as writer,
         tqdm(unit=" samples", desc="preprocess", disable=is_silent) as bar,
     ):
-        for made in _made(lines, maker, num_workers):
+        for sample in made:
             bar.update()
-            if not isinstance(made, SampleError):
-                writer.add(made)
-            elif skip_bad_samples:
-                skipped.append(str(made))
+            if isinstance(sample, SampleError):
+                skipped.add(sample)
             else:
-                raise made
+                writer.add(sample)
         if writer.num_samples == 0:
             raise ConfigError(
-                f"--input: expected at least one sample, got none and {len(skipped)} bad line(s)."
+                f"--input: expected at least one sample, got none and {len(skipped.reasons)} bad "
+                "line(s)."
             )
-    return Summary(writer.num_samples, writer.num_images, writer.num_tokens, tuple(skipped))
-
-
-def _lines(files: Sequence[Path], image_folder: Path | None) -> Iterator[Line]:
-    for path in files:
-        folder = path.parent if image_folder is None else image_folder
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Line(f"{path}, line {number}", line, folder)
-
-
-_Made = ImageTextSample | SampleError
-_worker_maker: SampleMaker | None = None  # of this process, if it is a worker
-
-
-def _made(lines: Iterable[Line], maker: SampleMaker, num_workers: int) -> Iterator[_Made]:
-    """What each line makes, in their order."""
-    if num_workers == 1:
-        yield from map(maker.try_to_make, lines)
-        return
-
-    # Not forked: the tokenizers library has threads.
-    context = multiprocessing.get_context("spawn")
-    iterator = iter(lines)
-    chunks = iter(lambda: list(itertools.islice(iterator, _CHUNK)), [])
-    with ProcessPoolExecutor(
-        num_workers, context, _start_worker, (maker.tokenizer, maker.processing)
-    ) as pool:
-        # As many in flight as keep the workers busy: all of the input need not be in memory.
-        pending = [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 2 * num_workers)]
-        while pending:
-            yield from pending.pop(0).result()
-            pending += [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 1)]
-
-
-def _start_worker(tokenizer: str, processing: ImageProcessing) -> None:
-    global _worker_maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker_maker = SampleMaker(tokenizer, processing)
-
-
-def _make_chunk(lines: list[Line]) -> list[_Made]:
-    assert _worker_maker is not None, "the pool has started this process with one"
-    return [_worker_maker.try_to_make(line) for line in lines]
+    return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimodal.py") -> int:
@@ -217,9 +142,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
     try:
-        files = _files(arguments.input)
-        if arguments.workers < 1:
-            raise ConfigError(f"--workers: expected at least 1, got {arguments.workers}.")
+        files = check_files(arguments.input)
         summary = preprocess(
             files,
             arguments.output_prefix,
@@ -230,25 +153,15 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
         )
     except (ValueError, OSError, BrokenProcessPool) as error:
         # In one line, even if the names of files contain control characters.
-        parser.exit(1, f"{parser.prog}: error: {printable(str(error), _MAX_MESSAGE)}\n")
+        parser.exit(1, f"{parser.prog}: error: {printable(str(error), MAX_MESSAGE)}\n")
 
-    for reason in summary.skipped[:_MOST_TOLD]:
-        print(f"skipped: {reason}", file=sys.stderr)
-    if (more := len(summary.skipped) - _MOST_TOLD) > 0:
-        print(f"skipped: {more} more", file=sys.stderr)
+    summary.skipped.tell()
     print(
         f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} images, "
-        f"{summary.num_tokens} tokens, {len(summary.skipped)} skipped, in "
+        f"{summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
         f"{time.monotonic() - begun:.1f} s"
     )
     return 0
-
-
-def _files(inputs: Sequence[Path]) -> list[Path]:
-    for path in inputs:
-        if not path.is_file():
-            raise ConfigError(f"--input: expected files of JSON lines that exist, got {path}.")
-    return list(inputs)
 
 
 def _processing(arguments: argparse.Namespace) -> ImageProcessing:

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from megatron.core import log
-from megatron.core.datasets.builder import build_gpt_datasets
+from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
 from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
@@ -35,7 +36,7 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, loss_of, mean_of_all
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -45,15 +46,20 @@ _MOST_CHARACTERS = 4000  # of an error's line
 
 
 def forward_step_of(spec: ModelSpec) -> ForwardStep:
-    """The forward step of models with this spec: the mean cross entropy over all tokens of a
-    microbatch, and what routers report, if there are any.
+    """The forward step of models with this spec: the mean cross entropy over the tokens of a
+    microbatch that are to be learned, and what routers report, if there are any.
     """
     has_routers = bool(spec.mixtures)
 
     def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
-        labels = batch["labels"]
+        labels, mask = batch["labels"], batch.get("loss_mask")
         output = model(
-            batch["tokens"], labels, loss_weights=mean_of_all(labels), with_routing=has_routers
+            batch["tokens"],
+            labels,
+            positions=batch.get("positions"),
+            documents=Documents(batch["lengths"]) if "lengths" in batch else None,
+            loss_weights=mean_of_all(labels) if mask is None else mean_of(mask),
+            with_routing=has_routers,
         )
         return loss_of(spec, output)
 
@@ -82,8 +88,9 @@ def run(argv: Sequence[str]) -> Outcome:
         return GPTModel(config.model, vocab_size)
 
     def datasets_provider(config: RunConfig, num_samples: tuple[int, int, int]) -> SplitDatasets:
-        return build_gpt_datasets(
-            config.data, num_samples, tokenizer.vocab_size, config.training.seed
+        build = build_answer_datasets if config.data.sft else build_gpt_datasets
+        return build(
+            config.data, num_samples, tokenizer.vocab_size, config.training.seed, tokenizer.eod
         )
 
     spec = model_spec(config.model)

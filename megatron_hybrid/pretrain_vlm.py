@@ -95,6 +95,11 @@ def run(argv: Sequence[str]) -> Outcome:
     log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
+    if config.data.boundaries or config.data.sft:
+        raise ConfigError(
+            "--sft: expected none of --sft, --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss, since samples with images never see each other, got one of them."
+        )
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
     images = image_format_of(config.data)

@@ -36,7 +36,8 @@ from megatron.training.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 ASSISTANT = "assistant"
 _ROLES = ("system", "user", ASSISTANT)
-_LLAVA_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": ASSISTANT}
+# Of LLaVA's and ShareGPT's files.
+ROLES = {"system": "system", "human": "user", "user": "user", "gpt": ASSISTANT}
 _PLACE = "<image>"
 _BEGIN, _END = "<|im_start|>", "<|im_end|>"
 VISION_BEGIN, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -103,7 +104,7 @@ def parse_conversation(record: object) -> Conversation:
             dict(zip(_ROLES, _ROLES, strict=True)),
         )
     elif "conversations" in record:
-        said, speaker, text, roles = record["conversations"], "from", "value", _LLAVA_ROLES
+        said, speaker, text, roles = record["conversations"], "from", "value", ROLES
     else:
         raise ConversationError(f"expected messages or conversations, got {shown(list(record))}")
     if not isinstance(said, Sequence) or isinstance(said, str) or not said:
@@ -236,15 +237,27 @@ class ConversationTokenizer:
         return f"{VISION_BEGIN}{IMAGE * num_tokens}{VISION_END}"
 
     def _encoded(self, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
-        """The tokens of a text, and which of them begin inside of an answer, by characters."""
-        try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception
-            raise ConversationError(
-                f"expected a text that the tokenizer has tokens for, got {printable(str(error))}"
-            ) from error
-        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
-        is_answer = np.zeros(len(begins), np.bool_)
-        for begin, stop in answers:
-            is_answer |= (begins >= begin) & (begins < stop)
-        return Rendered(np.array(encoding.ids, np.int64), is_answer)
+        return encode_answers(self._backend, text, answers)
+
+
+def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
+    """The tokens of a text, and which of them begin inside of an answer.
+
+    Args:
+        backend: a tokenizer of the `tokenizers` library.
+        answers: begin and end in characters.
+
+    Raises:
+        ConversationError: the tokenizer has no tokens for it.
+    """
+    try:
+        encoding = backend.encode(text, add_special_tokens=False)
+    except Exception as error:  # the library raises plain Exception
+        raise ConversationError(
+            f"expected a text that the tokenizer has tokens for, got {printable(str(error))}"
+        ) from error
+    begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+    is_answer = np.zeros(len(begins), np.bool_)
+    for begin, stop in answers:
+        is_answer |= (begins >= begin) & (begins < stop)
+    return Rendered(np.array(encoding.ids, np.int64), is_answer)

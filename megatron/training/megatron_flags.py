@@ -277,7 +277,14 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
         "The model is a GPT of attention and gated delta nets; pretrain_vlm.py gives it a tower "
         "for images (--vision-num-layers).",
     ),
-    _remove("--rl-* --grpo-* --perform-rl-step --sft* --inference-*", "This program pretrains."),
+    _remove(
+        "--rl-* --grpo-* --perform-rl-step --inference-*",
+        "This program pretrains, and trains on conversations (--sft).",
+    ),
+    _remove(
+        "--sft-tokenizer-*",
+        "preprocess_data.py --chat has the tokenizer's own template, or --chat-template.",
+    ),
     # Memory.
     _replace(
         "--recompute-activations", "--recompute-granularity selective", "It is the same setting."
@@ -356,10 +363,10 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _no_effect("--dataloader-type", "Samples come in one order, shuffled in advance.", "single"),
     _remove("--dataloader-type", "Samples come in one order, shuffled in advance."),
-    _remove(
-        "--reset-position-ids --reset-attention-mask --eod-mask-loss "
+    _replace(
         "--dataloader-inter-document-masking",
-        "Documents that share a sample see each other, and every token counts.",
+        "--reset-attention-mask",
+        "Documents that share a sample do not see each other then.",
     ),
     _remove(
         "--train-data-path --valid-data-path --test-data-path --data-args-path "

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence, Sized
+from typing import TypeVar
 
+import numpy as np
+
+from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles
 from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder
 from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.document_boundaries import DelimitedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.image_text_dataset import ImageTextDataset
 from megatron.core.datasets.image_text_files import ImageFormat, ImageTextFiles
@@ -16,10 +22,15 @@ from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.options import ConfigError
 
 _SPLITS = ("train", "valid", "test")
+_LOOKED_AT = 8  # documents
 
 
 def build_gpt_datasets(
-    config: GPTDatasetConfig, num_samples: tuple[int, int, int], vocab_size: int, seed: int
+    config: GPTDatasetConfig,
+    num_samples: tuple[int, int, int],
+    vocab_size: int,
+    seed: int,
+    eod: int | None = None,
 ) -> SplitDatasets:
     """Builds the training, validation and test datasets.
 
@@ -31,13 +42,18 @@ def build_gpt_datasets(
         num_samples: samples that training, validation and test will ask for in the whole run.
         vocab_size: number of embeddings; token ids from there on are refused when met.
         seed: decides the order of documents and samples; each split derives its own from it.
+        eod: the token that ends a document, needed where the configuration asks for boundaries.
 
     Raises:
         IndexedDatasetError: token files or a sample index that cannot be used.
+        ConfigError: for boundaries in data whose documents do not end with `eod`.
         TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked
             for.
     """
     opened = [IndexedDataset(part.prefix) for part in config.blend]
+    if config.boundaries:
+        for indexed in opened:
+            _check_ends(indexed, eod)
     built: list[SampleDataset | None] = []
     for number, name in enumerate(_SPLITS):
         split_seed = derive_key(seed, name)
@@ -48,9 +64,13 @@ def build_gpt_datasets(
                 MockGPTDataset(vocab_size, config.seq_length, num_samples[number], split_seed)
             )
         else:
-            built.append(
-                _build_blend(config, opened, number, num_samples[number], vocab_size, split_seed)
+            samples = _build_blend(
+                config, opened, number, num_samples[number], vocab_size, split_seed
             )
+            if config.boundaries:
+                assert eod is not None, "documents end with it"
+                samples = DelimitedDataset(samples, eod, config.boundaries)
+            built.append(samples)
 
     return SplitDatasets(*built)
 
@@ -74,7 +94,66 @@ def build_image_text_datasets(
     """
     if config.mock_data:
         raise ConfigError("--mock-data: expected --data-path with images, got made-up text.")
+
+    def build(files: ImageTextFiles, documents: range, count: int, seed: int) -> SampleDataset:
+        return ImageTextDataset(
+            files, documents, count, config.seq_length, seed, filler, vocab_size
+        )
+
     opened = [ImageTextFiles(part.prefix) for part in config.blend]
+    return _build_packed(config, opened, num_samples, seed, build)
+
+
+def build_answer_datasets(
+    config: GPTDatasetConfig,
+    num_samples: tuple[int, int, int],
+    vocab_size: int,
+    seed: int,
+    filler: int,
+) -> SplitDatasets:
+    """Builds the datasets of conversations, which may be blended with text. --split shares out the
+    documents.
+
+    Args:
+        config, num_samples, vocab_size, seed: as for `build_gpt_datasets`.
+        filler: the token that fills up rows.
+
+    Raises:
+        ConfigError: for conversations that are too long, or a split without any.
+        IndexedDatasetError: files that cannot be used.
+    """
+
+    def build(files: AnswerFiles, documents: range, count: int, seed: int) -> SampleDataset:
+        return AnswerDataset(
+            files,
+            documents,
+            count,
+            config.seq_length,
+            seed,
+            filler,
+            vocab_size,
+            is_cut=config.sft_truncate,
+        )
+
+    opened = [AnswerFiles(part.prefix) for part in config.blend]
+    return _build_packed(config, opened, num_samples, seed, build)
+
+
+_Files = TypeVar("_Files", bound=Sized)
+
+
+def _build_packed(
+    config: GPTDatasetConfig,
+    opened: Sequence[_Files],
+    num_samples: tuple[int, int, int],
+    seed: int,
+    build: Callable[[_Files, range, int, int], SampleDataset],
+) -> SplitDatasets:
+    """The datasets of all splits and parts of a blend.
+
+    Args:
+        build: makes one, of files, documents, how many samples will be asked for, and a seed.
+    """
     weights = [part.weight for part in config.blend]
     built: list[SampleDataset | None] = []
     for number, name in enumerate(_SPLITS):
@@ -87,8 +166,7 @@ def build_image_text_datasets(
         parts: list[SampleDataset | None] = []
         for files, count in zip(opened, counts, strict=True):
             documents = split_documents(config.split_fractions, len(files))[number]
-            arguments = (files, documents, count, config.seq_length, split_seed)
-            parts.append(ImageTextDataset(*arguments, filler, vocab_size) if count else None)
+            parts.append(build(files, documents, count, split_seed) if count else None)
         is_one = len(parts) == 1
         built.append(parts[0] if is_one else BlendedDataset(parts, weights, num_samples[number]))
     return SplitDatasets(*built)
@@ -112,6 +190,23 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
                 f"{prefix}."
             )
     return formats[0] if formats else None
+
+
+def _check_ends(indexed: IndexedDataset, eod: int | None) -> None:
+    """ConfigError unless one of the first documents ends with `eod`."""
+    numbers = np.arange(min(_LOOKED_AT, len(indexed)), dtype=np.int64)
+    lengths = indexed.gather_lengths(numbers)
+    last = [
+        int(indexed.get(number, length - 1, 1)[0])
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
+        if length
+    ]
+    if eod not in last:
+        raise ConfigError(
+            f"--data-path: expected documents that end with token {eod}, the tokenizer's end of "
+            f"document, got documents of {indexed.prefix} that end with {last[:3]}. "
+            "tools/preprocess_data.py adds it with --append-eod."
+        )
 
 
 def split_documents(fractions: tuple[float, float, float], num_documents: int) -> list[range]:

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.datasets.document_boundaries import Boundaries
 from megatron.core.datasets.indexed_dataset import bin_path, idx_path
 from megatron.core.options import ConfigError, check_options, expect, option, shown
 
@@ -37,6 +38,24 @@ class GPTDatasetConfig:
         None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
     )
     mock_data: bool = option(False, "train on a synthetic language instead of --data-path")
+    reset_attention_mask: bool = option(
+        False,
+        "tokens see those of their own document only, which an end-of-document token ends",
+    )
+    reset_position_ids: bool = option(
+        False, "positions are counted from the beginning of each document"
+    )
+    eod_mask_loss: bool = option(False, "what follows an end-of-document token is not learned")
+    sft: bool = option(
+        False,
+        "train on conversations, of which tools/preprocess_data.py --chat has marked the answers; "
+        "each document of a row sees itself alone",
+    )
+    sft_truncate: bool = option(
+        False,
+        "cut conversations that are longer than --seq-length, instead of refusing them",
+        requires="sft",
+    )
     num_workers: int = option(
         2,
         "processes per rank that read samples ahead; 0 reads in the training process",
@@ -71,6 +90,26 @@ class GPTDatasetConfig:
             "a PREFIX, or --mock-data",
             self.data_path,
         )
+        expect(
+            not (self.mock_data and self.boundaries),
+            "--mock-data",
+            "--data-path, whose documents end, with "
+            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss",
+            "made-up text",
+        )
+        expect(not (self.mock_data and self.sft), "--sft", "--data-path", "made-up text")
+        expect(
+            not (self.sft and self.boundaries),
+            "--sft",
+            "none of --reset-attention-mask, --reset-position-ids and --eod-mask-loss, since "
+            "conversations never see each other",
+            "it beside them",
+        )
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What an end of document means."""
+        return Boundaries(self.reset_attention_mask, self.reset_position_ids, self.eod_mask_loss)
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:

@@ -12,10 +12,8 @@ import torch
 
 from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.image_text_files import ImageTextFiles, ImageTextSample
-from megatron.core.datasets.packing import pack_first_fit
-from megatron.core.datasets.permutation import RandomPermutation, derive_key
+from megatron.core.datasets.packing import PackedRows
 from megatron.core.datasets.sample_dataset import NumberedDataset
-from megatron.core.datasets.sample_index import epoch_permutation
 from megatron.core.models.multimodal.patch_grid import PatchGrid, decoder_positions
 from megatron.core.options import ConfigError
 
@@ -56,28 +54,25 @@ class ImageTextDataset(NumberedDataset):
         self._filler = filler
         self._vocab_size = vocab_size
         self._rows = self._packed(documents)
+        self._first = documents.start
         self.samples_per_epoch = len(self._rows)
 
-    def _packed(self, documents: range) -> list[list[int]]:
-        """The samples of each row."""
+    def _packed(self, documents: range) -> PackedRows:
         if len(documents) == 0:
             raise ConfigError(
                 f"--split: expected at least one sample of {self.files.prefix} in each split, "
                 "got none."
             )
-        order = RandomPermutation(len(documents), derive_key(self.seed, "packing"))
-        numbers = documents.start + order(np.arange(len(documents), dtype=np.int64))
-        lengths = self.files.lengths[numbers]
-        too_long = numbers[lengths > self.seq_length]
+        lengths = self.files.lengths[documents.start : documents.stop]
+        too_long = documents.start + np.flatnonzero(lengths > self.seq_length)
         if len(too_long):
             raise ConfigError(
                 f"--seq-length: expected at least {int(lengths.max())}, the longest sample of "
                 f"{self.files.prefix}, since pictures cannot be divided, got {self.seq_length}. "
                 f"{len(too_long)} of {len(documents)} samples are longer, the first of them "
-                f"{sorted(too_long.tolist())[:_SHOWN]}."
+                f"{too_long[:_SHOWN].tolist()}."
             )
-        rows = pack_first_fit(lengths.tolist(), self.seq_length)
-        return [numbers[row].tolist() for row in rows]
+        return PackedRows(lengths, self.seq_length, self.seed)
 
     def _sample(self, index: int) -> dict[str, Any]:
         """Row `index`.
@@ -90,10 +85,7 @@ class ImageTextDataset(NumberedDataset):
         Raises:
             IndexedDatasetError: files that cannot be used, or a token that has no embedding.
         """
-        epoch, position = divmod(index, self.samples_per_epoch)
-        order = epoch_permutation(self.samples_per_epoch, self.seed, "samples", epoch)
-        numbers = self._rows[order(position)]
-        documents = [self._checked(number) for number in numbers]
+        documents = [self._checked(self._first + number) for number in self._rows[index]]
 
         tokens = np.full(self.seq_length, self._filler, np.int64)
         labels = np.full(self.seq_length, self._filler, np.int64)

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.permutation import RandomPermutation, derive_key
+from megatron.core.datasets.sample_index import epoch_permutation
+
 # Rows that are open at a time. With more, hardly any room is saved.
 _OPEN_ROWS = 64
 
@@ -47,3 +50,35 @@ def pack_first_fit(lengths: Iterable[int], row_length: int) -> list[list[int]]:
         place_of[place].append(number)
         room[place] -= length
     return rows
+
+
+class PackedRows:
+    """Rows of whole samples, packed once in a random order. Each epoch has the rows in another
+    order, so which samples row i has is a function of the samples' lengths, the seed and i.
+
+    Args:
+        lengths: of the samples, each from 1 to `row_length`.
+        row_length: room in a row.
+        seed: decides both orders.
+
+    Raises:
+        ValueError: as `pack_first_fit`.
+    """
+
+    def __init__(self, lengths: npt.NDArray[np.integer], row_length: int, seed: int) -> None:
+        order = RandomPermutation(len(lengths), derive_key(seed, "packing"))
+        numbers = order(np.arange(len(lengths), dtype=np.int64))
+        packed = pack_first_fit(lengths[numbers].tolist(), row_length)
+        self._rows = [numbers[row].tolist() for row in packed]
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> list[int]:
+        """The numbers of the samples in row `index`, which may lie in any epoch."""
+        epoch, position = divmod(index, len(self._rows))
+        order = epoch_permutation(len(self._rows), self._seed, "samples", epoch)
+        row: list[int] = self._rows[order(position)]
+        return row

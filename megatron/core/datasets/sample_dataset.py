@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import Dataset
 
 
@@ -17,6 +19,16 @@ class SampleDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def collate_rows(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch whose tensors are stacked, and whose tuples follow each other, row after row."""
+    return {
+        name: sum((sample[name] for sample in samples), ())
+        if isinstance(first, tuple)
+        else torch.stack([sample[name] for sample in samples])
+        for name, first in samples[0].items()
+    }
 
 
 class SplitDatasets(NamedTuple):

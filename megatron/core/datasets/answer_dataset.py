@@ -1,0 +1,200 @@
+"""Training samples of conversations: rows of whole documents, of which answers are to be learned.
+Row i is a function of the files, the split, the length of rows, the seed and i.
+
+    PREFIX.bin/.idx         a sequence of tokens for each conversation
+    PREFIX_mask.bin/.idx    uint8, as many: 1 for tokens that are to be learned
+
+Token files without a mask are text, all of which is to be learned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron.core.datasets.data_files import IndexedDatasetError
+from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
+from megatron.core.datasets.packing import PackedRows
+from megatron.core.datasets.sample_dataset import NumberedDataset, collate_rows
+from megatron.core.options import ConfigError
+
+_SHOWN = 5
+_LENGTHS_AT_A_TIME = 1 << 20
+
+
+def mask_prefix(prefix: str | Path) -> str:
+    """The prefix of the files that say which tokens are to be learned."""
+    return f"{prefix}_mask"
+
+
+class AnswerFiles:
+    """The files of conversations, or of text.
+
+    Raises:
+        IndexedDatasetError: files that are missing, or do not fit each other.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.tokens = IndexedDataset(prefix)
+        self.mask: IndexedDataset | None = None
+        if not Path(idx_path(mask_prefix(prefix))).is_file():
+            return
+
+        mask = self.mask = IndexedDataset(mask_prefix(prefix))
+        if mask.dtype != np.uint8 or len(mask) != len(self.tokens):
+            raise IndexedDatasetError(
+                f"{mask.prefix}: expected {len(self.tokens)} sequences of uint8, as {prefix} has "
+                f"sequences, got {len(mask)} of {mask.dtype}."
+            )
+        for begin in range(0, len(mask), _LENGTHS_AT_A_TIME):
+            numbers = np.arange(begin, min(begin + _LENGTHS_AT_A_TIME, len(mask)), dtype=np.int64)
+            differs = mask.gather_lengths(numbers) != self.tokens.gather_lengths(numbers)
+            if differs.any():
+                first = int(numbers[differs.argmax()])
+                raise IndexedDatasetError(
+                    f"{mask.prefix}: expected a mask as long as the tokens of {prefix}, got "
+                    f"another length in sequence {first}."
+                )
+
+    def __len__(self) -> int:
+        """Number of conversations, or sequences of text."""
+        return len(self.tokens)
+
+
+class _Piece(NamedTuple):
+    """Inputs of one document: tokens from `begin` on, and as many labels, one token later."""
+
+    sequence: int
+    begin: int
+    length: int
+
+
+class AnswerDataset(NumberedDataset):
+    """Rows of documents, packed whole. Text longer than a row is divided; what is left of a row is
+    filled up with a document that teaches nothing.
+
+    A document of n tokens takes n - 1 places: its last token is a label only.
+
+    Args:
+        files: of the conversations.
+        documents: the split, as a range of sequences.
+        num_samples: rows that will be asked for.
+        seq_length: tokens of a row.
+        seed: decides which documents share a row, and the order of rows.
+        filler: the token that fills up rows.
+        vocab_size: token ids from there on are refused when met.
+        is_cut: whether conversations that are too long lose their end.
+
+    Raises:
+        ConfigError: for conversations longer than a row, or none at all.
+    """
+
+    # Lengths are of no fixed number.
+    collate = staticmethod(collate_rows)
+
+    def __init__(
+        self,
+        files: AnswerFiles,
+        documents: range,
+        num_samples: int,
+        seq_length: int,
+        seed: int,
+        filler: int,
+        vocab_size: int,
+        *,
+        is_cut: bool = False,
+    ) -> None:
+        self.files = files
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self._filler = filler
+        self._vocab_size = vocab_size
+        self._sequences, self._begins, self._lengths = self._pieces(documents, is_cut=is_cut)
+        if len(self._lengths) == 0:
+            raise ConfigError(
+                f"--split: expected at least one document of two tokens of {files.prefix} in each "
+                "split, got none."
+            )
+        self._rows = PackedRows(self._lengths, seq_length, seed)
+        self.samples_per_epoch = len(self._rows)
+
+    def _pieces(self, documents: range, *, is_cut: bool) -> tuple[npt.NDArray[np.int64], ...]:
+        """The fields of the `_Piece`s of a split."""
+        sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
+        lengths = self.files.tokens.gather_lengths(sequences).astype(np.int64) - 1
+        sequences, lengths = sequences[lengths > 0], lengths[lengths > 0]
+        if self.files.mask is None:
+            counts = -(-lengths // self.seq_length)
+            numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            begins = numbers * self.seq_length
+            left = np.repeat(lengths, counts) - begins
+            return np.repeat(sequences, counts), begins, np.minimum(left, self.seq_length)
+
+        too_long = sequences[lengths > self.seq_length]
+        if len(too_long) and not is_cut:
+            raise ConfigError(
+                f"--seq-length: expected at least {int(lengths.max())}, the longest conversation "
+                f"of {self.files.prefix}, or --sft-truncate, got {self.seq_length}. "
+                f"{len(too_long)} of {len(sequences)} conversations are longer, the first of them "
+                f"{too_long[:_SHOWN].tolist()}."
+            )
+        return sequences, np.zeros_like(sequences), np.minimum(lengths, self.seq_length)
+
+    def _sample(self, index: int) -> dict[str, Any]:
+        """Row `index`.
+
+        Returns:
+            "tokens", "labels", "positions": [seq_length] int64. "loss_mask": [seq_length] fp32, 1
+            where the label is to be learned. "lengths": of the documents.
+
+        Raises:
+            IndexedDatasetError: files that cannot be used, or a token that has no embedding.
+        """
+        tokens = np.full(self.seq_length, self._filler, np.int64)
+        labels = np.full(self.seq_length, self._filler, np.int64)
+        loss_mask = np.zeros(self.seq_length, np.float32)
+        positions = np.empty(self.seq_length, np.int64)
+        lengths, begin = [], 0
+        for number in self._rows[index]:
+            sequence, first, length = (
+                int(part[number]) for part in (self._sequences, self._begins, self._lengths)
+            )
+            window = self._checked(_Piece(sequence, first, length))
+            stop = begin + length
+            tokens[begin:stop], labels[begin:stop] = window[:-1], window[1:]
+            loss_mask[begin:stop] = (
+                1.0
+                if self.files.mask is None
+                else self.files.mask.get(sequence, first + 1, length) != 0
+            )
+            positions[begin:stop] = np.arange(length)
+            lengths.append(length)
+            begin = stop
+        if begin < self.seq_length:
+            lengths.append(self.seq_length - begin)
+            positions[begin:] = np.arange(self.seq_length - begin)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "positions": torch.from_numpy(positions),
+            "lengths": tuple(lengths),
+        }
+
+    def _checked(self, piece: _Piece) -> npt.NDArray[np.int64]:
+        """The tokens of a piece, and the one behind it."""
+        window = self.files.tokens.get(piece.sequence, piece.begin, piece.length + 1)
+        window = window.astype(np.int64)
+        lowest, highest = int(window.min()), int(window.max())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise IndexedDatasetError(
+                f"{self.files.prefix}: expected token ids in range({self._vocab_size}), the "
+                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
+                "with another tokenizer than this run's."
+            )
+        return window

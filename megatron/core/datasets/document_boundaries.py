@@ -1,0 +1,73 @@
+"""Samples whose documents are kept apart: what comes after an end of document is another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset, collate_rows
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What an end of document means, as Megatron's flags have it.
+
+    Attributes:
+        reset_attention_mask: tokens see those of their own document only.
+        reset_position_ids: positions are counted from the beginning of each document.
+        eod_mask_loss: what follows an end of document is not learned.
+    """
+
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+
+    def __bool__(self) -> bool:
+        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
+
+
+class DelimitedDataset(NumberedDataset):
+    """The samples of a dataset with what models and losses need to know of their documents.
+
+    A document ends with its end-of-document token, which is one of its own. That of a sample's last
+    token ends with the sample.
+
+    Args:
+        samples: of "tokens" and "labels", [seq_length] int64 each.
+        eod: the token that ends a document.
+    """
+
+    # Lengths are of no fixed number.
+    collate = staticmethod(collate_rows)
+
+    def __init__(self, samples: SampleDataset, eod: int, boundaries: Boundaries) -> None:
+        self.samples = samples
+        self.num_samples = len(samples)
+        self.eod = eod
+        self.boundaries = boundaries
+
+    def _sample(self, index: int) -> dict[str, Any]:
+        """Sample `index`.
+
+        Returns:
+            "tokens" and "labels" as they are. With --reset-attention-mask "lengths": of the
+            documents, a tuple. With --reset-position-ids "positions": [seq_length] int64. With
+            --eod-mask-loss "loss_mask": [seq_length] fp32, 1 where the label is to be learned.
+        """
+        sample = dict(self.samples[index])
+        tokens: Tensor = sample["tokens"]
+        is_end = tokens == self.eod
+        if self.boundaries.eod_mask_loss:
+            sample["loss_mask"] = (~is_end).float()
+
+        begins = torch.cat((torch.zeros(1, dtype=torch.int64), is_end.nonzero().squeeze(1) + 1))
+        begins = begins[begins < len(tokens)]
+        lengths = begins.diff(append=torch.tensor([len(tokens)]))
+        if self.boundaries.reset_attention_mask:
+            sample["lengths"] = tuple(lengths.tolist())
+        if self.boundaries.reset_position_ids:
+            sample["positions"] = torch.arange(len(tokens)) - begins.repeat_interleave(lengths)
+        return sample

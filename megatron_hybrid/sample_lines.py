@@ -1,0 +1,151 @@
+"""Samples of lines: JSON lines read in their order, and made into samples by several processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from megatron.core.json_reading import parse_json
+from megatron.core.log import printable
+from megatron.core.options import ConfigError
+
+MAX_MESSAGE = 2000  # characters
+_MOST_TOLD = 10  # skipped samples that are named
+_CHUNK = 16  # samples that a worker makes at a time
+
+Sample = TypeVar("Sample", covariant=True)
+
+
+class SampleError(ValueError):
+    """A line that makes no sample. The message names the file, the line, and what is wrong."""
+
+
+class Line(NamedTuple):
+    """A line of the input.
+
+    Attributes:
+        place: for messages.
+        folder: that relative paths begin in.
+    """
+
+    place: str
+    content: str
+    folder: Path
+
+
+class Maker(Protocol[Sample]):
+    """Makes samples."""
+
+    def make(self, record: object, folder: Path) -> Sample:
+        """The sample of what a line has as JSON. ValueError says why there is none."""
+        ...
+
+
+def check_files(inputs: Sequence[Path]) -> list[Path]:
+    """The files to read. ConfigError unless all are there."""
+    for path in inputs:
+        if not path.is_file():
+            raise ConfigError(f"--input: expected files of JSON lines that exist, got {path}.")
+    return list(inputs)
+
+
+def lines_of(files: Sequence[Path], folder: Path | None = None) -> Iterator[Line]:
+    """The lines of files, without blank ones.
+
+    Args:
+        folder: that relative paths begin in; default: the folder of their file.
+    """
+    for path in files:
+        own = path.parent if folder is None else folder
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield Line(f"{path}, line {number}", line, own)
+
+
+def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:
+    """The sample of a line, or why there is none."""
+    try:
+        record = parse_json(line.content)
+    except ValueError as error:
+        return SampleError(f"{line.place}: expected a JSON object, got {error}.")
+    try:
+        return maker.make(record, line.folder)
+    except ValueError as error:
+        text = printable(str(error)).removesuffix(".")
+        return SampleError(f"{line.place}: {text}.")
+
+
+def make_samples(
+    lines: Iterable[Line], maker: Maker[Sample], num_workers: int
+) -> Iterator[Sample | SampleError]:
+    """What each line makes, in their order.
+
+    Args:
+        maker: picklable, if there are several workers.
+
+    Raises:
+        ConfigError: fewer than one worker.
+    """
+    if num_workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {num_workers}.")
+    if num_workers == 1:
+        for line in lines:
+            yield try_to_make(maker, line)
+        return
+
+    # Not forked: the tokenizers library has threads.
+    context = multiprocessing.get_context("spawn")
+    iterator = iter(lines)
+    chunks = iter(lambda: list(itertools.islice(iterator, _CHUNK)), [])
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (maker,)) as pool:
+        # As many in flight as keep the workers busy: all of the input need not be in memory.
+        pending = [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 2 * num_workers)]
+        while pending:
+            yield from pending.pop(0).result()
+            pending += [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 1)]
+
+
+_worker_maker: Maker[Any] | None = None  # of this process, if it is a worker
+
+
+def _start_worker(maker: Maker[Any]) -> None:
+    global _worker_maker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker_maker = maker
+
+
+def _make_chunk(lines: list[Line]) -> list[Any]:
+    assert _worker_maker is not None, "the pool has started this process with one"
+    return [try_to_make(_worker_maker, line) for line in lines]
+
+
+class Skipped:
+    """Lines that were left out.
+
+    Args:
+        is_allowed: otherwise the first one is raised.
+    """
+
+    def __init__(self, *, is_allowed: bool) -> None:
+        self._is_allowed = is_allowed
+        self.reasons: list[str] = []
+
+    def add(self, error: SampleError) -> None:
+        """Counts a line in, or raises its error."""
+        if not self._is_allowed:
+            raise error
+        self.reasons.append(str(error))
+
+    def tell(self) -> None:
+        """Prints the first ones, and how many more there are."""
+        for reason in self.reasons[:_MOST_TOLD]:
+            print(f"skipped: {reason}", file=sys.stderr)
+        if (more := len(self.reasons) - _MOST_TOLD) > 0:
+            print(f"skipped: {more} more", file=sys.stderr)

@@ -1,0 +1,178 @@
+"""Runs on conversations: from JSON lines to losses that a loop written by hand has, too."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+import pretrain_gpt
+from megatron.core.datasets.builder import build_answer_datasets
+from megatron.core.datasets.sample_dataset import SampleDataset
+from megatron.training.arguments import parse_config
+from megatron_hybrid import generate, preprocess_data
+from tests.functional_tests.helpers.runs import losses
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
+
+LAST, LR, ROWS = 4, 0.01, 4  # iterations, and rows of a global batch
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
+    "--attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --make-vocab-size-divisible-by 1"
+).split()
+TRAINING = (
+    f"--sft --seq-length 96 --micro-batch-size 1 --global-batch-size {ROWS} --train-iters {LAST} "
+    f"--eval-iters 0 --lr {LR} --lr-decay-style constant --num-workers 0 --log-interval 1 "
+    "--split 100 --weight-decay 0 --clip-grad 0"
+).split()
+SGD = "--optimizer sgd --sgd-momentum 0 --lr 0.3".split()
+OFFLOADED = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split()
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class Chats(NamedTuple):
+    """Conversations, and where they are."""
+
+    talks: list[list[dict[str, str]]]
+    lines: Path
+    tokenizer: Path
+    prefix: str
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    folder = tmp_path_factory.mktemp("chats")
+    tokenizer = make_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    draw = random.Random(0)
+    talks = []
+    for number in range(40):
+        talk = []
+        for turn in range(draw.choice([1, 1, 2])):
+            talk.append({"role": "user", "content": f"{number}+{turn}?" + "x" * draw.randrange(9)})
+            talk.append(
+                {"role": "assistant", "content": f"{number + turn}" + "!" * draw.randrange(5)}
+            )
+        talks.append(talk)
+    lines = folder / "chats.jsonl"
+    lines.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    with contextlib.redirect_stdout(io.StringIO()):
+        argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
+        argv += ["--tokenizer-model", tokenizer, "--workers", 2]
+        assert preprocess_data.main([str(word) for word in argv]) == 0
+    return Chats(talks, lines, tokenizer, str(folder / "out_chat_document"))
+
+
+def flags(chats: Chats, *others: object) -> list[str]:
+    data = ["--data-path", chats.prefix, "--tokenizer-model", chats.tokenizer]
+    return [str(word) for word in (*MODEL, *TRAINING, *data, *others)]
+
+
+def run(argv: list[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain_gpt.run(argv)
+
+
+def train(chats: Chats, folder: Path, *others: object, world_size: int = 1) -> dict[int, float]:
+    """The loss of each iteration."""
+    metrics = folder / "metrics.jsonl"
+    run_ranks(world_size, run, flags(chats, "--metrics-jsonl", metrics, *others))
+    return losses(metrics)
+
+
+def by_hand(chats: Chats) -> dict[tuple[int, ...], list[bool]]:
+    """Of each conversation's tokens, which of them are to be learned."""
+    backend = Tokenizer.from_file(str(chats.tokenizer / "tokenizer.json"))
+    found = {}
+    for talk in chats.talks:
+        tokens: list[int] = []
+        is_learned: list[bool] = []
+        for turn in talk:
+            for text, counts in (
+                (f"<|im_start|>{turn['role']}\n", False),
+                (f"{turn['content']}<|im_end|>", turn["role"] == "assistant"),
+                ("\n", False),
+            ):
+                ids = backend.encode(text, add_special_tokens=False).ids
+                tokens += ids
+                is_learned += [counts] * len(ids)
+        found[tuple(tokens)] = is_learned
+    return found
+
+
+def rows_of(chats: Chats) -> SampleDataset:
+    """The rows that a run reads."""
+    config = parse_config(flags(chats), 1)
+    dataset = build_answer_datasets(
+        config.data, (LAST * ROWS, 0, 0), 10_000, config.training.seed, filler=256
+    ).train
+    assert dataset is not None
+    return dataset
+
+
+def loss_by_hand(
+    model: torch.nn.Module, row: dict[str, Any], wanted: dict[tuple[int, ...], list[bool]]
+) -> torch.Tensor:
+    """The mean over the answers of a row, each conversation computed by itself."""
+    found = []
+    for tokens, labels in zip(
+        row["tokens"].split(row["lengths"]), row["labels"].split(row["lengths"]), strict=True
+    ):
+        whole = (*tokens.tolist(), int(labels[-1]))
+        if whole not in wanted:
+            assert len(set(whole)) == 1, "what fills the row"
+            continue
+        each = F.cross_entropy(model(tokens.unsqueeze(0))[0], labels, reduction="none")
+        found.append(each[torch.tensor(wanted[whole][1:])])
+    return torch.cat(found).mean()
+
+
+def test_losses_are_those_of_a_loop_written_by_hand(chats: Chats, tmp_path: Path) -> None:
+    saving = ["--save", tmp_path / "run", "--save-interval", 1]
+    expected = train(chats, tmp_path, *SGD, *saving)
+    wanted, rows = by_hand(chats), rows_of(chats)
+    model, _, _ = generate.load_model(str(tmp_path / "run"), 1)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.3)
+    for iteration in range(2, LAST + 1):
+        batch = [rows[(iteration - 1) * ROWS + number] for number in range(ROWS)]
+        loss = torch.stack([loss_by_hand(model, row, wanted) for row in batch]).mean()
+        assert loss.item() == pytest.approx(expected[iteration], rel=1e-5), iteration
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(set(expected.values())) == LAST
+    assert max(len(rows[number]["lengths"]) for number in range(LAST * ROWS)) > 2, "packed"
+
+
+@pytest.mark.parametrize(
+    "engine", [[], OFFLOADED, ["--use-torch-fsdp2"]], ids=["megatron-fsdp", "offloaded", "fsdp2"]
+)
+def test_ranks_share_the_rows_and_resumed_runs_go_on_to_the_bit(
+    chats: Chats, tmp_path: Path, engine: list[str]
+) -> None:
+    expected = train(chats, tmp_path / "one", *engine)
+    saving = ["--save", tmp_path / "run", "--save-interval", 2]
+    found = train(chats, tmp_path / "two", *engine, *saving, world_size=2)
+    assert found == pytest.approx(expected, rel=1e-5)
+    load = ["--load", tmp_path / "run" / "iter_0000002"]
+    resumed = train(chats, tmp_path / "resumed", *engine, *load, world_size=2)
+    assert resumed == {n: found[n] for n in range(3, LAST + 1)}
+
+
+def test_offloaded_runs_have_the_bits_of_those_on_the_device(chats: Chats, tmp_path: Path) -> None:
+    same = ["--main-grads-dtype", "fp32"]
+    on_device = train(chats, tmp_path / "device", *same, world_size=2)
+    on_host = train(chats, tmp_path / "host", *same, *OFFLOADED, world_size=2)
+    assert on_host == on_device

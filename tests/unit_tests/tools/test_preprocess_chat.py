@@ -1,0 +1,158 @@
+"""`tools/preprocess_data.py --chat`: from JSON lines to tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from megatron.core.datasets.answer_dataset import AnswerFiles
+from megatron_hybrid import preprocess_data
+from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a tokenizer and its template."""
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def talk(number: int) -> str:
+    turns = [
+        {"role": "user", "content": f"question {number}?"},
+        {"role": "assistant", "content": f"answer {number}"},
+    ]
+    return json.dumps({"messages": turns})
+
+
+def preprocess(folder: Path, lines: list[str], *flags: object, name: str = "out") -> int:
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    argv = ["--chat", "--input", folder / "in.jsonl", "--output-prefix", folder / name]
+    argv += ["--tokenizer-model", folder, *flags]
+    return preprocess_data.main([str(word) for word in argv])
+
+
+def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
+    found = sorted(folder.glob(f"{name}_chat_document*"))
+    return {path.name.removeprefix(name): path.read_bytes() for path in found}
+
+
+def test_conversations_keep_their_order_and_say_what_is_to_be_learned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    lines = [*map(talk, range(40)), "", json.dumps(shared)]
+    assert preprocess(folder, lines) == 0
+    told = capsys.readouterr().out
+    assert "out_chat_document: 41 conversations, " in told
+    assert ", 0 skipped, in " in told
+
+    files = AnswerFiles(folder / "out_chat_document")
+    assert len(files) == 41
+    assert files.mask is not None
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for number, expected in ((0, "answer 0"), (39, "answer 39"), (40, "b")):
+        tokens, mask = files.tokens.get(number), files.mask.get(number)
+        assert set(mask.tolist()) == {0, 1}
+        answer = tokens[mask.astype(np.bool_)].tolist()
+        assert backend.decode(answer, skip_special_tokens=False) == f"{expected}<|im_end|>"
+
+    assert preprocess(folder, lines, "--workers", 2, name="more") == 0
+    assert contents(folder, "more") == contents(folder)
+    assert len(contents(folder)) == 4
+
+
+BROKEN = {
+    "no JSON": ("{", "expected a JSON object, got"),
+    "no object": ("[1]", "expected a JSON object, got [1]"),
+    "nothing said": ('{"text": "a"}', "expected messages or conversations, got ['text']"),
+    "no turns": ('{"messages": []}', "expected a list of turns, got []"),
+    "no role": ('{"messages": [{"content": "a"}]}', "turn 1: expected an object with a role"),
+    "no text": (
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}',
+        "renders, got UndefinedError",
+    ),
+    "what the template refuses": (
+        '{"messages": [{"role": "tool", "content": "a"}]}',
+        "got TemplateError: no tools",
+    ),
+    "no answer": (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        "expected something that the assistant says",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_line_that_is_no_conversation_ends_it_with_its_file_and_number(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    bad, told = BROKEN[name]
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [talk(0), bad])
+    error = capsys.readouterr().err
+    assert f"{folder / 'in.jsonl'}, line 2: " in error
+    assert told in error
+    assert error.count("\n") == 1
+    assert contents(folder) == {}
+
+
+def test_bad_lines_are_left_out_and_counted_where_that_is_wanted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), talk(1)]
+    assert preprocess(folder, lines, "--skip-bad-samples") == 0
+    told = capsys.readouterr()
+    assert "2 conversations, " in told.out
+    assert f"{len(BROKEN)} skipped" in told.out
+    assert told.err.count("skipped: ") == len(BROKEN)
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, ["{"], "--skip-bad-samples", name="none")
+    assert "at least one conversation, got none and 1 bad line(s)" in capsys.readouterr().err
+
+
+def test_another_template_may_be_given(folder: Path) -> None:
+    other = folder / "other.jinja"
+    other.write_text(TEMPLATE.replace("<|im_end|>", "<|endoftext|>"))
+    assert preprocess(folder, [talk(0)]) == 0
+    first = contents(folder)
+    assert preprocess(folder, [talk(0)], "--chat-template", other) == 0
+    assert contents(folder) != first
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--tokenizer-type", "ByteTokenizer"], "--tokenizer-model: expected a Hugging Face"),
+        (["--append-eod"], "--chat: expected neither --train-tokenizer nor --append-eod"),
+        (["--chat-template", "none.jinja"], "--chat-template: expected a file with a template"),
+        (["--workers", "0"], "--workers: expected an integer >= 1, got 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [talk(0)], *flags)
+    assert told in capsys.readouterr().err
+
+
+def test_flags_of_conversations_are_refused_for_plain_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--input", folder / "chat_template.jinja", "--output-prefix", folder / "x"]
+    argv += ["--tokenizer-model", folder, "--skip-bad-samples"]
+    with pytest.raises(SystemExit, match="1"):
+        preprocess_data.main([str(word) for word in argv])
+    assert "--skip-bad-samples: expected --chat beside it" in capsys.readouterr().err
