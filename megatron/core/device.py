@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core import numa
 from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
 from megatron.core.lanes import Event, Lane, StreamEvent, StreamLane, ThreadEvent, ThreadLane
 from megatron.core.options import ConfigError, check_options, option
@@ -34,6 +35,11 @@ class DeviceConfig:
         "auto",
         "device to compute on: auto (a GPU, if there is one), cpu, "
         f"{', '.join(kinds_of_accelerators())}",
+    )
+    numa_binding: bool = option(
+        True,
+        "keep host memory, and the threads that work on it, on the NUMA node of a rank's GPU",
+        off_flag="--no-numa-binding",
     )
 
     def __post_init__(self) -> None:
@@ -137,9 +143,11 @@ class Device:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of host memory nearest to the device; None on the CPU or if it is unknown."""
+        """The node of host memory nearest to the device; None on the CPU, if it is unknown, or if
+        it does not matter (`--no-numa-binding`).
+        """
         address = self._driver.pci_address(self.index) if self.is_accelerator else None
-        if address is None:
+        if address is None or not numa.is_binding():
             return None
 
         try:

@@ -13,6 +13,10 @@ then, never too many.
 from __future__ import annotations
 
 import os
+from pathlib import Path, PurePosixPath
+
+CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def local_world_size() -> int:
@@ -27,6 +31,62 @@ def allowed_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def num_usable_cores() -> int:
+    """As how many cores' time this process and those in its container may use: its affinity, or a
+    quota that is less.
+
+    A container is often given the time of some cores rather than the cores: `docker --cpus 4`, or a
+    limit of Kubernetes. More threads than that would all be stopped when the time is used up.
+    """
+    quota = cpu_quota()
+    num_allowed = len(allowed_cores())
+    return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
+
+
+def cpu_quota(cgroups: Path = CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
+    """The least of the quotas of the control groups that this process is in, in cores; None without
+    any. Only Linux has them.
+    """
+    quotas = []
+    for line in _read(own).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":  # version 2: one hierarchy
+            read, root = _quota_of_v2, cgroups
+        elif "cpu" in controllers.split(","):
+            read, root = _quota_of_v1, cgroups / "cpu"
+        else:
+            continue
+        # In a container a group's path may lead outside of what is mounted; its own is the root.
+        inside = PurePosixPath(path.removeprefix("/"))
+        for part in (inside, *inside.parents):
+            quotas.append(read(root / part))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of_v2(group: Path) -> float | None:
+    return _quotient(_read(group / "cpu.max").split())
+
+
+def _quota_of_v1(group: Path) -> float | None:
+    return _quotient(
+        [*_read(group / "cpu.cfs_quota_us").split(), *_read(group / "cpu.cfs_period_us").split()]
+    )
+
+
+def _quotient(words: list[str]) -> float | None:
+    """Microseconds in a period, over those of the period; None for no limit: "max", or -1."""
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def num_sharing_ranks(num_local_ranks: int) -> int:

@@ -25,6 +25,20 @@ _MBIND = {
 _MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must not end the program
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
+_binds = [True]  # of this process
+
+
+def set_binding(*, is_on: bool) -> None:
+    """Whether this process puts host memory, and the threads that work on it, near to devices. What
+    is there already stays where it is.
+    """
+    _binds[0] = is_on
+
+
+def is_binding() -> bool:
+    """See `set_binding`."""
+    return _binds[0]
+
 
 def cpus_of_node(node: int, nodes: Path = NODES) -> frozenset[int]:
     """The cores of a node, offline ones left out; none if there is no such node."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core import log
+from megatron.core import log, numa
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.device import Device, peak_host_memory_bytes
 from megatron.core.issued_collectives import issuing
@@ -101,6 +101,7 @@ def pretrain(
     """
     launch = Launch.from_environment()
 
+    numa.set_binding(is_on=config.device.numa_binding)
     device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank, short_time=config.logging.is_short)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)

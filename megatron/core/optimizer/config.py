@@ -149,7 +149,7 @@ class OptimizerConfig:
         off_flag="--no-pin-cpu-params",
         no_effect_unless="optimizer_cpu_offload",
     )
-    cpu_optimizer_threads: int | None = option(
+    host_threads: int | None = option(
         None,
         "threads that step Adam on the CPU; default: a rank's share of the cores, less two that "
         "launch a GPU's kernels",
@@ -170,8 +170,8 @@ class OptimizerConfig:
         # TransformerEngine's, Apex's and torch's have neither our threads nor our dtypes.
         is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
-            is_ours or self.cpu_optimizer_threads is None,
-            "--cpu-optimizer-threads",
+            is_ours or self.host_threads is None,
+            "--host-threads",
             "our own Adam, --optimizer adam and --gpu-optimizer native",
             f"{self.optimizer}, {self.gpu_optimizer}",
         )

@@ -263,7 +263,7 @@ def build_optimizer(
             groups,
             exp_avg_dtype=DTYPES[config.exp_avg_dtype],
             exp_avg_sq_dtype=DTYPES[config.exp_avg_sq_dtype],
-            num_host_threads=config.cpu_optimizer_threads,
+            num_host_threads=config.host_threads,
             **_options(config, lr),
         )
     else:
@@ -397,7 +397,7 @@ def _build_hybrid(
         overlap_step_with_forward=config.overlap_optimizer_with_forward,
         exp_avg_dtype=DTYPES[config.exp_avg_dtype],
         exp_avg_sq_dtype=DTYPES[config.exp_avg_sq_dtype],
-        num_host_threads=config.cpu_optimizer_threads,
+        num_host_threads=config.host_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
         plan=plan,

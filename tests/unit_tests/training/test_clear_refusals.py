@@ -44,7 +44,7 @@ def refusal(*flags: str) -> str:
         ("--train-iters", str(2**62), f"an integer >= 1 and <= 4294967296, got {2**62}"),
         ("--distributed-timeout-minutes", "1e30", "a number > 0 and <= 525600.0, got 1e+30"),
         ("--hang-timeout-seconds", "1e30", "a number > 0 and <= 31536000.0, got 1e+30"),
-        ("--cpu-optimizer-threads", str(2**62), f"an integer >= 1 and <= 4096, got {2**62}"),
+        ("--host-threads", str(2**62), f"an integer >= 1 and <= 4096, got {2**62}"),
         ("--num-workers", str(2**62), f"an integer >= 0 and <= 1024, got {2**62}"),
         ("--lr", "1e999", "a number >= 0, got inf"),
     ],

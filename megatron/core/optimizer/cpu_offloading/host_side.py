@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -39,6 +40,8 @@ from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import known_to
+
+logger = logging.getLogger(__name__)
 
 
 class Lanes(NamedTuple):
@@ -278,6 +281,7 @@ class HostSide:
 def _host_adam(device: Device, settings: HybridSettings) -> HostAdam:
     num_local_ranks = settings.num_local_ranks or local_world_size()
     threads = host_threads(device, num_local_ranks, settings.num_host_threads)
+    logger.info("host update: %s", threads)
     return HostAdam(threads.number, cores=threads.cores)
 
 

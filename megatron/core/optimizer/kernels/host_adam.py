@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.local_ranks import allowed_cores, local_world_size, num_sharing_ranks
+from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamScalars, AdamStep
 
@@ -314,7 +314,7 @@ def _warn_once(path: Path) -> None:
 
 
 def _default_num_threads() -> int:
-    return max(1, len(allowed_cores()) // num_sharing_ranks(local_world_size()))
+    return max(1, num_usable_cores() // num_sharing_ranks(local_world_size()))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ host memory is. Two ranks of 16 cores, devices on either node:
     node 1   cores 8 9 | 10 ... 15          rank 1: 6 threads on cores 10 to 15
 
 Cores that Slurm has bound to one rank are not divided again; see local_ranks' [Note: shared cores].
+Where a container's quota is less than its cores, the quota is what is divided. OMP_NUM_THREADS,
+which launchers set to 1, is of no account here: it is for the operators of the model.
 
 On the CPU as a device the main thread waits for the host threads anyway, and they have all of a
 rank's cores.
@@ -23,7 +25,7 @@ from typing import NamedTuple
 from megatron.core import numa
 from megatron.core.device import Device
 from megatron.core.drivers import driver_of
-from megatron.core.local_ranks import allowed_cores, num_sharing_ranks
+from megatron.core.local_ranks import allowed_cores, num_sharing_ranks, num_usable_cores
 
 LAUNCHING_CORES = 2  # for each rank
 
@@ -35,6 +37,23 @@ class HostThreads(NamedTuple):
 
     number: int
     cores: Collection[int] | None
+
+    def __str__(self) -> str:
+        where = "any core" if self.cores is None else f"cores {_ranges(self.cores)}"
+        allowed, usable = len(allowed_cores()), num_usable_cores()
+        quota = "" if usable == allowed else f", of which a quota leaves {usable}"
+        return f"{self.number} thread(s) a rank on {where}; {allowed} core(s) allowed{quota}"
+
+
+def _ranges(cores: Collection[int]) -> str:
+    """Numbers as Linux lists them: "0-3,8"."""
+    found: list[list[int]] = []
+    for core in sorted(cores):
+        if found and core == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], core]
+        else:
+            found.append([core])
+    return ",".join("-".join(map(str, run)) for run in found)
 
 
 def host_threads(
@@ -58,17 +77,19 @@ def _share_and_cores(
 ) -> tuple[int, list[int] | None]:
     """A rank's share of the cores, and the ones they may run on, as in `HostThreads`."""
     allowed, num_sharing = allowed_cores(), num_sharing_ranks(num_local_ranks)
+    num_usable = num_usable_cores()
     if not device.is_accelerator:
-        return max(1, len(allowed) // num_sharing), None
+        return max(1, num_usable // num_sharing), None
 
     node = device.numa_node
     near = frozenset() if node is None else numa.cpus_of_node(node, nodes) & allowed
     if node is None or not near:
-        return _share(len(allowed), num_sharing), None
+        return _share(num_usable, num_sharing), None
 
     num_ranks = min(num_sharing, _num_ranks_near(device, node, num_local_ranks, nodes))
     num_kept = num_ranks * LAUNCHING_CORES
-    return _share(len(near), num_ranks), sorted(near)[num_kept:] if len(near) > num_kept else None
+    number = min(_share(len(near), num_ranks), _share(num_usable, num_sharing))
+    return number, sorted(near)[num_kept:] if len(near) > num_kept else None
 
 
 def _share(num_cores: int, num_ranks: int) -> int:

@@ -45,7 +45,9 @@ class Machine:
         cores: range,
         nodes: dict[int, str],
         devices: list[int | None],
+        quota: float | None = None,
     ):
+        monkeypatch.setattr("megatron.core.local_ranks.cpu_quota", lambda: quota)
         monkeypatch.setattr("megatron.core.drivers._drivers", {})
         register_driver(FakeDriver(devices))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores), raising=False)
@@ -117,6 +119,27 @@ def test_processes_that_each_see_one_device_are_taken_to_be_spread_evenly(monkey
 
 
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+def test_a_quota_of_time_is_divided_where_it_is_less_than_the_cores(monkeypatch, tmp_path):
+    cores, nodes = range(16), {0: "0-7", 1: "8-15"}
+    machine = Machine(monkeypatch, tmp_path, cores, nodes, [0, 1], quota=10.0)
+    assert machine.threads(0, 2) == HostThreads(3, [2, 3, 4, 5, 6, 7])
+    assert host_threads(Device("cpu"), 2, None, tmp_path) == HostThreads(5, None)
+    assert str(machine.threads(1, 2)) == (
+        "3 thread(s) a rank on cores 10-15; 16 core(s) allowed, of which a quota leaves 10"
+    )
+    assert str(HostThreads(2, None)).startswith("2 thread(s) a rank on any core; 16 core(s)")
+
+
+@needs_affinity
+def test_what_launchers_say_to_openmp_does_not_starve_the_update(monkeypatch, tmp_path):
+    Machine(monkeypatch, tmp_path, range(4), {}, [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert HostAdam().num_threads == 4
+
+
 FOUR_TASKS = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "12", "WORLD_SIZE": "4"}
 
 
