@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from helpers import report
+from helpers.memory import peak_bytes
 from torch import Tensor
 
 from megatron.core.transformer.linear_cross_entropy import (
@@ -44,19 +45,6 @@ def variants(num_tokens: int, options: HeadOptions) -> dict[str, Loss]:
             F.linear(hidden, weight).float(), labels
         ),
     }
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most bytes of tensors at a time, beyond those that were there."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        function()
-    assert profile.profiler is not None
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str, float]]:

@@ -12,6 +12,7 @@ from megatron.core.device import DeviceConfig
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
@@ -129,6 +130,7 @@ class RunConfig:
     inject: InjectConfig
     logging: LoggingConfig
     device: DeviceConfig
+    execution: ExecutionConfig
     vision: VisionConfig | None = None
 
     def resolve(self, world_size: int) -> RunConfig:
@@ -188,6 +190,7 @@ class RunConfig:
             self.training.seed,
             records_timings=self.logging.timing_log_level > 0,
             ckpt_format=self.checkpoint.ckpt_format,
+            execution=self.execution,
         )
 
     def num_microbatches(self, data_parallel_size: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.activation_offload import ActivationOffload
 from megatron.core.device import Device
 from megatron.training.checkpoint.hf_layout import check_dtype
 from megatron.training.checkpoint.run_state import RunState
@@ -92,6 +93,10 @@ class TrainEngine(Protocol):
         Raises:
             RuntimeError: before `initialize`.
         """
+
+    @property
+    def activations(self) -> ActivationOffload | None:
+        """What moves the activations of the layers to host memory and back; None: they stay."""
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Shards the model, and builds its optimizer and schedule. Called once.

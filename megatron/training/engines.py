@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.activation_offload import ActivationOffload
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
@@ -25,6 +26,7 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
+from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -35,7 +37,11 @@ from megatron.core.optimizer.distrib_optimizer import (
     offloaded_numel_of_experts,
     plan_offload,
 )
-from megatron.core.optimizer.host_preflight import HostPart, check_host_memory_for
+from megatron.core.optimizer.host_preflight import (
+    HostPart,
+    check_host_memory_for,
+    check_memory_on_all_ranks,
+)
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.options import expect
@@ -67,7 +73,8 @@ class EngineConfig:
         train_iters: steps of the whole run, which the schedule spans.
         compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
         seed: of the initial weights.
-        records_timings: whether an offloaded optimizer records how long its lanes took.
+        records_timings: whether an offloaded optimizer, and offloaded activations, record how long
+            their lanes took.
         ckpt_format: of the checkpoints that it saves; None: the engine's own.
 
     Raises:
@@ -82,6 +89,7 @@ class EngineConfig:
     seed: int = 1234
     records_timings: bool = False
     ckpt_format: str | None = None
+    execution: ExecutionConfig = ExecutionConfig()
 
     def __post_init__(self) -> None:
         formats = (None, FSDP_DTENSOR, TORCH_DCP)
@@ -120,6 +128,7 @@ class ModuleEngine:
         self.device = device
         self.mesh = mesh
         self._num_local_ranks = num_local_ranks
+        self._activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
 
@@ -130,6 +139,10 @@ class ModuleEngine:
                 "Expected initialize to have been called, got an engine without a model."
             )
         return self._state
+
+    @property
+    def activations(self) -> ActivationOffload | None:
+        return self._activations
 
     @property
     def model(self) -> nn.Module:
@@ -143,6 +156,7 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
+        self.config.execution.check(self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = self.config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
@@ -156,9 +170,20 @@ class ModuleEngine:
             records_timings=config.records_timings,
             plan=plan,
         )
+        self._prepare_layers(model)
         schedule = LRSchedule.build(config.schedule, config.train_iters)
         self._state = RunState(model, optimizer, schedule, StepInfo())
         self._log_what_was_built(num_parameters)
+
+    def _prepare_layers(self, model: nn.Module) -> None:
+        execution = self.config.execution
+        needs = execution.host_needs(self.device)
+        if needs:
+            # Counted at the start, too; now the optimizer has its part.
+            check_memory_on_all_ranks(needs, self._num_local_ranks, self.mesh)
+        self._activations = prepare_layers(
+            model, execution, self.device, records_timings=self.config.records_timings
+        )
 
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
@@ -209,6 +234,8 @@ class ModuleEngine:
             mark=mark,
         )
 
+        if self._activations is not None:
+            self._activations.end_step()
         # A skipped step counts: the schedule and the data go on all the same.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
@@ -352,7 +379,10 @@ class ModuleEngine:
             grad_dtype, weight_dtype: of what travels, but for `numel_in_fp32` elements.
             numel_of_experts: elements that are cut as experts are.
         """
+        others = self.config.execution.host_needs(self.device)
         if plan is None or not plan.host_numel:
+            if others:
+                check_memory_on_all_ranks(others, self._num_local_ranks, self.mesh)
             return
 
         config, fp32 = self.config, torch.float32
@@ -360,12 +390,14 @@ class ModuleEngine:
         num_expert_shards = config.parallel.num_expert_shards(self.mesh.size())
         main_dtype = DTYPES[config.optimizer.main_params_dtype]
         experts = numel_of_experts // num_expert_shards
-        others = (plan.host_numel - numel_in_fp32 - numel_of_experts) // num_shards
+        dense = (plan.host_numel - numel_in_fp32 - numel_of_experts) // num_shards
         parts = [
-            HostPart(others + experts, main_dtype, grad_dtype, weight_dtype),
+            HostPart(dense + experts, main_dtype, grad_dtype, weight_dtype),
             HostPart(numel_in_fp32 // num_shards, fp32, fp32, fp32),
         ]
-        check_host_memory_for(parts, config.optimizer, self._num_local_ranks, self.mesh)
+        check_host_memory_for(
+            parts, config.optimizer, self._num_local_ranks, self.mesh, others=others
+        )
 
 
 class MegatronEngine(ModuleEngine):

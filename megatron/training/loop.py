@@ -210,6 +210,10 @@ class Loop:
             timings = self.engine.state.optimizer.timings()
             if timings is not None:
                 self.metrics.timings(timings, step_info.iteration)
+            activations = self.engine.activations
+            timings = None if activations is None else activations.timings()
+            if timings is not None:
+                self.metrics.activation_timings(timings, step_info.iteration)
 
     def _save(self, save: Save) -> None:
         if save is Save.NOTHING:

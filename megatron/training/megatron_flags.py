@@ -301,7 +301,7 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     _remove(
         "--cpu-offloading-* --fine-grained-* --offload-modules --min-offloaded-tensor-size "
         "--activation-offload-fraction",
-        "Activations are not offloaded; --recompute-granularity saves their memory.",
+        "--activation-offload keeps the activations of all layers but the last two in host memory.",
     ),
     _no_effect(
         "--use-torch-optimizer-for-cpu-offload",

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
+from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
 from megatron.training.health.jsonl import JsonLines
@@ -345,7 +345,7 @@ class Metrics:
             logger.info("%s", self._interval_line(record, result.auxiliary))
             self._restart_interval()
 
-    def timings(self, timings: OffloadTimings, iteration: int) -> None:
+    def timings(self, timings: LaneTimings, iteration: int) -> None:
         """Reports how long the offloaded optimizer's lanes took since the last report, on this
         rank.
         """
@@ -371,6 +371,21 @@ class Metrics:
             record["host_gb_per_second"] = rate / _GIGA
         for sink in self._sinks:
             sink.write("timing", record)
+
+    def activation_timings(self, timings: LaneTimings, iteration: int) -> None:
+        """Reports how long the lanes of offloaded activations took since the last report, on this
+        rank.
+        """
+        names = ("d2h", "h2d", "waited_d2h", "waited_h2d")
+        ms = {name: getattr(timings, name) * _MILLISECONDS for name in names}
+        logger.info(
+            "activations (ms a step): d2h %.1f, h2d %.1f; waited for d2h %.1f, h2d %.1f",
+            *ms.values(),
+        )
+        record = {"iteration": iteration, "num_steps": timings.num_steps}
+        record |= {f"{name}_ms": value for name, value in ms.items()}
+        for sink in self._sinks:
+            sink.write("activation_timing", record)
 
     def evaluation(self, split: str, loss: float, iteration: int) -> None:
         """Reports an evaluation and leaves the time it took out of the next step's."""

@@ -27,7 +27,14 @@ NUM_GROUPS = 4  # three layers, and the rest of the model
 IN_FP32 = ["zero3 fp32", "zero1 fp32"]
 IN_BF16 = [name for name, case in CASES.items() if case.dtype == "bf16" and name != "fp16 moments"]
 # A cut that has every lane, and every kind of sharding.
-SOME = ["zero3 fp32", "hsdp", "offload forward half", "offload zero1", "fp16 moments"]
+SOME = [
+    "zero3 fp32",
+    "hsdp",
+    "offload forward half",
+    "offload zero1",
+    "activations recomputed",
+    "fp16 moments",
+]
 
 
 class Seen(NamedTuple):

@@ -136,6 +136,10 @@ SCENES = {
     "of the computation for gathered weights": ("zero3", LANES_LAST),
     "of the gather for the computation": ("zero3", DEFAULT_LAST),
     "of the gather for the delivery": ("offload forward half", LANES_LAST),
+    "of the activations' way down for the layer": ("activations no_shard", DEFAULT_LAST),
+    "of the next layer but one for activations to be gone": ("activations", LANES_LAST),
+    "of the activations' way up for the computation": ("activations", DEFAULT_LAST),
+    "of the backward for activations": ("activations", LANES_LAST),
     "of the reduction for the backward": ("zero3", DEFAULT_LAST),
     "of the gradients' memory for their reduction": ("zero3", LANES_LAST),
 }

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
 from megatron.core.host_memory import HostMemoryError
+from megatron.core.lane_timings import LaneTimings
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, build_engine
@@ -257,7 +257,7 @@ def _measure(
     shape: Shape,
     step: Callable[[list[Batch]], float],
     *,
-    timings: Callable[[], OffloadTimings | None] = lambda: None,
+    timings: Callable[[], LaneTimings | None] = lambda: None,
     fraction: float = 1.0,
     moments: str = "fp32",
     expected: Prediction | None = None,

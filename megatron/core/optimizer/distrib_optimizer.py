@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
 from megatron.core.fp32_module import Fp32Module
+from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
@@ -31,7 +32,6 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
-from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
@@ -209,7 +209,7 @@ class DistributedOptimizer:
             self.optimizer.init_state()
         return state_memory(model, self.optimizer)
 
-    def timings(self) -> OffloadTimings | None:
+    def timings(self) -> LaneTimings | None:
         """How long the offloaded optimizer's lanes took in the steps completed since the last call.
 
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to

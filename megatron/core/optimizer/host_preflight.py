@@ -39,15 +39,22 @@ def host_needs(parts: Sequence[HostPart], config: OptimizerConfig) -> list[HostN
 
 
 def check_host_memory_for(
-    parts: Sequence[HostPart], config: OptimizerConfig, num_local_ranks: int, mesh: DeviceMesh
+    parts: Sequence[HostPart],
+    config: OptimizerConfig,
+    num_local_ranks: int,
+    mesh: DeviceMesh,
+    others: Sequence[HostNeed] = (),
 ) -> None:
     """Refuses, before there are any weights, what `build_optimizer` would refuse once there are.
     All ranks together.
 
+    Args:
+        others: what a rank needs besides.
+
     Raises:
         HostMemoryError: see `HybridDeviceOptimizer`.
     """
-    check_memory_on_all_ranks(host_needs(parts, config), num_local_ranks, mesh)
+    check_memory_on_all_ranks([*host_needs(parts, config), *others], num_local_ranks, mesh)
 
 
 def _itemsizes(part: HostPart, config: OptimizerConfig) -> dict[str, int]:

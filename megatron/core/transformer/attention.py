@@ -88,13 +88,30 @@ class SelfAttention(nn.Module):
         Returns:
             [batch, seq, hidden], same dtype.
         """
-        query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
-        heads = self._heads(query, key, value, rotary)
-        if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context = checkpoint(self._core_attention, *heads, documents, use_reentrant=False)
-        else:
-            context = self._core_attention(*heads, documents)
+        mixed, gate = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), gate)
 
+    def inputs(
+        self, hidden: Tensor, rotary: RotaryAngles | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What the core mixes: queries [batch, heads, seq, head_dim], keys and values [batch,
+        groups, seq, head_dim]. And what the output reads besides.
+        """
+        query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
+        return self._heads(query, key, value, rotary), tuple(gate)
+
+    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
+        query, key, value = mixed
+        if self.recomputes_core and self.training and torch.is_grad_enabled():
+            context: Tensor = checkpoint(
+                self._core_attention, query, key, value, documents, use_reentrant=False
+            )
+            return context
+        return self._core_attention(query, key, value, documents)
+
+    def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
+        """From the core's result: [batch, seq, hidden]."""
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         if self.spec.has_output_gate:
             context = context * gate[0].sigmoid()

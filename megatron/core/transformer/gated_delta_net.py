@@ -132,7 +132,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: RotaryAngles | None = None,  # noqa: ARG002
+        rotary: RotaryAngles | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """Mixes the positions of each sequence, each with itself and those before it.
@@ -146,6 +146,18 @@ class GatedDeltaNet(nn.Module):
         Returns:
             [batch, seq, hidden], same dtype.
         """
+        mixed, gate = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), gate)
+
+    def inputs(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None,  # noqa: ARG002
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What the core mixes: queries, keys and values before the convolution [batch, seq,
+        channels], log decays and betas [batch, seq, value heads] fp32. And what the output reads
+        besides: the gate [batch, seq, value_size].
+        """
         spec = self.spec
         # In four parts, not in the six sections: the convolution takes three of them as one.
         mixed, z, beta, alpha = self.in_proj(hidden).split(
@@ -157,19 +169,27 @@ class GatedDeltaNet(nn.Module):
             ),
             dim=-1,
         )
-        query, key, value = self.conv1d(mixed, documents).split(
+        return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
+
+    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """What each head reads of its state: [batch, seq, value heads, value_head_dim]."""
+        spec = self.spec
+        heads, log_decay, beta = mixed
+        query, key, value = self.conv1d(heads, documents).split(
             (spec.key_size, spec.key_size, spec.value_size), dim=-1
         )
-        output = _delta_rule(
+        return _delta_rule(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),
             value.unflatten(-1, (-1, spec.value_head_dim)),
-            self.decay(alpha),
-            beta.float().sigmoid(),
+            log_decay,
+            beta,
             documents,
         )
 
-        gated = self.out_norm(output, z.unflatten(-1, (-1, spec.value_head_dim)))
+    def output(self, read: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
+        """From the core's result: [batch, seq, hidden]."""
+        gated = self.out_norm(read, gate[0].unflatten(-1, (-1, self.spec.value_head_dim)))
         projected: Tensor = self.out_proj(gated.flatten(-2))
         return projected
 

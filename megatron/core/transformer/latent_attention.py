@@ -101,14 +101,31 @@ class LatentAttention(nn.Module):
         Returns:
             [batch, seq, hidden], same dtype.
         """
+        mixed, beside = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), beside)
+
+    def inputs(
+        self, hidden: Tensor, rotary: RotaryAngles | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What the core mixes: queries and keys [batch, heads, seq, head_dim], values [batch,
+        heads, seq, value_dim]. And what the output reads besides, which is nothing.
+        """
         query = self._query(hidden, rotary)
         key, value = self._key_and_value(hidden, rotary)
-        heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context = checkpoint(self._core_attention, *heads, documents, use_reentrant=False)
-        else:
-            context = self._core_attention(*heads, documents)
+        return (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), ()
 
+    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """Each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        query, key, value = mixed
+        if self.recomputes_core and self.training and torch.is_grad_enabled():
+            context: Tensor = checkpoint(
+                self._core_attention, query, key, value, documents, use_reentrant=False
+            )
+            return context
+        return self._core_attention(query, key, value, documents)
+
+    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:  # noqa: ARG002
+        """From the core's result: [batch, seq, hidden]."""
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         output: Tensor = self.linear_proj(context)
         return output

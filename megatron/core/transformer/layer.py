@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,19 @@ from megatron.core.transformer.spec import (
 )
 
 
+class CompiledBody(Protocol):
+    """A layer's body, compiled; see compiled_layers.py."""
+
+    def __call__(
+        self,
+        layer: TransformerLayer,
+        hidden: Tensor,
+        rotary: RotaryAngles | None,
+        documents: Documents | None,
+    ) -> Tensor | tuple[Tensor, RouterReport]:
+        """What the layer's own body returns."""
+
+
 class TransformerLayer(nn.Module):
     """A mixer and a feed-forward network. Each reads the normalized residual stream, and its
     output, normalized once more where the spec says so, is added to the stream after dropout.
@@ -34,6 +49,9 @@ class TransformerLayer(nn.Module):
 
     Args:
         recompute_granularity: see TransformerConfig.
+
+    Attributes:
+        compiled: what runs in place of the body, if anything.
     """
 
     def __init__(
@@ -48,6 +66,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.spec = spec
         self.recomputes_all = recompute_granularity == "full"
+        self.compiled: CompiledBody | None = None
 
         self.input_layernorm = build_norm(spec.norm, hidden_size)
         self.self_attention = _build_mixer(
@@ -97,25 +116,28 @@ class TransformerLayer(nn.Module):
     def _body(
         self, hidden: Tensor, rotary: RotaryAngles | None, documents: Documents | None
     ) -> Tensor | tuple[Tensor, RouterReport]:
+        if self.compiled is not None:
+            return self.compiled(self, hidden, rotary, documents)
+
         normalized = self.input_layernorm(hidden)
         if documents is None:
             mixed = self.self_attention(normalized, rotary)
         else:
             row = normalized.flatten(0, 1).unsqueeze(0)
             mixed = self.self_attention(row, rotary, documents).view_as(hidden)
-        hidden = hidden + self._branch(mixed, self.post_self_attn_layernorm)
+        hidden = self.add(hidden, mixed, self.post_self_attn_layernorm)
         output = self.mlp(self.pre_mlp_layernorm(hidden))
         if not isinstance(self.mlp, MoELayer):
-            return hidden + self._branch(output, self.post_mlp_layernorm)
+            return self.add(hidden, output, self.post_mlp_layernorm)
 
         output, report = output
-        return hidden + self._branch(output, self.post_mlp_layernorm), report
+        return self.add(hidden, output, self.post_mlp_layernorm), report
 
-    def _branch(self, output: Tensor, norm: nn.Module | None) -> Tensor:
-        """What is added to the residual stream."""
+    def add(self, hidden: Tensor, output: Tensor, norm: nn.Module | None) -> Tensor:
+        """The residual stream with the output of a branch."""
         if norm is not None:
             output = norm(output)
-        return F.dropout(output, self.spec.dropout, self.training)
+        return hidden + F.dropout(output, self.spec.dropout, self.training)
 
 
 def _build_feed_forward(

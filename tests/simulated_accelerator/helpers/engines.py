@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     parallel: DataParallelConfig = DataParallelConfig()
     dtype: str = "bf16"
     model: dict[str, Any] = {}  # noqa: RUF012  options of TransformerConfig, only read
+    execution: ExecutionConfig = ExecutionConfig()
 
 
 def _offloaded(fraction: float = 1.0, **options: Any) -> OptimizerConfig:
@@ -49,6 +51,10 @@ _SHORT_MOMENTS = {
     "exp_avg_dtype": "fp16",
     "exp_avg_sq_dtype": "fp16",
 }
+
+_ACTIVATIONS = ExecutionConfig(
+    activation_offload=True, activation_offload_gib=1e-3, activation_offload_min_kib=0.5
+)
 
 CASES = {
     "zero3": Case(),
@@ -82,6 +88,20 @@ CASES = {
     ),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
     "offload unpinned": Case(_offloaded(pin_cpu_grads=False, pin_cpu_params=False)),
+    "activations": Case(execution=_ACTIVATIONS),
+    "activations recomputed": Case(
+        _offloaded(), model={"recompute_granularity": "full"}, execution=_ACTIVATIONS
+    ),
+    "activations offload forward": Case(
+        _offloaded(0.5, **_ALL_OVERLAPS), dtype="fp32", execution=_ACTIVATIONS
+    ),
+    "activations no_shard": Case(
+        parallel=DataParallelConfig(data_parallel_sharding_strategy="no_shard"),
+        execution=_ACTIVATIONS,
+    ),
+    "activations fsdp2": Case(
+        parallel=DataParallelConfig(use_torch_fsdp2=True), execution=_ACTIVATIONS
+    ),
     "fsdp2": Case(parallel=DataParallelConfig(use_torch_fsdp2=True)),
     "offload fsdp2": Case(_offloaded(0.5), DataParallelConfig(use_torch_fsdp2=True)),
 }
@@ -97,6 +117,7 @@ def make_engine(name: str, kind: str) -> ModuleEngine:
         case.parallel,
         train_iters=99,
         compute_dtype=case.dtype,
+        execution=case.execution,
     )
     engine = build_engine(config, device, build_mesh(kind, world_size), num_local_ranks=world_size)
     engine.initialize(lambda: _gpt(case))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.activation_offload import ActivationOffload, _Saving
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
@@ -40,6 +41,18 @@ REMOVALS = {
     ),
     "of the gather for the delivery": Removal(
         FsdpParameterGroup, "_enqueue_gather", {r"\[ready, \*awaited\]": "[ready]"}
+    ),
+    "of the activations' way down for the layer": Removal(
+        ActivationOffload, "send_down", {r"\[self\._device\.event\(\)\]": "[]"}
+    ),
+    "of the next layer but one for activations to be gone": Removal(
+        _Saving, "leave", {r"self\._offload\.wait\(D2H, self\._down\)": "pass"}
+    ),
+    "of the activations' way up for the computation": Removal(
+        ActivationOffload, "bring_up", {r"\[self\._device\.event\(\)\]": "[]"}
+    ),
+    "of the backward for activations": Removal(
+        _Saving, "need", {r"self\._offload\.wait\(H2D, self\._up\)": "pass"}
     ),
     "of the reduction for the backward": Removal(
         FsdpParameterGroup,

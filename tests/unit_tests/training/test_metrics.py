@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
+from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import read_json_lines
 from megatron.training.metrics import (
@@ -420,7 +420,7 @@ def test_closing_closes_every_sink(now):
 
 def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(now, shown):
     sink = Recorder()
-    timings = OffloadTimings(
+    timings = LaneTimings(
         num_steps=2,
         d2h=0.0012,
         host=0.01,

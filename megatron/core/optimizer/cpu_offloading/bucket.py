@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
+from megatron.core.lane_timings import Recorder, StepRecorder
 from megatron.core.lanes import Event, Lane, RelayedEvent
-from megatron.core.optimizer.cpu_offloading.timings import Recorder, StepRecorder
 
 MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
 

@@ -13,6 +13,15 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.issuing_lane import IssuingLane
+from megatron.core.lane_timings import (
+    D2H,
+    H2D,
+    HOST,
+    NoTimings,
+    Recorder,
+    StepRecorder,
+    TimingRecorder,
+)
 from megatron.core.lanes import Event, InlineLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
@@ -26,15 +35,6 @@ from megatron.core.optimizer.cpu_offloading.bucket_optimizers import (
 )
 from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.timings import (
-    D2H,
-    H2D,
-    HOST,
-    NoTimings,
-    Recorder,
-    StepRecorder,
-    TimingRecorder,
-)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.state_units import StateUnit

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import check_whole
+from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
@@ -37,7 +38,6 @@ from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.timings import OffloadTimings
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.kernels.adam import AdamStep
@@ -274,7 +274,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         on_host = self._host_side.state_units(self)
         return self._device_side.state_units() + on_host
 
-    def timings(self) -> OffloadTimings | None:
+    def timings(self) -> LaneTimings | None:
         """Means over the steps completed since the last call; None if nothing was recorded.
 
         With `overlap_step_with_forward` the last step is not among them: the forward still waits

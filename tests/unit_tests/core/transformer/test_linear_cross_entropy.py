@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +16,7 @@ from megatron.core.transformer.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_cross_entropy,
 )
+from tests.helpers.peak_bytes import peak_bytes
 
 NUM_TOKENS, VOCAB, WIDTH = 37, 50, 12
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -185,19 +185,6 @@ def test_gradients_in_fp16_are_not_lost_for_weights_that_are_small() -> None:
     assert_close(given.hidden.grad, of_hidden, torch.float16)
     assert_close(given.weight.grad, of_weight, torch.float16)
     assert bool((of_hidden.abs() * 2.0**-30 < 2.0**-25).all()), "fp16 has no such numbers"
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most bytes of tensors that exist at a time, beyond those that were there."""
-    with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
-        function()
-    assert profile.profiler is not None
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,7 +21,7 @@ from megatron.core.spans import ClockSpan, Span
 D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
 
 
-class OffloadTimings(NamedTuple):
+class LaneTimings(NamedTuple):
     """One rank's means over steps, in seconds a step."""
 
     num_steps: int
@@ -96,7 +96,7 @@ class StepTimings:
         return all(span.seconds is not None for _, span in (*self._spans, *self._waits))
 
     def sums(self) -> dict[str, float]:
-        """Seconds by the names of `OffloadTimings`, and bytes; of what is complete."""
+        """Seconds by the names of `LaneTimings`, and bytes; of what is complete."""
         sums = {"host_bytes": float(self._host_bytes)}
         for prefix, spans in (("", self._spans), ("waited_", self._waits)):
             for lane in LANES:
@@ -168,14 +168,14 @@ class TimingRecorder:
         with self._lock:
             self._end()
 
-    def collect(self) -> OffloadTimings | None:
+    def collect(self) -> LaneTimings | None:
         """Means over the steps that were completed since the last call; None if there are none."""
         with self._lock:
             self._add_up()
             if not self._num_steps:
                 return None
             means = {name: value / self._num_steps for name, value in self._sums.items()}
-            timings = OffloadTimings(num_steps=self._num_steps, **means)
+            timings = LaneTimings(num_steps=self._num_steps, **means)
             self._sums, self._num_steps = {}, 0
 
         if self._has_lanes:

@@ -26,16 +26,16 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
-from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.timings import (
+from megatron.core.lane_timings import (
     D2H,
     H2D,
     HOST,
-    OffloadTimings,
+    LaneTimings,
     TimingRecorder,
 )
+from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
+from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.helpers.ranks import on_ranks
 
@@ -91,7 +91,7 @@ def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
         step.wait(done(lambda: None))
         recorder.end()
     got = recorder.collect()
-    assert got == OffloadTimings(
+    assert got == LaneTimings(
         num_steps=2,
         d2h=1.5,
         host=4.0,

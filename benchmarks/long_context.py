@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""What long sequences cost, and what brings the cost down: the loss without logits, activations in
+host memory, recomputation, compiled layers, each alone and all together.
+
+    python benchmarks/long_context.py [--sequences 1024 2048 4096 8192]
+
+Forward and backward of a Llama-shaped model in bf16, one row. All sides have the same weights and
+text, and their losses are compared. They run interleaved, in an order drawn anew each round. Prints
+medians and the peak of what torch allocates besides weights and gradients, with ratios to the plain
+side (the loss of F.cross_entropy, on logits), and writes them to benchmarks/results. On the CPU
+"host memory" is the machine's own memory, too: the copies cost what they cost, and the peak is that
+of what would be the device's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers import report
+from helpers.memory import peak_bytes
+
+from megatron.core.device import Device
+from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.model_loss import mean_of_all
+
+SEED = 0
+LOSSES_DIFFER = 0.02  # at most, as shares of the loss, of sides that compute the same in bf16
+PLAIN = "F.cross_entropy"
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a side does about memory and time."""
+
+    has_fused_loss: bool = True
+    recomputes: bool = False
+    offloads: bool = False
+    compiles: bool = False
+
+
+SIDES = {
+    PLAIN: Side(has_fused_loss=False),
+    "fused loss": Side(),
+    "recompute": Side(recomputes=True),
+    "activation offload": Side(offloads=True),
+    "compile": Side(compiles=True),
+    "recompute, offload": Side(recomputes=True, offloads=True),
+    "all": Side(recomputes=True, offloads=True, compiles=True),
+}
+
+
+def build(arguments: argparse.Namespace, side: Side) -> GPTModel:
+    """A model as this side has it, with gradients to add to."""
+    torch.manual_seed(SEED)
+    config = TransformerConfig(
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        ffn_hidden_size=arguments.ffn,
+        num_attention_heads=arguments.hidden // 64,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        recompute_granularity="full" if side.recomputes else None,
+    )
+    model = GPTModel(config, arguments.vocabulary).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    execution = ExecutionConfig(
+        activation_offload=side.offloads,
+        **({"activation_offload_gib": arguments.gib} if side.offloads else {}),
+        compile_layers=side.compiles,
+    )
+    prepare_layers(model, execution, Device("cpu"))
+    return model
+
+
+def step_of(model: GPTModel, side: Side, arguments: argparse.Namespace, length: int) -> Step:
+    """Forward and backward of one row; returns the loss."""
+    generator = torch.Generator().manual_seed(SEED)
+    text = torch.randint(arguments.vocabulary, (1, length + 1), generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def step() -> float:
+        if side.has_fused_loss:
+            loss = model(tokens, labels, loss_weights=mean_of_all(labels)).loss
+        else:
+            logits = model(tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def measure(
+    models: dict[str, GPTModel], arguments: argparse.Namespace, length: int
+) -> dict[str, dict[str, float]]:
+    """Median seconds and peak bytes of each side, for rows of this length."""
+    steps = {name: step_of(model, SIDES[name], arguments, length) for name, model in models.items()}
+    # Warm, and compiled.
+    losses = {name: step() for name, step in steps.items()}
+    for name, loss in losses.items():
+        assert abs(loss / losses[PLAIN] - 1) < LOSSES_DIFFER, (name, losses)
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for name in report.schedule(list(steps), arguments.rounds, seed=SEED):
+        begun = time.perf_counter()
+        steps[name]()
+        seconds[name].append(time.perf_counter() - begun)
+    return {
+        name: {
+            "seconds": statistics.median(seconds[name]),
+            "peak_bytes": peak_bytes(step),
+            "loss": losses[name],
+        }
+        for name, step in steps.items()
+    }
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--ffn", type=int, default=704, help="width inside the MLP")
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=3, help="that are counted")
+    parser.add_argument("--gib", type=float, default=4.0, help="host memory for activations")
+    arguments = parser.parse_args()
+
+    models = {name: build(arguments, side) for name, side in SIDES.items()}
+    found: dict[str, Any] = {}
+    for length in arguments.sequences:
+        found[str(length)] = measure(models, arguments, length)
+        plain = found[str(length)][PLAIN]
+        for name, one in found[str(length)].items():
+            print(
+                f"{length:6} {name:20} {one['seconds']:7.2f} s"
+                f" {one['peak_bytes'] / 2**20:8.0f} MiB,"
+                f" {one['seconds'] / plain['seconds']:5.2f} x the time,"
+                f" {one['peak_bytes'] / plain['peak_bytes']:5.2f} x the peak",
+                flush=True,
+            )
+    print(report.write("long_context", {"settings": vars(arguments), "found": found}))
+
+
+if __name__ == "__main__":
+    main()

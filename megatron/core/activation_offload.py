@@ -1,0 +1,454 @@
+"""What autograd saves in layers, kept in host memory between forward and backward.
+
+[Note: activation offload] A layer's activations go down while the next layer computes, and come
+back while the layer after it, whose backward comes first, goes backward:
+
+    forward    computation   | layer 0 | layer 1 | layer 2 | layer 3 |
+               d2h                     | 0 down  | 1 down  |
+    backward   computation   | layer 3 | layer 2 | layer 1 | layer 0 |
+               h2d                     | 1 up    | 0 up    |
+
+The last two layers stay, since they would have to come back at once. So the device holds the
+activations of two layers, whatever their number: a layer begins its forward when those of the layer
+before the last have left, and its backward when those of the layer before it are all that is on the
+way.
+
+Memory of the host is one pinned slab, taken and given back as a stack: what goes down last comes up
+first. What finds no room there stays on the device.
+
+Copies move whole storages, once for all tensors that share one. What lives anyway stays where it
+is: weights, and arguments that all layers share (angles, documents). So do storages of less than
+`SMALLEST_NBYTES`, which cost more to move than they take.
+
+[Note: one link] The offloaded optimizer has lanes of its own, and each direction of the link is
+shared at one time of a step: in the forward activations go down while weights come up, in the
+backward activations come up while gradients go down. Where both go in one direction, at the end of
+a step and with gradient accumulation, activations go first, for the computation waits for them
+sooner; their lanes are urgent. They move at most the bytes of one layer while one layer computes,
+so the optimizer's share is what is left of the link then.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.device import Device
+from megatron.core.host_memory import format_bytes
+from megatron.core.host_stack import HostPlace, HostStack
+from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
+from megatron.core.lanes import Event
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_NBYTES = 1 << 16  # of a storage that moves
+_NUM_STAYING = 2  # layers, the last ones
+
+
+class ActivationOffload:
+    """Moves what layers save for backward to host memory, and back. The results are the same bits.
+
+        offload = ActivationOffload(device, 32 << 30)
+        offload.attach(model.layers)
+
+    See [Note: activation offload].
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        nbytes: int,
+        *,
+        smallest_nbytes: int = SMALLEST_NBYTES,
+        records_timings: bool = False,
+    ) -> None:
+        """Allocates host memory.
+
+        Args:
+            device: on which the layers compute.
+            nbytes: of host memory, at most. On a GPU all of it is pinned at once.
+            smallest_nbytes: of storages that move.
+            records_timings: whether to record what `timings` returns.
+
+        Raises:
+            ValueError: for sizes that are not positive.
+            HostMemoryError, PinError: see `HostSlab`.
+        """
+        if nbytes < 1 or smallest_nbytes < 1:
+            raise ValueError(
+                f"Expected sizes of at least one byte, got {nbytes} and {smallest_nbytes}."
+            )
+
+        self._device = device
+        self._smallest_nbytes = smallest_nbytes
+        self._stack = HostStack(nbytes, device)
+        self._down = device.lane("activations d2h", is_urgent=True)
+        self._up = device.lane("activations h2d", is_urgent=True)
+        self._timings: Recorder = NoTimings()
+        if records_timings:
+            self._timings = TimingRecorder(device, has_lanes=True)
+        self._step = self._timings.begin()
+
+        # The forward that began last, and the one before it, if it is on its way down.
+        self._last: _Saving | None = None
+        self._leaving: _Saving | None = None
+        # Memory of the device that copies still write, though nobody will read it.
+        self._orphans: deque[tuple[Event, Tensor]] = deque()
+        self._has_warned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory, in use or not."""
+        return self._stack.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most of it that has been in use."""
+        return self._stack.peak_nbytes
+
+    def attach(self, layers: Iterable[nn.Module], *, stays_at_end: bool = True) -> None:
+        """From now on forwards of these modules with gradients save in host memory.
+
+        Args:
+            layers: in the order in which they run. Tensors among a layer's arguments behind the
+                first are taken to be shared by all layers, and stay.
+            stays_at_end: whether the last two stay on the device; False if other layers come
+                behind them.
+
+        Raises:
+            ValueError: for a layer that is attached already; none is attached then.
+        """
+        layers = list(layers)
+        for number, layer in enumerate(layers):
+            if isinstance(layer.forward, _OffloadedForward):
+                raise ValueError(f"Expected layers that are not attached yet, got layer {number}.")
+
+        for number, layer in enumerate(layers):
+            stays = stays_at_end and number >= len(layers) - _NUM_STAYING
+            layer.forward = _OffloadedForward(self, layer, stays=stays)
+
+    def end_step(self) -> None:
+        """A step of training is over: `timings` are means over these."""
+        self._step = self._timings.begin()
+
+    def timings(self) -> LaneTimings | None:
+        """Means over the steps since the last call; None if there are none, or nothing records."""
+        return self._timings.collect()
+
+    @contextmanager
+    def saving(self, kept: Iterable[Tensor], *, stays: bool = False) -> Iterator[None]:
+        """What autograd saves inside, of one layer, goes down while the next one computes.
+
+        Args:
+            kept: tensors that live anyway, whose storages stay.
+            stays: whether all of it stays.
+        """
+        saving = self._begin(kept, stays=stays)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(saving.pack, _unpack):
+                yield
+        finally:
+            saving.end()
+
+    def _begin(self, kept: Iterable[Tensor], *, stays: bool) -> _Saving:
+        """A layer begins: the one before goes down beside it, and the one before that is gone."""
+        while self._orphans and self._orphans[0][0].is_done():
+            self._orphans.popleft()
+
+        if self._leaving is not None:
+            self._leaving.leave()
+            self._leaving = None
+        if self._last is not None and self._last.begin_to_leave():
+            self._leaving = self._last
+        self._last = _Saving(self, kept, self._last, stays=stays)
+        return self._last
+
+    # For _Saving
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether a tensor that autograd saves is one that moves."""
+        return (
+            type(tensor) in (Tensor, nn.Parameter)
+            and tensor.layout == torch.strided
+            and tensor.device == self._device.torch_device
+            and tensor.untyped_storage().nbytes() >= self._smallest_nbytes
+        )
+
+    def send_down(self, storages: Sequence[_Storage]) -> Event | None:
+        """Begins to copy storages to the host, as far as there is room; None if there is none."""
+        moving = []
+        for storage in storages:
+            storage.place = self._stack.take(storage.nbytes)
+            if storage.place is None:
+                self._warn_once(storage.nbytes)
+            else:
+                moving.append((storage.place.memory, storage.memory))
+        if not moving:
+            return None
+
+        def copy() -> None:
+            for host, own in moving:
+                host.copy_(own, non_blocking=True)
+
+        return self._down.enqueue(self._step.timed(D2H, copy), [self._device.event()])
+
+    def bring_up(self, storages: Sequence[_Storage]) -> Event:
+        """Begins to copy storages back, into new memory of the device."""
+        moving = []
+        for storage in storages:
+            # Allocated for the stream that computes, not the lane's: what it computes with that
+            # memory until now must be done before the lane writes.
+            own = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+            moving.append((own, storage.come_to(own)))
+
+        def copy() -> None:
+            for own, host in moving:
+                own.copy_(host, non_blocking=True)
+
+        return self._up.enqueue(self._step.timed(H2D, copy), [self._device.event()])
+
+    def wait(self, lane: str, event: Event) -> None:
+        """The computation waits for a lane."""
+        with self._step.waiting(lane):
+            event.wait()
+
+    def adopt(self, event: Event, memory: Tensor) -> None:
+        """Keeps memory that nobody will read until the copy into it is done. Any thread may."""
+        self._orphans.append((event, memory))
+
+    def _warn_once(self, nbytes: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "some activations stay on the device: the %s of host memory that they may take "
+                "have no room for %s more (--activation-offload-gib)",
+                format_bytes(self._stack.nbytes),
+                format_bytes(nbytes),
+            )
+
+
+class _OffloadedForward:
+    """What the forward of an attached layer becomes."""
+
+    def __init__(self, offload: ActivationOffload, layer: nn.Module, *, stays: bool) -> None:
+        self._offload = offload
+        self._stays = stays
+        # Weak, and no bound method: the layer holds this.
+        self._layer = weakref.ref(layer)
+        self._own_forward = vars(layer).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer()
+        if layer is None:
+            raise RuntimeError("Expected the layer that was attached, got one that is gone.")
+        if not torch.is_grad_enabled():
+            return self._run(layer, *args, **kwargs)
+
+        kept = [*_tensors_in((args[1:], kwargs)), *layer.parameters(), *layer.buffers()]
+        with self._offload.saving(kept, stays=self._stays):
+            return self._run(layer, *args, **kwargs)
+
+    def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        # Of the class as it is now: FSDP gives the layer another one.
+        return type(layer).forward(layer, *args, **kwargs)
+
+
+class _Saving:
+    """What one forward of a layer saves. It lives as long as anything of it."""
+
+    def __init__(
+        self,
+        offload: ActivationOffload,
+        kept: Iterable[Tensor],
+        previous: _Saving | None,
+        *,
+        stays: bool,
+    ) -> None:
+        self._offload = offload
+        self._stays = stays
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._kept = {_key(tensor) for tensor in kept}
+        self._storages: list[weakref.ref[_Storage]] = []
+        # By their addresses, until the forward ends: another storage may get the address of one
+        # that is gone. Then those on their way down.
+        self._held: dict[int, _Storage] = {}
+        self._down: Event | None = None
+        self._up: Event | None = None
+        self._is_needed = False  # whether its backward has begun
+
+    # Forward
+
+    def pack(self, tensor: Tensor) -> _SavedTensor | Tensor:
+        """Called by autograd for each tensor that it saves."""
+        key = _key(tensor)
+        if key in self._kept or not self._offload.moves(tensor):
+            return tensor
+
+        storage = self._held.get(key)
+        if storage is None:
+            storage = self._held[key] = _Storage(self, tensor)
+            self._storages.append(weakref.ref(storage))
+        return _SavedTensor(storage, tensor)
+
+    def end(self) -> None:
+        """The layer's forward is over."""
+        self._held.clear()
+        self._kept.clear()
+
+    def begin_to_leave(self) -> bool:
+        """Begins to copy to the host what backward will need, if it is to go there."""
+        if self._stays or self._is_needed:
+            return False
+
+        alive = self._alive()
+        self._down = self._offload.send_down(alive)
+        self._held = dict(enumerate(alive))
+        return self._down is not None
+
+    def leave(self) -> None:
+        """Waits until the host has it, and frees the device's memory."""
+        if self._down is not None and not self._is_needed:
+            self._offload.wait(D2H, self._down)
+            for storage in self._held.values():
+                storage.leave()
+        self._held.clear()
+
+    # Backward
+
+    def need(self) -> None:
+        """Backward needs it now, and what the layer before saved soon."""
+        if not self._is_needed:
+            self._is_needed = True
+            self._held.clear()
+            self.come()
+            previous = None if self._previous is None else self._previous()
+            if previous is not None:
+                previous.come()
+
+        if self._up is not None:
+            self._offload.wait(H2D, self._up)
+            self._up = None
+
+    def come(self) -> None:
+        """Begins to bring back what has left the device."""
+        gone = [storage for storage in self._alive() if storage.is_gone]
+        if gone:
+            self._up = self._offload.bring_up(gone)
+
+    def forget(self, memory: Tensor) -> None:
+        """Memory of a storage that nobody will read again. Any thread, at any time."""
+        if self._up is not None:
+            self._offload.adopt(self._up, memory)
+
+    def _alive(self) -> list[_Storage]:
+        return [storage for ref in self._storages if (storage := ref()) is not None]
+
+
+class _Storage:
+    """A storage that autograd has saved tensors of, on the device, in host memory, or both.
+
+    Attributes:
+        nbytes: its size.
+        place: in host memory.
+    """
+
+    def __init__(self, saving: _Saving, tensor: Tensor) -> None:
+        self.saving = saving
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.place: HostPlace | None = None
+        self._memory: Tensor | None = _bytes_of(tensor)
+        # Shares the version of the tensor, which changes when it is written in place.
+        self._witness: Tensor | None = tensor.detach()
+        self._version = tensor._version
+
+    @property
+    def memory(self) -> Tensor:
+        """The device's: [nbytes] uint8."""
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is in host memory only."""
+        return self._memory is None
+
+    def check(self) -> None:
+        """RuntimeError if a tensor of it was written after autograd had saved it."""
+        if self._witness is not None and self._witness._version != self._version:
+            raise RuntimeError(
+                "Expected that what autograd has saved is not modified in place before backward, "
+                f"got version {self._witness._version} of a tensor, saved as {self._version}."
+            )
+
+    def leave(self) -> None:
+        """Frees the device's memory, if the host has the same."""
+        self.check()
+        if self.place is not None:
+            self._memory = self._witness = None
+
+    def come_to(self, memory: Tensor) -> Tensor:
+        """`memory` is the device's from now on. Returns the host's."""
+        assert self.place is not None
+        self._memory = memory
+        return self.place.memory
+
+    def __del__(self) -> None:
+        if self._memory is not None:
+            self.saving.forget(self._memory)
+        if self.place is not None:
+            self.place.give_back()
+
+
+class _SavedTensor:
+    """What autograd keeps in place of a tensor: how the tensor lies in its storage."""
+
+    def __init__(self, storage: _Storage, tensor: Tensor) -> None:
+        self._storage = storage
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        """The tensor, when backward needs it."""
+        storage = self._storage
+        storage.saving.need()
+        storage.check()
+        memory = storage.memory
+        tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), *self._layout)
+
+
+def _unpack(saved: _SavedTensor | Tensor) -> Tensor:
+    return saved.unpack() if isinstance(saved, _SavedTensor) else saved
+
+
+def _key(tensor: Tensor) -> int:
+    """The same for tensors that share a storage, while they live."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage: [nbytes] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    """Those in containers and in dataclasses."""
+    found = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf):
+            found += _tensors_in(vars(leaf))
+    return found

@@ -1,0 +1,139 @@
+"""A layer's body, compiled by torch.compile: `--compile-layers`.
+
+[Note: compiled layers] A body is compiled in two pieces, what comes before the core of its mixer
+and what comes behind:
+
+    compiled   norm, projection, rotation of the heads
+    as it is   attention, or convolution and delta rule: they have kernels of their own, and what
+               they do follows the lengths of documents, which change with every batch
+    compiled   projection, residual, norm, MLP, residual
+
+A mixture of experts stays as it is, too, as it asks how many tokens each expert has got; what is
+compiled ends before it. Each piece is one graph without breaks: where it cannot be, torch says so.
+
+FSDP's hooks, activation offload and recomputation lie around the body, and see it as they see
+another. Names of parameters stay. Random numbers are drawn as without compiling, so dropout drops
+the same.
+
+Layers with equal specs share what was compiled; shapes and grad mode make graphs of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.options import ConfigError
+from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.moe_layer import MoELayer
+from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.router import RouterReport
+
+# Of one piece of code: layers of several kinds, in training and evaluation.
+_MOST_GRAPHS = 64
+
+Pieces = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def compile_layers(model: nn.Module) -> int:
+    """From now on the bodies of a model's transformer layers run compiled. Returns how many.
+
+    Compiling happens in the first forward and the first backward, and takes seconds for each kind
+    of layer.
+
+    Raises:
+        ConfigError: if the machine has no compiler for code of the CPU.
+        ValueError: if something inside a layer has hooks of its own, which would not be called.
+    """
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    check_compiler({parameter.device.type for parameter in model.parameters()})
+    for layer in layers:
+        _check_hooks(layer)
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
+    body = _TwoPieces()
+    for layer in layers:
+        layer.compiled = body
+    return len(layers)
+
+
+def check_compiler(kinds: Iterable[str]) -> None:
+    """ConfigError if there is no compiler for one of these kinds of devices."""
+    # A GPU's kernels are Triton's, which brings what it needs.
+    if "cpu" not in kinds:
+        return
+    asked = os.environ.get("CXX")
+    names = (asked,) if asked else ("g++", "clang++")
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            "--compile-layers: expected a C++ compiler, which torch.compile needs on the CPU, got "
+            f"none of {', '.join(names)} in the PATH."
+        )
+
+
+class _TwoPieces:
+    """The body of any layer in two compiled pieces, and what lies between."""
+
+    def __init__(self) -> None:
+        # Dropout by the generator that draws without compiling, in the same order.
+        options: dict[str, Any] = {"fallback_random": True}
+        self._before = torch.compile(_before_core, fullgraph=True, options=options)
+        self._behind = torch.compile(_behind_core, fullgraph=True, options=options)
+
+    def __call__(
+        self,
+        layer: TransformerLayer,
+        hidden: Tensor,
+        rotary: RotaryAngles | None,
+        documents: Documents | None,
+    ) -> Tensor | tuple[Tensor, RouterReport]:
+        """What the layer's own body returns."""
+        mixed, beside = self._before(layer, hidden, rotary, documents is not None)
+        context = layer.self_attention.core(mixed, documents)
+        hidden, output = self._behind(layer, hidden, context, beside)
+        if output is None:
+            return hidden
+
+        output, report = layer.mlp(output)
+        return layer.add(hidden, output, layer.post_mlp_layernorm), report
+
+
+def _before_core(
+    layer: TransformerLayer, hidden: Tensor, rotary: RotaryAngles | None, is_one_row: bool
+) -> Pieces:
+    """Up to what the core mixes, and what its mixer's output reads besides.
+
+    Args:
+        is_one_row: whether the mixer takes the batch as one row, since it has documents.
+    """
+    normalized = layer.input_layernorm(hidden)
+    if is_one_row:
+        normalized = normalized.flatten(0, 1).unsqueeze(0)
+    return layer.self_attention.inputs(normalized, rotary)
+
+
+def _behind_core(
+    layer: TransformerLayer, hidden: Tensor, context: Tensor, beside: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The layer's result and None; or the residual stream, and what a mixture of experts reads."""
+    mixed = layer.self_attention.output(context, beside).view_as(hidden)
+    hidden = layer.add(hidden, mixed, layer.post_self_attn_layernorm)
+    normalized = layer.pre_mlp_layernorm(hidden)
+    if isinstance(layer.mlp, MoELayer):
+        return hidden, normalized
+    return layer.add(hidden, layer.mlp(normalized), layer.post_mlp_layernorm), None
+
+
+def _check_hooks(layer: TransformerLayer) -> None:
+    mixer = layer.self_attention
+    if mixer._forward_pre_hooks or mixer._forward_hooks:
+        raise ValueError(
+            "Expected hooks (FSDP's, say) around whole layers, which are compiled in two pieces, "
+            f"got hooks of {type(mixer).__name__} within one."
+        )

@@ -1,0 +1,54 @@
+"""Host memory of which what was taken last comes back first, as a rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import Device
+from megatron.core.host_memory import ARRAY_ALIGNMENT, HostSlab
+
+
+class HostPlace:
+    """A piece of host memory: [nbytes] uint8, until it is given back."""
+
+    def __init__(self, memory: Tensor, end: int) -> None:
+        self.memory = memory
+        self.end = end  # bytes from the beginning of the stack
+        self.is_free = False
+
+    def give_back(self) -> None:
+        """Whoever held it does not need it any more. Any thread, at any time."""
+        self.is_free = True
+
+
+class HostStack:
+    """One pinned slab, and the pieces of it that are taken. A piece that comes back early is free
+    when those above it are.
+
+    Attributes:
+        nbytes: of the slab.
+        peak_nbytes: the most of it that was in use.
+    """
+
+    def __init__(self, nbytes: int, device: Device) -> None:
+        self._slab = HostSlab(nbytes, device, is_pinned=True, purpose="activations")
+        self._places: list[HostPlace] = []
+        self.nbytes = nbytes
+        self.peak_nbytes = 0
+
+    def take(self, nbytes: int) -> HostPlace | None:
+        """A piece of so many bytes; None if there is no room for it now."""
+        while self._places and self._places[-1].is_free:
+            self._places.pop()
+
+        top = self._places[-1].end if self._places else 0
+        begin = -(-top // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
+        end = begin + nbytes
+        if end > self.nbytes:
+            return None
+
+        self.peak_nbytes = max(self.peak_nbytes, end)
+        place = HostPlace(self._slab.tensor(begin, nbytes, torch.uint8), end)
+        self._places.append(place)
+        return place

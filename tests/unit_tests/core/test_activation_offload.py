@@ -1,0 +1,287 @@
+"""Activations in host memory: the same bits, and two layers' worth of memory on the device."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.activation_offload import ActivationOffload
+from megatron.core.device import Device
+from megatron.core.lanes import delays
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.documents import Documents
+from tests.helpers.peak_bytes import peak_bytes
+
+CPU = Device("cpu")
+VOCAB, BATCH, SEQ = 64, 2, 64
+ROOM = 64 << 20
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "recomputed": {"recompute_granularity": "full", "hidden_dropout": 0.1},
+    "selective": {"recompute_granularity": "selective", "attention_dropout": 0.1},
+    "delta nets": {"linear_attention_freq": "2", "swiglu": True, "normalization": "RMSNorm"},
+    "experts": {"num_experts": 4, "moe_router_topk": 2},
+    "latents": {"multi_latent_attention": True},
+}
+
+
+def build(num_layers: int = 5, hidden_size: int = 32, **options: Any) -> GPTModel:
+    torch.manual_seed(0)
+    options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **options}
+    config = TransformerConfig(
+        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=2, **options
+    )
+    return GPTModel(config, VOCAB)
+
+
+def offloaded(model: GPTModel, nbytes: int = ROOM, **options: Any) -> ActivationOffload:
+    offload = ActivationOffload(CPU, nbytes, **{"smallest_nbytes": 256, **options})
+    offload.attach(model.decoder.layers)
+    return offload
+
+
+def loss_of(model: GPTModel, seed: int = 1, documents: Documents | None = None) -> Tensor:
+    torch.manual_seed(seed)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ))
+    losses: Tensor = model(tokens, tokens.roll(-1, 1), documents=documents)
+    return losses.mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_keep_their_bits_under_delays(name: str) -> None:
+    plain, moved = build(**MODELS[name]), build(**MODELS[name])
+    offload = offloaded(moved)
+    documents = (None, Documents((40, 24, 1, 63)), Documents((64, 64)))
+    for seed, some in enumerate(documents):
+        expected = loss_of(plain, seed, some)
+        expected.backward()
+        with delays(seed):
+            found = loss_of(moved, seed, some)
+            found.backward()
+        assert found.item() == expected.item()
+    # Of three microbatches, added up.
+    assert_same_bits(gradients(moved), gradients(plain))
+    assert offload.peak_nbytes > 0
+
+
+def test_a_batch_may_go_backward_when_another_has_gone_forward() -> None:
+    plain, moved = build(), build()
+    offloaded(moved)
+    for order in ((0, 1), (1, 0)):
+        for model in (plain, moved):
+            with delays(3):
+                losses = [loss_of(model, seed) for seed in range(2)]
+                for number in order:
+                    losses[number].backward()
+        assert_same_bits(gradients(moved), gradients(plain))
+
+
+def test_a_graph_that_is_kept_goes_backward_twice() -> None:
+    plain, moved = build(), build()
+    offloaded(moved)
+    for model in (plain, moved):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_bits(gradients(moved), gradients(plain))
+
+
+def test_gradients_of_some_layers_alone() -> None:
+    plain, moved = build(), build()
+    offloaded(moved)
+    found = []
+    for model in (plain, moved):
+        # The layer that was brought back ahead is not needed.
+        weight = model.decoder.layers[2].mlp.linear_fc2.weight
+        found.append(torch.autograd.grad(loss_of(model), [weight])[0])
+        loss_of(model).backward()
+    assert torch.equal(*found)
+    assert_same_bits(gradients(moved), gradients(plain))
+
+
+def test_a_model_with_frozen_layers() -> None:
+    plain, moved = build(), build()
+    offloaded(moved)
+    for model in (plain, moved):
+        for number in (0, 2):
+            model.decoder.layers[number].requires_grad_(requires_grad=False)
+        model.embedding.requires_grad_(requires_grad=False)
+        loss_of(model).backward()
+    assert_same_bits(gradients(moved), gradients(plain))
+
+
+def test_forwards_that_nobody_goes_backward_from_give_their_memory_back() -> None:
+    model = build()
+    offload = offloaded(model)
+    loss_of(model).backward()
+    once = offload.peak_nbytes
+    for seed in range(5):
+        loss_of(model, seed)
+    with torch.no_grad():
+        loss_of(model)
+    gc.collect()
+    loss_of(model).backward()
+    assert offload.peak_nbytes == once > 0
+
+
+def test_a_forward_that_fails_does_no_harm() -> None:
+    plain, moved = build(), build()
+    offload = offloaded(moved)
+    with pytest.raises(ValueError, match="documents that fill"):
+        loss_of(moved, documents=Documents((7,)))
+    hook = moved.decoder.layers[3].mlp.register_forward_hook(_fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(moved)
+    hook.remove()
+
+    loss_of(plain).backward()
+    loss_of(moved).backward()
+    assert_same_bits(gradients(moved), gradients(plain))
+    assert offload.peak_nbytes > 0
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def test_nothing_moves_without_gradients() -> None:
+    model = build()
+    offload = offloaded(model)
+    with torch.no_grad():
+        loss_of(model)
+    assert offload.peak_nbytes == 0
+
+
+def test_what_finds_no_room_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    plain, moved = build(), build()
+    whole = offloaded(build())
+    offload = offloaded(moved, nbytes=100_000)
+    with caplog.at_level(logging.WARNING):
+        for model in (plain, moved):
+            for seed in range(2):
+                loss_of(model, seed).backward()
+    assert_same_bits(gradients(moved), gradients(plain))
+    assert 0 < offload.peak_nbytes <= 100_000 < whole.nbytes
+    assert ["97.66 KiB" in record.getMessage() for record in caplog.records] == [True]
+
+
+def _growth(num_layers: int, is_offloaded: bool, **options: Any) -> int:
+    """Peak bytes of a step, besides weights and gradients."""
+    model = build(num_layers, 128, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if is_offloaded:
+        offloaded(model)
+    return peak_bytes(lambda: loss_of(model).backward())
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_granularity": "full"}])
+def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(
+    options: dict[str, Any],
+) -> None:
+    few, more, many = (_growth(n, is_offloaded=True, **options) for n in (3, 6, 12))
+    assert few < 1.05 * more
+    assert many < 1.02 * more
+
+    # It does without.
+    few, many = (_growth(n, is_offloaded=False, **options) for n in (3, 12))
+    a_layer = (many - few) / 9
+    assert a_layer > BATCH * SEQ * 128 * 4 * 0.9
+    # Two layers' activations, and a layer's gradients.
+    assert more < few
+
+
+def test_tensors_of_one_storage_move_once_and_weights_do_not() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+
+        def forward(self, hidden: Tensor, angles: Tensor) -> Tensor:
+            first, second = (hidden * angles).split(500)
+            return torch.cat((first * second, second * first)) * self.weight
+
+    layers = nn.ModuleList(Layer() for _ in range(3))
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1)
+    offload.attach(layers)
+    hidden = torch.ones(1000, requires_grad=True)
+    angles = torch.full((1000,), 2.0, requires_grad=True)
+    for layer in layers:
+        hidden = layer(hidden, angles)
+    hidden.sum().backward()
+    # Of the first layer: its input, the product that the halves are views of, and what the weight
+    # multiplies. The other two stay.
+    assert offload.peak_nbytes == pytest.approx(3 * 4000, abs=3 * 64)
+
+
+def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.saved = hidden * 2
+            return self.saved.exp().mul(self.saved)
+
+    layers = nn.ModuleList(Layer() for _ in range(4))
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1)
+    offload.attach(layers)
+    hidden = layers[0](torch.ones(100, requires_grad=True))
+    layers[0].saved.zero_()
+    hidden = layers[1](hidden)
+    with pytest.raises(RuntimeError, match="not modified in place before backward"):
+        layers[2](hidden)
+
+
+def test_wrong_use_is_refused() -> None:
+    model = build()
+    offload = offloaded(model)
+    with pytest.raises(ValueError, match="not attached yet, got layer 0"):
+        offload.attach(model.decoder.layers)
+    with pytest.raises(ValueError, match="at least one byte, got 0"):
+        ActivationOffload(CPU, 0)
+
+
+def test_a_model_is_freed_with_its_offload() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = build()
+        offload = offloaded(model)
+        loss_of(model).backward()
+        alive = weakref.ref(model.decoder.layers[0].mlp)
+        del model, offload
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_timings_tell_what_moved_and_what_waited() -> None:
+    model = build()
+    offload = offloaded(model, records_timings=True)
+    for seed in range(2):
+        loss_of(model, seed).backward()
+        offload.end_step()
+    timings = offload.timings()
+    assert timings is not None
+    assert timings.num_steps == 2
+    assert min(timings.d2h, timings.h2d, timings.waited_d2h, timings.waited_h2d) > 0
+    assert timings.host == 0
+    assert offload.timings() is None
+    assert offloaded(build()).timings() is None

@@ -1,0 +1,138 @@
+"""Compiled layers: the same losses, one graph a piece, and no new graphs for new documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from megatron.core.activation_offload import ActivationOffload
+from megatron.core.compiled_layers import check_compiler, compile_layers
+from megatron.core.device import Device
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.options import ConfigError
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.documents import Documents
+
+VOCAB, BATCH, SEQ = 64, 2, 32
+LLAMA = {
+    "ffn_hidden_size": 32,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "recomputed, dropout": {
+        **LLAMA,
+        "recompute_granularity": "full",
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+    },
+}
+# A compilation takes seconds.
+WIDE: dict[str, dict[str, Any]] = {
+    "delta nets": {**LLAMA, "linear_attention_freq": "2", "attention_output_gate": True},
+    "selective": {"recompute_granularity": "selective", "qk_layernorm": True},
+    "experts": {**LLAMA, "num_experts": 4, "moe_router_topk": 2},
+    "latents": {**LLAMA, "multi_latent_attention": True},
+    "windows, norms behind": {
+        **LLAMA,
+        "window_size": (8, 0),
+        "window_attn_skip_freq": "2",
+        "post_norm": True,
+    },
+}
+ALL = [*MODELS, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE)]
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    """Without the graphs of other tests."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def build(**options: Any) -> GPTModel:
+    torch.manual_seed(0)
+    options = {"attention_dropout": 0.0, "hidden_dropout": 0.0, **options}
+    return GPTModel(
+        TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=2, **options), VOCAB
+    )
+
+
+def loss_of(model: nn.Module, seed: int = 1, documents: Documents | None = None) -> Tensor:
+    torch.manual_seed(seed)
+    tokens = torch.randint(VOCAB, (BATCH, SEQ))
+    losses: Tensor = model(tokens, tokens.roll(-1, 1), documents=documents)
+    return losses.mean()
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_losses_agree_and_documents_make_no_new_graphs(name: str) -> None:
+    plain, compiled = (build(**{**MODELS, **WIDE}[name]) for _ in range(2))
+    names = [name for name, _ in compiled.named_parameters()]
+    assert compile_layers(compiled) == 3
+
+    graphs = []
+    for step, lengths in enumerate([(20, 12, 32), (1, 31, 16, 16), (32, 32), (7, 25, 31, 1)]):
+        losses = [loss_of(model, step, Documents(lengths)) for model in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        with torch.no_grad():
+            for model in (plain.eval(), compiled.eval()):
+                losses.append(loss_of(model, step, Documents(lengths)))
+                model.train()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+        assert losses[3].item() == pytest.approx(losses[2].item(), rel=1e-5)
+        graphs.append(num_graphs())
+
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
+    assert not counters["graph_break"]
+    assert [name for name, _ in compiled.named_parameters()] == names
+    for own, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_activations_of_compiled_layers_move_without_changing_a_bit() -> None:
+    stay, moved = build(**LLAMA), build(**LLAMA)
+    offload = ActivationOffload(Device("cpu"), 1 << 24, smallest_nbytes=256)
+    for model in (stay, moved):
+        compile_layers(model)
+    offload.attach(moved.decoder.layers)
+    for seed in range(2):
+        losses = [loss_of(model, seed) for model in (stay, moved)]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == losses[1].item()
+    assert offload.peak_nbytes > 0
+    for own, other in zip(moved.parameters(), stay.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert torch.equal(own.grad, other.grad)
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* none of g\+\+, clang\+\+"):
+        compile_layers(build())
+    check_compiler(["a kind with kernels of its own"])
+
+
+def test_hooks_within_a_layer_are_refused() -> None:
+    model = build()
+    model.decoder.layers[1].self_attention.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="got hooks of SelfAttention within one"):
+        compile_layers(model)
+    assert all(layer.compiled is None for layer in model.decoder.layers)
