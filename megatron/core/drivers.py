@@ -30,12 +30,15 @@ class Driver:
         kind: as in `torch.device(kind)`.
         collective_backend: for `init_process_group`; carries CPU tensors too.
         has_triton: whether Triton compiles for it.
+        has_varlen_attention: whether PyTorch's FlashAttention for sequences of many lengths runs on
+            it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
             without a copy.
     """
 
     collective_backend = ""
     has_triton = False
+    has_varlen_attention = False
     widens_as_it_reads = False
 
     def __init__(self, kind: str) -> None:
@@ -121,6 +124,7 @@ class CudaDriver(Driver):
 
     collective_backend = "cpu:gloo,cuda:nccl"
     has_triton = True
+    has_varlen_attention = True
     widens_as_it_reads = True
 
     def __init__(self) -> None:

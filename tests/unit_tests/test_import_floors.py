@@ -52,6 +52,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.documents",
         "megatron.core.transformer.linear_cross_entropy",
         "megatron.core.materialize",
+        "megatron.core.transformer.varlen_attention",
         "megatron.core.transformer.attention_core",
         "megatron.core.transformer.attention",
         "megatron.core.transformer.latent_attention",

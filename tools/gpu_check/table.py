@@ -72,6 +72,13 @@ STAGES: tuple[Stage, ...] = (
         "adam", f"{_HERE}.adam:adam", "the Triton pass against the host kernel, bit for bit", 90, 15
     ),
     Stage(
+        "documents",
+        f"{_HERE}.documents:documents",
+        "attention of documents by one kernel, against one after the other",
+        60,
+        10,
+    ),
+    Stage(
         "one_rank",
         f"{_HERE}.one_rank:plain",
         "every configuration on one rank: bits, synchronisations, allocations",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -41,6 +42,7 @@ class Configuration:
     parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     compute_dtype: str = "bf16"
     model: dict[str, Any] = field(default_factory=dict)
+    execution: ExecutionConfig = ExecutionConfig()
     family: str = ""
     num_syncs: int | None = 1
     reuses_memory: bool = True
@@ -85,6 +87,10 @@ _FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
 
 # The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each
 # with states on the device and in host memory, which must make no difference.
+_ACTIVATIONS = ExecutionConfig(
+    activation_offload=True, activation_offload_gib=0.25, activation_offload_min_kib=0.5
+)
+
 CONFIGURATIONS: dict[str, Configuration] = {
     "zero3": Configuration(family="device"),
     "zero3_keep": Configuration(
@@ -97,6 +103,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "hfsdp": Configuration(parallel=_hybrid("optim"), family="device"),
     "recompute": Configuration(model={"recompute_granularity": "full"}, family="device"),
     "selective": Configuration(model={"recompute_granularity": "selective"}, family="device"),
+    "activations": Configuration(execution=_ACTIVATIONS, family="device"),
+    "activations_recompute": Configuration(
+        model={"recompute_granularity": "full"}, execution=_ACTIVATIONS, family="device"
+    ),
     "zero3_fp32": Configuration(compute_dtype="fp32", family="fp32"),
     "zero1_fp32": Configuration(parallel=_strategy("optim"), compute_dtype="fp32", family="fp32"),
     "offload_fp32_grads": Configuration(_offloaded(0.5), family="device"),
@@ -108,6 +118,12 @@ CONFIGURATIONS: dict[str, Configuration] = {
     ),
     "offload_forward_half": Configuration(
         _offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"
+    ),
+    "offload_forward_activations": Configuration(
+        _offloaded(1.0, overlaps_forward=True),
+        parallel=_AUTO,
+        execution=_ACTIVATIONS,
+        family="offload",
     ),
     "offload_zero1": Configuration(
         _offloaded(0.5, overlaps_forward=True),
@@ -215,6 +231,7 @@ def build(
         configuration.parallel,
         train_iters=99,
         compute_dtype=configuration.compute_dtype,
+        execution=configuration.execution,
         **options,
     )
     mesh = build_mesh(accelerator.device.kind, num_ranks)

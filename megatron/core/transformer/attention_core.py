@@ -37,6 +37,7 @@ from megatron.core.autocast import without_autocast
 from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
+from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
 # more scores that the mask hides; smaller ones copy each key more often. The bounds keep matrices
@@ -103,8 +104,13 @@ def _attend_by_document(
 ) -> Tensor:
     """Attention of each document by itself: its cost is the sum of the squares of their lengths.
 
-    Documents of one length form a batch, since small kernels take longer to launch than to run.
+    Where no kernel takes them all, documents of one length form a batch, since small kernels take
+    longer to launch than to run.
     """
+    kernel = varlen_kernel() if suits_varlen(heads[0], heads[2], spec, dropout) else None
+    if kernel is not None:
+        return attend_varlen(kernel, *heads, spec, documents)
+
     # Slices would do as well, but the backward of each allocates a gradient of the whole length;
     # that of split puts the gradients of all parts together once.
     parts = [part.split(documents.lengths, dim=2) for part in heads]

@@ -1,0 +1,124 @@
+"""What the kernel for documents of many lengths is given is what each one by itself computes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.drivers import CudaDriver, Driver
+from megatron.core.transformer import varlen_attention
+from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.spec import AttentionSpec, Sinks
+from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
+
+DOCUMENTS = Documents((5, 1, 17, 9))
+HEADS, DIM = 4, 16
+
+
+def documented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """What PyTorch's documentation says, for as many key heads as query heads."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    before, behind = window_size
+    outputs = []
+    for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        # [positions, heads, dim] -> [heads, positions, dim]
+        parts = [part[start:stop].transpose(0, 1) for part in (query, key, value)]
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        is_seen = torch.ones_like(distance, dtype=torch.bool)
+        if before >= 0:
+            is_seen &= distance <= before
+        if behind >= 0:
+            is_seen &= -distance <= behind
+        found = F.scaled_dot_product_attention(*parts, attn_mask=is_seen, scale=scale)
+        outputs.append(found.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def documented_with_groups(*arguments: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    """The same, of a release that takes grouped heads."""
+    query, key, value, *rest = arguments
+    assert enable_gqa == (key.shape[1] < query.shape[1])
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    return documented(query, key, value, *rest, **options)
+
+
+def spec_of(**options: Any) -> AttentionSpec:
+    settings = {"num_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM, "scale": 0.3}
+    return AttentionSpec(**{**settings, **options})
+
+
+@pytest.mark.parametrize("kernel", [documented, documented_with_groups])
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("value_dim", [DIM, DIM - 6])
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"is_causal": False}], ids=str)
+def test_the_kernel_is_given_what_attention_by_documents_computes(
+    kernel: Any, groups: int, value_dim: int, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = ((HEADS, DIM), (groups, DIM), (groups, value_dim))
+    query, key, value = (
+        torch.randn(1, heads, DOCUMENTS.num_positions, width, generator=generator)
+        for heads, width in widths
+    )
+    spec = spec_of(num_key_value_heads=groups, **options)
+    expected = attend(query, key, value, spec, documents=DOCUMENTS)
+    found = attend_varlen(kernel, query, key, value, spec, DOCUMENTS)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_installed_pytorch_has_a_kernel_that_takes_these_arguments() -> None:
+    assert varlen_kernel() is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dropout": 0.1}, False),
+        ({"softcap": 20.0}, False),
+        ({"sinks": Sinks.ZERO}, False),
+        ({"head_dim": 20}, False),
+        ({"head_dim": 512}, False),
+        ({"value_dim": 72}, False),
+        ({"kind": "cpu"}, False),
+        ({"driver": Driver("plain")}, False),
+    ],
+    ids=str,
+)
+def test_it_is_used_where_it_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setattr(CudaDriver, "flash_head_dim", lambda *_: 256)
+    driver = changes.get("driver", CudaDriver())
+    monkeypatch.setattr(varlen_attention, "driver_of", lambda _: driver)
+    monkeypatch.setattr(varlen_attention, "kinds_of_accelerators", lambda: ["pretended"])
+
+    device = SimpleNamespace(type=changes.get("kind", "pretended"), index=0)
+    head_dim = changes.get("head_dim", 64)
+    dtype = changes.get("dtype", torch.bfloat16)
+    query = SimpleNamespace(device=device, dtype=dtype, shape=(1, HEADS, 8, head_dim))
+    value = SimpleNamespace(shape=(1, HEADS, 8, changes.get("value_dim", head_dim)))
+    options = {name: changes[name] for name in ("softcap", "sinks") if name in changes}
+    spec = spec_of(head_dim=head_dim, **options)
+    assert suits_varlen(query, value, spec, changes.get("dropout", 0.0)) is expected
