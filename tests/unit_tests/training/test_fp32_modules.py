@@ -322,7 +322,7 @@ def _bytes(fraction: float) -> tuple[dict[str, Any], list[int], int]:
     """What each state takes, what the preflight has counted, and what is on the host."""
     counted: list[int] = []
 
-    def note(parts: Sequence[HostPart], config: OptimizerConfig, *_: Any) -> None:
+    def note(parts: Sequence[HostPart], config: OptimizerConfig, *_: Any, **__: Any) -> None:
         counted.extend(need.nbytes for need in host_needs(parts, config))
 
     parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
