@@ -30,12 +30,14 @@ so the optimizer's share is what is left of the link then.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -195,11 +197,11 @@ class ActivationOffload:
         if not moving:
             return None
 
-        def copy() -> None:
+        def send() -> None:
             for host, own in moving:
                 host.copy_(own, non_blocking=True)
 
-        return self._down.enqueue(self._step.timed(D2H, copy), [self._device.event()])
+        return self._down.enqueue(self._step.timed(D2H, send), [self._device.event()])
 
     def bring_up(self, storages: Sequence[_Storage]) -> Event:
         """Begins to copy storages back, into new memory of the device."""
@@ -210,11 +212,11 @@ class ActivationOffload:
             own = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device.torch_device)
             moving.append((own, storage.come_to(own)))
 
-        def copy() -> None:
+        def bring() -> None:
             for own, host in moving:
                 own.copy_(host, non_blocking=True)
 
-        return self._up.enqueue(self._step.timed(H2D, copy), [self._device.event()])
+        return self._up.enqueue(self._step.timed(H2D, bring), [self._device.event()])
 
     def wait(self, lane: str, event: Event) -> None:
         """The computation waits for a lane."""
@@ -257,6 +259,13 @@ class _OffloadedForward:
         with self._offload.saving(kept, stays=self._stays):
             return self._run(layer, *args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer is not attached."""
+        copied = memo[id(self._layer())]
+        if self._own_forward is not None:
+            return copy.deepcopy(self._own_forward, memo)
+        return MethodType(type(copied).forward, copied)
+
     def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._own_forward is not None:
             return self._own_forward(*args, **kwargs)
@@ -291,8 +300,7 @@ class _Saving:
 
     def pack(self, tensor: Tensor) -> _SavedTensor | Tensor:
         """Called by autograd for each tensor that it saves."""
-        key = _key(tensor)
-        if key in self._kept or not self._offload.moves(tensor):
+        if not self._offload.moves(tensor) or (key := _key(tensor)) in self._kept:
             return tensor
 
         storage = self._held.get(key)
@@ -313,8 +321,11 @@ class _Saving:
 
         alive = self._alive()
         self._down = self._offload.send_down(alive)
+        if self._down is None:
+            return False
+
         self._held = dict(enumerate(alive))
-        return self._down is not None
+        return True
 
     def leave(self) -> None:
         """Waits until the host has it, and frees the device's memory."""

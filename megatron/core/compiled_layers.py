@@ -131,9 +131,11 @@ def _behind_core(
 
 
 def _check_hooks(layer: TransformerLayer) -> None:
-    mixer = layer.self_attention
-    if mixer._forward_pre_hooks or mixer._forward_hooks:
-        raise ValueError(
-            "Expected hooks (FSDP's, say) around whole layers, which are compiled in two pieces, "
-            f"got hooks of {type(mixer).__name__} within one."
-        )
+    # A mixture of experts is not compiled: hooks in it are called as ever.
+    experts = set(layer.mlp.modules()) if isinstance(layer.mlp, MoELayer) else set()
+    for module in set(layer.modules()) - experts - {layer}:
+        if module._forward_pre_hooks or module._forward_hooks:
+            raise ValueError(
+                "Expected hooks (FSDP's, say) around whole layers, which are compiled in two "
+                f"pieces, got hooks of {type(module).__name__} within one."
+            )

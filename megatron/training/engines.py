@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
+from megatron.core.host_memory import format_bytes
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
@@ -184,6 +185,11 @@ class ModuleEngine:
         self._activations = prepare_layers(
             model, execution, self.device, records_timings=self.config.records_timings
         )
+        if self._activations is not None:
+            room = format_bytes(self._activations.nbytes)
+            logger.info("activations of layers in up to %s of host memory a rank", room)
+        if execution.compile_layers:
+            logger.info("layers are compiled in the first step, which takes a while")
 
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype

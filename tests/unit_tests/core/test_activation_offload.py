@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.activation_offload import ActivationOffload
+from megatron.core.activation_offload import ActivationOffload, _Storage
 from megatron.core.device import Device
 from megatron.core.lanes import delays
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -256,6 +257,35 @@ def test_wrong_use_is_refused() -> None:
         offload.attach(model.decoder.layers)
     with pytest.raises(ValueError, match="at least one byte, got 0"):
         ActivationOffload(CPU, 0)
+
+
+def test_a_copy_of_a_model_is_a_model_of_its_own() -> None:
+    model = build()
+    offload = offloaded(model)
+    other = copy.deepcopy(model)
+    loss_of(other).backward()
+    assert offload.peak_nbytes == 0
+    loss_of(model).backward()
+    assert offload.peak_nbytes > 0
+    assert_same_bits(gradients(other), gradients(model))
+    offloaded(other)
+
+
+def test_what_stays_for_want_of_room_is_freed_with_its_graph() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        offload = ActivationOffload(CPU, 1, smallest_nbytes=1)
+        offload.attach(layers)
+        hidden = torch.ones(8, 64, requires_grad=True)
+        for layer in layers:
+            hidden = layer(hidden).sin()
+        assert [one for one in gc.get_objects() if isinstance(one, _Storage)]
+        del hidden
+        assert not [one for one in gc.get_objects() if isinstance(one, _Storage)]
+    finally:
+        gc.enable()
 
 
 def test_a_model_is_freed_with_its_offload() -> None:
