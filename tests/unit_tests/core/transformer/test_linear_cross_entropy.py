@@ -188,8 +188,11 @@ def test_gradients_in_fp16_are_not_lost_for_weights_that_are_small() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_bounded_by_the_chunk_and_the_gradients(dtype: torch.dtype) -> None:
-    num_tokens, vocab, width, rows = 1024, 4000, 16, 32
+@pytest.mark.parametrize("shape", [(1024, 4000, 16, 32), (256, 150_000, 4, 8)], ids=str)
+def test_memory_is_bounded_by_the_chunk_and_the_gradients(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    num_tokens, vocab, width, rows = shape
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, width, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator).to(dtype).requires_grad_()
