@@ -48,8 +48,9 @@ def compile_layers(model: nn.Module) -> int:
     of layer.
 
     Raises:
-        ConfigError: if the machine has no compiler for code of the CPU.
-        ValueError: if something inside a layer has hooks of its own, which would not be called.
+        ConfigError: if the machine has no compiler for code of the CPU, or if something inside a
+            layer has hooks of its own. Those of a mixer would not be called, and others are not
+            part of a graph.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     check_compiler({parameter.device.type for parameter in model.parameters()})
@@ -135,7 +136,7 @@ def _check_hooks(layer: TransformerLayer) -> None:
     experts = set(layer.mlp.modules()) if isinstance(layer.mlp, MoELayer) else set()
     for module in set(layer.modules()) - experts - {layer}:
         if module._forward_pre_hooks or module._forward_hooks:
-            raise ValueError(
-                "Expected hooks (FSDP's, say) around whole layers, which are compiled in two "
-                f"pieces, got hooks of {type(module).__name__} within one."
+            raise ConfigError(
+                "--compile-layers: expected hooks (FSDP's, say) around whole layers only, got "
+                f"hooks of {type(module).__name__} within one."
             )

@@ -47,17 +47,6 @@ def test_offloaded_activations_under_fsdp2_change_no_bit(prefix: str, tmp_path: 
     assert train(prefix, tmp_path / "host", *flags, *ACTIVATIONS) == expected
 
 
-# Of one layer, which takes seconds to compile.
-COMPILED = ["--num-layers", 1, "--linear-attention-freq", "[0]", "--compile-layers"]
-
-
-def test_a_compiled_run_has_the_losses_of_another(prefix: str, tmp_path: Path) -> None:
-    flags = [*APART, *OFFLOADED, "--eval-iters", 0, *COMPILED]
-    expected = train(prefix, tmp_path / "plain", *flags[:-1], world_size=1)
-    found = train(prefix, tmp_path / "compiled", *flags, world_size=1)
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.wide
 def test_a_compiled_run_has_the_losses_and_the_checkpoints_of_another(
     prefix: str, tmp_path: Path

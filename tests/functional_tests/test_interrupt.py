@@ -286,6 +286,7 @@ def typed_at(command: Sequence[str], cwd: Path = ROOT) -> Iterator[tuple[Termina
         yield terminal, process
 
 
+@pytest.mark.wide
 def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_it(
     tmp_path, capsys
 ):

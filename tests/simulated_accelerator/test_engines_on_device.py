@@ -31,7 +31,6 @@ SOME = [
     "zero3 fp32",
     "hsdp",
     "offload forward half",
-    "offload zero1",
     "activations recomputed",
     "fp16 moments",
 ]

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megatron.core.activation_offload import ActivationOffload
 from megatron.core.compiled_layers import check_compiler, compile_layers
 from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.layer_execution import ExecutionConfig
+from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
+from megatron.training.engines import EngineConfig, MegatronEngine
+from tests.helpers.ranks import run_ranks
 
 VOCAB, BATCH, SEQ = 64, 2, 32
 LLAMA = {
@@ -104,22 +110,46 @@ def test_losses_agree_and_documents_make_no_new_graphs(name: str) -> None:
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_activations_of_compiled_layers_move_without_changing_a_bit() -> None:
-    stay, moved = build(**LLAMA), build(**LLAMA)
-    offload = ActivationOffload(Device("cpu"), 1 << 24, smallest_nbytes=256)
-    for model in (stay, moved):
-        compile_layers(model)
-    offload.attach(moved.decoder.layers)
-    for seed in range(2):
-        losses = [loss_of(model, seed) for model in (stay, moved)]
-        for loss in losses:
-            loss.backward()
-        assert losses[0].item() == losses[1].item()
-    assert offload.peak_nbytes > 0
-    for own, other in zip(moved.parameters(), stay.parameters(), strict=True):
-        assert own.grad is not None
-        assert other.grad is not None
-        assert torch.equal(own.grad, other.grad)
+def test_a_compiled_run_has_the_losses_of_another_and_its_activations_may_move() -> None:
+    losses = run_ranks(1, _trained)[0]
+    plain, compiled, moved = losses
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    assert moved == compiled, "to the bit"
+    assert len(set(plain)) == 3
+
+
+def _forward_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return loss_of(model, int(batch["seed"]))
+
+
+def _trained() -> list[list[float]]:
+    """The losses of an engine's steps: as ever, compiled, and with activations in host memory."""
+    moving = {
+        "activation_offload": True,
+        "activation_offload_gib": 0.01,
+        "activation_offload_min_kib": 0.25,
+    }
+    found = []
+    for execution in (
+        ExecutionConfig(),
+        ExecutionConfig(compile_layers=True),
+        ExecutionConfig(compile_layers=True, **moving),
+    ):
+        config = EngineConfig(
+            OptimizerConfig(optimizer_cpu_offload=True),
+            LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+            DataParallelConfig(),
+            train_iters=3,
+            execution=execution,
+        )
+        engine = MegatronEngine(config, Device("cpu"), build_mesh("cpu", 1))
+        engine.initialize(lambda: build(**MODELS["recomputed, dropout"]))
+        batches = [{"seed": torch.tensor([number])} for number in range(3)]
+        found.append([engine.train_batch([batch], _forward_step).loss for batch in batches])
+        assert (engine.activations is not None) == execution.activation_offload
+        if engine.activations is not None:
+            assert engine.activations.peak_nbytes > 0
+    return found
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +163,6 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_hooks_within_a_layer_are_refused() -> None:
     model = build()
     model.decoder.layers[1].self_attention.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="got hooks of SelfAttention within one"):
+    with pytest.raises(ConfigError, match="got hooks of SelfAttention within one"):
         compile_layers(model)
     assert all(layer.compiled is None for layer in model.decoder.layers)

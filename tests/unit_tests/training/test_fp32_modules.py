@@ -274,6 +274,7 @@ def _small(folder: str) -> set[torch.dtype]:
     return {weight.dtype for name, weight in in_bf16.contents.weights.items() if "gate" in name}
 
 
+@pytest.mark.wide
 def test_fewer_elements_than_ranks_frozen_ones_and_bf16_main_weights_train_alike(tmp_path):
     assert run_ranks(3, _small, str(tmp_path)) == [{FP32}] * 3
 
