@@ -160,9 +160,17 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     check_compiler(["a kind with kernels of its own"])
 
 
-def test_hooks_within_a_layer_are_refused() -> None:
+@pytest.mark.parametrize("name", ["self_attention", "mlp.linear_fc1"])
+def test_hooks_within_a_layer_are_refused(name: str) -> None:
     model = build()
-    model.decoder.layers[1].self_attention.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(ConfigError, match="got hooks of SelfAttention within one"):
+    module = model.decoder.layers[1].get_submodule(name)
+    module.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=f"got hooks of {type(module).__name__} within one"):
         compile_layers(model)
     assert all(layer.compiled is None for layer in model.decoder.layers)
+
+
+def test_hooks_within_a_mixture_of_experts_stay() -> None:
+    model = build(**LLAMA, num_experts=4, moe_router_topk=2)
+    model.decoder.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: None)
+    assert compile_layers(model) == 3
