@@ -9,9 +9,8 @@ back while the layer after it, whose backward comes first, goes backward:
                h2d                     | 1 up    | 0 up    |
 
 The last two layers stay, since they would have to come back at once. So the device holds the
-activations of two layers, whatever their number: a layer begins its forward when those of the layer
-before the last have left, and its backward when those of the layer before it are all that is on the
-way.
+activations of two layers, whatever their number: a layer's forward begins when those of the layer
+two before it have left, and its backward when at most those of the layer before are still coming.
 
 Memory of the host is one pinned slab, taken and given back as a stack: what goes down last comes up
 first. What finds no room there stays on the device.
@@ -34,26 +33,31 @@ import copy
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
 from megatron.core.host_memory import format_bytes
 from megatron.core.host_stack import HostPlace, HostStack
 from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
-from megatron.core.lanes import Event
+from megatron.core.lanes import Event, Lane, is_lane_thread
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_NBYTES = 1 << 16  # of a storage that moves
 _NUM_STAYING = 2  # layers, the last ones
+_SPOILED = (
+    "Expected that what autograd has saved is not modified in place before backward, got a tensor "
+    "that was."
+)
 
 
 class ActivationOffload:
@@ -100,12 +104,16 @@ class ActivationOffload:
             self._timings = TimingRecorder(device, has_lanes=True)
         self._step = self._timings.begin()
 
-        # The forward that began last, and the one before it, if it is on its way down.
-        self._last: _Saving | None = None
+        # The forward that began last, as long as anything of it lives, and the one before it, if it
+        # is on its way down.
+        self._last: weakref.ref[_Saving] | None = None
         self._leaving: _Saving | None = None
         # Memory of the device that copies still write, though nobody will read it.
         self._orphans: deque[tuple[Event, Tensor]] = deque()
         self._has_warned = False
+        # Whatever still copies is done before the memory of the host goes. At the end of the
+        # process it goes anyway.
+        weakref.finalize(self, _close, self._down, self._up, self._stack).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -121,18 +129,20 @@ class ActivationOffload:
         """From now on forwards of these modules with gradients save in host memory.
 
         Args:
-            layers: in the order in which they run. Tensors among a layer's arguments behind the
-                first are taken to be shared by all layers, and stay.
+            layers: in the order in which they run, on one stream. Tensors among a layer's arguments
+                behind the first are taken to be shared by all layers, and stay.
             stays_at_end: whether the last two stay on the device; False if other layers come
                 behind them.
 
         Raises:
-            ValueError: for a layer that is attached already; none is attached then.
+            ValueError: for a layer that is attached already or comes twice; none is attached then.
         """
         layers = list(layers)
         for number, layer in enumerate(layers):
             if isinstance(layer.forward, _OffloadedForward):
                 raise ValueError(f"Expected layers that are not attached yet, got layer {number}.")
+            if any(layer is other for other in layers[:number]):
+                raise ValueError(f"Expected layers that differ, got layer {number} twice.")
 
         for number, layer in enumerate(layers):
             stays = stays_at_end and number >= len(layers) - _NUM_STAYING
@@ -147,11 +157,14 @@ class ActivationOffload:
         return self._timings.collect()
 
     @contextmanager
-    def saving(self, kept: Iterable[Tensor], *, stays: bool = False) -> Iterator[None]:
+    def saving(
+        self, kept: Callable[[], Iterable[Tensor]], *, stays: bool = False
+    ) -> Iterator[None]:
         """What autograd saves inside, of one layer, goes down while the next one computes.
 
         Args:
-            kept: tensors that live anyway, whose storages stay.
+            kept: the tensors, at the moment, that live anyway, and whose storages stay. It is asked
+                again and again: FSDP units within the layer have their full weights in turn.
             stays: whether all of it stays.
         """
         saving = self._begin(kept, stays=stays)
@@ -161,18 +174,20 @@ class ActivationOffload:
         finally:
             saving.end()
 
-    def _begin(self, kept: Iterable[Tensor], *, stays: bool) -> _Saving:
+    def _begin(self, kept: Callable[[], Iterable[Tensor]], *, stays: bool) -> _Saving:
         """A layer begins: the one before goes down beside it, and the one before that is gone."""
         while self._orphans and self._orphans[0][0].is_done():
             self._orphans.popleft()
 
-        if self._leaving is not None:
-            self._leaving.leave()
-            self._leaving = None
-        if self._last is not None and self._last.begin_to_leave():
-            self._leaving = self._last
-        self._last = _Saving(self, kept, self._last, stays=stays)
-        return self._last
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.leave()
+        last = None if self._last is None else self._last()
+        if last is not None and last.begin_to_leave():
+            self._leaving = last
+        saving = _Saving(self, kept, last, stays=stays)
+        self._last = weakref.ref(saving)
+        return saving
 
     # For _Saving
 
@@ -181,6 +196,7 @@ class ActivationOffload:
         return (
             type(tensor) in (Tensor, nn.Parameter)
             and tensor.layout == torch.strided
+            and not (tensor.is_conj() or tensor.is_neg())
             and tensor.device == self._device.torch_device
             and tensor.untyped_storage().nbytes() >= self._smallest_nbytes
         )
@@ -205,18 +221,24 @@ class ActivationOffload:
 
     def bring_up(self, storages: Sequence[_Storage]) -> Event:
         """Begins to copy storages back, into new memory of the device."""
-        moving = []
-        for storage in storages:
-            # Allocated for the stream that computes, not the lane's: what it computes with that
-            # memory until now must be done before the lane writes.
-            own = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device.torch_device)
-            moving.append((own, storage.come_to(own)))
+        # Allocated for the stream that computes, not the lane's: what it computes with that memory
+        # until now must be done before the lane writes.
+        moving = [
+            (
+                torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device.torch_device),
+                storage.on_host,
+            )
+            for storage in storages
+        ]
 
         def bring() -> None:
             for own, host in moving:
                 own.copy_(host, non_blocking=True)
 
-        return self._up.enqueue(self._step.timed(H2D, bring), [self._device.event()])
+        event = self._up.enqueue(self._step.timed(H2D, bring), [self._device.event()])
+        for storage, (own, _) in zip(storages, moving, strict=True):
+            storage.come_to(own)
+        return event
 
     def wait(self, lane: str, event: Event) -> None:
         """The computation waits for a lane."""
@@ -255,7 +277,12 @@ class _OffloadedForward:
         if not torch.is_grad_enabled():
             return self._run(layer, *args, **kwargs)
 
-        kept = [*_tensors_in((args[1:], kwargs)), *layer.parameters(), *layer.buffers()]
+        # All but the hidden states, by whatever name.
+        shared = (args[1:], kwargs) if args else list(kwargs.values())[1:]
+
+        def kept() -> list[Tensor]:
+            return [*_tensors_in(shared), *layer.parameters(), *layer.buffers()]
+
         with self._offload.saving(kept, stays=self._stays):
             return self._run(layer, *args, **kwargs)
 
@@ -279,7 +306,7 @@ class _Saving:
     def __init__(
         self,
         offload: ActivationOffload,
-        kept: Iterable[Tensor],
+        kept: Callable[[], Iterable[Tensor]],
         previous: _Saving | None,
         *,
         stays: bool,
@@ -287,7 +314,8 @@ class _Saving:
         self._offload = offload
         self._stays = stays
         self._previous = None if previous is None else weakref.ref(previous)
-        self._kept = {_key(tensor) for tensor in kept}
+        self._find_kept: Callable[[], Iterable[Tensor]] | None = kept
+        self._kept: set[int] = set()
         self._storages: list[weakref.ref[_Storage]] = []
         # By their addresses, until the forward ends: another storage may get the address of one
         # that is gone. Then those on their way down.
@@ -298,21 +326,29 @@ class _Saving:
 
     # Forward
 
-    def pack(self, tensor: Tensor) -> _SavedTensor | Tensor:
+    def pack(self, tensor: Tensor) -> _SavedTensor | _SavedHere | Tensor:
         """Called by autograd for each tensor that it saves."""
-        if not self._offload.moves(tensor) or (key := _key(tensor)) in self._kept:
-            return tensor
+        if not self._offload.moves(tensor) or self._is_kept(key := _key(tensor)):
+            # An output of the very operation that saves it must not be saved with its node: nothing
+            # would free the two.
+            return tensor if tensor.is_leaf else _SavedHere(tensor)
 
         storage = self._held.get(key)
-        if storage is None:
+        if storage is None or storage.version != tensor._version:
             storage = self._held[key] = _Storage(self, tensor)
             self._storages.append(weakref.ref(storage))
         return _SavedTensor(storage, tensor)
+
+    def _is_kept(self, key: int) -> bool:
+        if key not in self._kept and key not in self._held and self._find_kept is not None:
+            self._kept = {_key(tensor) for tensor in self._find_kept() if _has_storage(tensor)}
+        return key in self._kept
 
     def end(self) -> None:
         """The layer's forward is over."""
         self._held.clear()
         self._kept.clear()
+        self._find_kept = None
 
     def begin_to_leave(self) -> bool:
         """Begins to copy to the host what backward will need, if it is to go there."""
@@ -330,9 +366,12 @@ class _Saving:
     def leave(self) -> None:
         """Waits until the host has it, and frees the device's memory."""
         if self._down is not None and not self._is_needed:
-            self._offload.wait(D2H, self._down)
-            for storage in self._held.values():
-                storage.leave()
+            try:
+                self._offload.wait(D2H, self._down)
+                for storage in self._held.values():
+                    storage.leave()
+            finally:
+                self._held.clear()
         self._held.clear()
 
     # Backward
@@ -340,12 +379,12 @@ class _Saving:
     def need(self) -> None:
         """Backward needs it now, and what the layer before saved soon."""
         if not self._is_needed:
-            self._is_needed = True
             self._held.clear()
             self.come()
             previous = None if self._previous is None else self._previous()
             if previous is not None:
                 previous.come()
+            self._is_needed = True
 
         if self._up is not None:
             self._offload.wait(H2D, self._up)
@@ -371,6 +410,7 @@ class _Storage:
 
     Attributes:
         nbytes: its size.
+        version: of its tensors, when they were saved.
         place: in host memory.
     """
 
@@ -381,7 +421,8 @@ class _Storage:
         self._memory: Tensor | None = _bytes_of(tensor)
         # Shares the version of the tensor, which changes when it is written in place.
         self._witness: Tensor | None = tensor.detach()
-        self._version = tensor._version
+        self.version = tensor._version
+        self._is_spoiled = False
 
     @property
     def memory(self) -> Tensor:
@@ -396,23 +437,29 @@ class _Storage:
 
     def check(self) -> None:
         """RuntimeError if a tensor of it was written after autograd had saved it."""
-        if self._witness is not None and self._witness._version != self._version:
-            raise RuntimeError(
-                "Expected that what autograd has saved is not modified in place before backward, "
-                f"got version {self._witness._version} of a tensor, saved as {self._version}."
-            )
+        self._note_version()
+        if self._is_spoiled:
+            raise RuntimeError(_SPOILED)
+
+    def _note_version(self) -> None:
+        if self._witness is not None and self._witness._version != self.version:
+            self._is_spoiled = True
 
     def leave(self) -> None:
         """Frees the device's memory, if the host has the same."""
-        self.check()
+        self._note_version()
         if self.place is not None:
             self._memory = self._witness = None
 
-    def come_to(self, memory: Tensor) -> Tensor:
-        """`memory` is the device's from now on. Returns the host's."""
+    @property
+    def on_host(self) -> Tensor:
+        """The host's memory: [nbytes] uint8."""
         assert self.place is not None
-        self._memory = memory
         return self.place.memory
+
+    def come_to(self, memory: Tensor) -> None:
+        """`memory` is the device's from now on."""
+        self._memory = memory
 
     def __del__(self) -> None:
         if self._memory is not None:
@@ -439,8 +486,29 @@ class _SavedTensor:
         return tensor.set_(memory.untyped_storage(), *self._layout)
 
 
-def _unpack(saved: _SavedTensor | Tensor) -> Tensor:
-    return saved.unpack() if isinstance(saved, _SavedTensor) else saved
+class _SavedHere:
+    """What autograd keeps in place of a tensor that stays, without the node that computed it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """The tensor."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(_SPOILED)
+        return self._tensor
+
+
+def _unpack(saved: _SavedTensor | _SavedHere | Tensor) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.unpack()
+
+
+def _close(down: Lane, up: Lane, stack: HostStack) -> None:  # noqa: ARG001  lives until the end
+    # Garbage may be collected in a lane's own thread, which must not wait for itself.
+    if not is_lane_thread():
+        down.close()
+        up.close()
 
 
 def _key(tensor: Tensor) -> int:
@@ -454,12 +522,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def _tensors_in(values: Any) -> list[Tensor]:
-    """Those in containers and in dataclasses."""
-    found = []
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf):
-            found += _tensors_in(vars(leaf))
+    """Those in containers and in dataclasses, which may keep more than their fields."""
+    found, seen, left = [], set(), [values]
+    while left:
+        for leaf in tree_leaves(left.pop()):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif is_dataclass(leaf) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                left.append([getattr(leaf, field.name, None) for field in fields(leaf)])
+                left.append(getattr(leaf, "__dict__", {}))
     return found

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,11 +71,12 @@ def check_compiler(kinds: Iterable[str]) -> None:
     if "cpu" not in kinds:
         return
     asked = os.environ.get("CXX")
-    names = (asked,) if asked else ("g++", "clang++")
-    if not any(shutil.which(name) for name in names):
+    # What Inductor looks for.
+    name = asked or ("clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(name):
         raise ConfigError(
             "--compile-layers: expected a C++ compiler, which torch.compile needs on the CPU, got "
-            f"none of {', '.join(names)} in the PATH."
+            f"no {name} in the PATH; CXX may name another."
         )
 
 
@@ -135,7 +137,13 @@ def _check_hooks(layer: TransformerLayer) -> None:
     # A mixture of experts is not compiled: hooks in it are called as ever.
     experts = set(layer.mlp.modules()) if isinstance(layer.mlp, MoELayer) else set()
     for module in set(layer.modules()) - experts - {layer}:
-        if module._forward_pre_hooks or module._forward_hooks:
+        hooks = (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if any(hooks) or "forward" in vars(module):
             raise ConfigError(
                 "--compile-layers: expected hooks (FSDP's, say) around whole layers only, got "
                 f"hooks of {type(module).__name__} within one."

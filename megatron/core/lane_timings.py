@@ -1,7 +1,8 @@
-"""How long the offloaded optimizer's lanes work, and how long the computation waits for them.
+"""How long lanes work, and how long the computation waits for them: lanes of the offloaded
+optimizer, and of offloaded activations, which have no `host`.
 
-A step begins with its gradients' way down and ends with its weights on the device, which may be in
-the middle of the next forward. Recording reads clocks and waits for nothing.
+An optimizer's step begins with its gradients' way down and ends with its weights on the device,
+which may be in the middle of the next forward. Recording reads clocks and waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class LaneTimings(NamedTuple):
     """One rank's means over steps, in seconds a step."""
 
     num_steps: int
-    d2h: float  # gradients on their way down
+    d2h: float  # gradients, or activations, on their way down
     host: float  # the update, in host memory
-    h2d: float  # weights on their way up
+    h2d: float  # weights, or activations, on their way up
     waited_d2h: float  # by the thread that computes, for each of them
     waited_host: float
     waited_h2d: float

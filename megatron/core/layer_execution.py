@@ -52,7 +52,7 @@ class ExecutionConfig:
     @property
     def nbytes_of_host(self) -> int:
         """Host memory for activations, of each rank."""
-        return int(self.activation_offload_gib * _GIB) if self.activation_offload else 0
+        return math.ceil(self.activation_offload_gib * _GIB) if self.activation_offload else 0
 
     def host_needs(self, device: Device) -> list[HostNeed]:
         """The same, for the check that it fits."""

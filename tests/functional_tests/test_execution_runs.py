@@ -14,6 +14,7 @@ ACTIVATIONS = (
     "--activation-offload --activation-offload-gib 1e-4 --activation-offload-min-kib 0.25 "
     "--num-layers 5"
 ).split()
+EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"]
 RECOMPUTED = ["--recompute-granularity", "full"]
 
 
@@ -22,7 +23,16 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
-@pytest.mark.parametrize("flags", [APART, [*RECOMPUTED, "--bf16"]], ids=["documents", "recomputed"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        APART,
+        [*RECOMPUTED, "--bf16"],
+        EXPERTS,
+        [*EXPERTS, *APART, "--expert-model-parallel-size", "2", "--bf16"],
+    ],
+    ids=["documents", "recomputed", "experts", "divided experts"],
+)
 def test_offloaded_activations_change_no_bit_and_runs_resume(
     prefix: str, tmp_path: Path, flags: list[str]
 ) -> None:

@@ -138,7 +138,7 @@ SCENES = {
     "of the gather for the delivery": ("offload forward half", LANES_LAST),
     "of the activations' way down for the layer": ("activations no_shard", DEFAULT_LAST),
     "of the next layer but one for activations to be gone": ("activations", LANES_LAST),
-    "of the activations' way up for the computation": ("activations", DEFAULT_LAST),
+    "of the activations' way up for the computation": ("activations no_shard", DEFAULT_LAST),
     "of the backward for activations": ("activations", LANES_LAST),
     "of the reduction for the backward": ("zero3", DEFAULT_LAST),
     "of the gradients' memory for their reduction": ("zero3", LANES_LAST),

@@ -245,9 +245,96 @@ def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
     offload.attach(layers)
     hidden = layers[0](torch.ones(100, requires_grad=True))
     layers[0].saved.zero_()
-    hidden = layers[1](hidden)
+    for layer in layers[1:]:
+        hidden = layer(hidden)
     with pytest.raises(RuntimeError, match="not modified in place before backward"):
-        layers[2](hidden)
+        hidden.sum().backward()
+
+    # The next batch knows nothing of it.
+    hidden = torch.ones(100, requires_grad=True)
+    for layer in layers:
+        hidden = layer(hidden)
+    hidden.sum().backward()
+
+
+def test_what_was_saved_and_dropped_may_be_written() -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            own = hidden * 2
+            (own * own).sum()  # saved, and dropped
+            own += 1
+            return own * own
+
+    layers = nn.ModuleList(Layer() for _ in range(3))
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1)
+    offload.attach(layers)
+    first = torch.full((100,), 0.1, requires_grad=True)
+    hidden = first
+    for layer in layers:
+        hidden = layer(hidden)
+    hidden.sum().backward()
+    plain = torch.full((100,), 0.1, requires_grad=True)
+    hidden = plain
+    for _ in layers:
+        hidden = Layer()(hidden)
+    hidden.sum().backward()
+    assert first.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(first.grad, plain.grad)
+
+
+def test_conjugates_stay() -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return (hidden.conj() * hidden * hidden.mH.mT).tanh()
+
+    found = []
+    for attaches in (False, True):
+        layers = nn.ModuleList(Layer() for _ in range(4))
+        if attaches:
+            ActivationOffload(CPU, ROOM, smallest_nbytes=1).attach(layers)
+        first = torch.complex(torch.linspace(0.1, 0.9, 16), torch.linspace(0.9, 0.3, 16)).view(4, 4)
+        hidden = first.requires_grad_()
+        for layer in layers:
+            hidden = layer(hidden)
+        hidden.abs().sum().backward()
+        found.append(first.grad)
+    assert torch.equal(*found)
+
+
+def test_small_outputs_that_are_saved_with_their_operation_keep_no_graph_alive() -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.sin() * hidden.mean().sigmoid()
+
+    layers = nn.ModuleList(Layer() for _ in range(4))
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1000)
+    offload.attach(layers)
+    gc.collect()
+    before = sum(isinstance(one, _Storage) for one in gc.get_objects())
+    for _ in range(3):
+        hidden = torch.ones(1000, requires_grad=True)
+        for layer in layers:
+            hidden = layer(hidden)
+        del hidden
+    gc.collect()
+    assert sum(isinstance(one, _Storage) for one in gc.get_objects()) == before
+
+
+def test_hidden_states_may_have_a_name() -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
+            return hidden * hidden * scale
+
+    layers = nn.ModuleList(Layer() for _ in range(3))
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1)
+    offload.attach(layers)
+    hidden = torch.ones(1000, requires_grad=True)
+    for layer in layers:
+        hidden = layer(hidden=hidden, scale=torch.ones(1000))
+    hidden.sum().backward()
+    # The input and its square.
+    assert offload.peak_nbytes == pytest.approx(4000, abs=64)
 
 
 def test_wrong_use_is_refused() -> None:
@@ -255,6 +342,9 @@ def test_wrong_use_is_refused() -> None:
     offload = offloaded(model)
     with pytest.raises(ValueError, match="not attached yet, got layer 0"):
         offload.attach(model.decoder.layers)
+    one = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="got layer 1 twice"):
+        offload.attach([one, one])
     with pytest.raises(ValueError, match="at least one byte, got 0"):
         ActivationOffload(CPU, 0)
 
@@ -295,9 +385,9 @@ def test_a_model_is_freed_with_its_offload() -> None:
         model = build()
         offload = offloaded(model)
         loss_of(model).backward()
-        alive = weakref.ref(model.decoder.layers[0].mlp)
+        alive = [weakref.ref(model.decoder.layers[0].mlp), weakref.ref(offload)]
         del model, offload
-        assert alive() is None
+        assert [one() for one in alive] == [None, None]
     finally:
         gc.enable()
 

@@ -155,7 +155,7 @@ def _trained() -> list[list[float]]:
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* none of g\+\+, clang\+\+"):
+    with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* no (g|clang)\+\+ in"):
         compile_layers(build())
     check_compiler(["a kind with kernels of its own"])
 
