@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers import report
+from helpers.llama import llama_config
 from helpers.memory import peak_bytes
 
 from megatron.core.device import Device
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.config import TransformerConfig
 from megatron.training.model_loss import mean_of_all
 
 SEED = 0
@@ -62,16 +62,9 @@ SIDES = {
 def build(arguments: argparse.Namespace, side: Side) -> GPTModel:
     """A model as this side has it, with gradients to add to."""
     torch.manual_seed(SEED)
-    config = TransformerConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
+    config = llama_config(
+        arguments,
         ffn_hidden_size=arguments.ffn,
-        num_attention_heads=arguments.hidden // 64,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         recompute_granularity="full" if side.recomputes else None,
     )
     model = GPTModel(config, arguments.vocabulary).to(torch.bfloat16)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import report
+from helpers.llama import llama_config
 from helpers.steps import SEED, Side, batch_of, measure
 from torch import Tensor, nn
 
@@ -34,7 +35,6 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
-from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.training.launch import Launch
 
@@ -87,15 +87,8 @@ class PlainMixture(nn.Module):
 
 def model_of(arguments: argparse.Namespace, num_experts: int) -> GPTModel:
     """A GPT whose layers all have experts, without memory."""
-    config = TransformerConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=arguments.hidden // 64,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+    config = llama_config(
+        arguments,
         num_experts=num_experts,
         moe_router_topk=arguments.top_k,
         moe_ffn_hidden_size=arguments.expert_size,

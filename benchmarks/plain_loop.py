@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import report
+from helpers.llama import llama_config
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +35,6 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.engines import EngineConfig, MegatronEngine
 from megatron.training.model_loss import mean_of_all
@@ -47,21 +47,8 @@ Step = Callable[[], float]
 
 def our_model(arguments: argparse.Namespace) -> GPTModel:
     """A Llama."""
-    return GPTModel(
-        TransformerConfig(
-            num_layers=arguments.layers,
-            hidden_size=arguments.hidden,
-            ffn_hidden_size=arguments.ffn,
-            num_attention_heads=arguments.hidden // 64,
-            normalization="RMSNorm",
-            swiglu=True,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            norm_epsilon=1e-6,
-        ),
-        arguments.vocabulary,
-    )
+    config = llama_config(arguments, ffn_hidden_size=arguments.ffn, norm_epsilon=1e-6)
+    return GPTModel(config, arguments.vocabulary)
 
 
 def their_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
@@ -149,14 +136,7 @@ def our_model_alone(
     load_theirs(model, arguments)
     model.to(dtype)
     weights = mean_of_all(batch[1])
-
-    def step() -> float:
-        loss: Tensor = model(*batch, loss_weights=weights).loss
-        loss.backward()
-        model.zero_grad()
-        return float(loss.detach())
-
-    return step
+    return _alone(model, lambda: model(*batch, loss_weights=weights).loss)
 
 
 def their_model_alone(
@@ -164,9 +144,13 @@ def their_model_alone(
 ) -> Step:
     """Forward and backward of theirs."""
     model = their_model(arguments).to(dtype)
+    tokens, labels = batch
+    return _alone(model, lambda: model(input_ids=tokens, labels=labels, shift_labels=labels).loss)
 
+
+def _alone(model: nn.Module, forward: Callable[[], Tensor]) -> Step:
     def step() -> float:
-        loss = model(input_ids=batch[0], labels=batch[1], shift_labels=batch[1]).loss
+        loss = forward()
         loss.backward()
         model.zero_grad()
         return float(loss.detach())

@@ -365,14 +365,13 @@ class _Saving:
 
     def leave(self) -> None:
         """Waits until the host has it, and frees the device's memory."""
-        if self._down is not None and not self._is_needed:
-            try:
+        try:
+            if self._down is not None and not self._is_needed:
                 self._offload.wait(D2H, self._down)
                 for storage in self._held.values():
                     storage.leave()
-            finally:
-                self._held.clear()
-        self._held.clear()
+        finally:
+            self._held.clear()
 
     # Backward
 

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from megatron.core.options import ConfigError
 from megatron.core.transformer.documents import Documents
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.layer import LayerOutput, TransformerLayer
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.rotary import RotaryAngles
-from megatron.core.transformer.router import RouterReport
 
 # Of one piece of code: layers of several kinds, in training and evaluation.
 _MOST_GRAPHS = 64
@@ -95,7 +94,7 @@ class _TwoPieces:
         hidden: Tensor,
         rotary: RotaryAngles | None,
         documents: Documents | None,
-    ) -> Tensor | tuple[Tensor, RouterReport]:
+    ) -> LayerOutput:
         """What the layer's own body returns."""
         mixed, beside = self._before(layer, hidden, rotary, documents is not None)
         context = layer.self_attention.core(mixed, documents)

@@ -20,11 +20,12 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from megatron.core.cgroups import CGROUPS, lines_of, own_cgroups
 from megatron.core.device import Device
 from megatron.core.numa import prefer_node
 
@@ -195,7 +196,7 @@ class HostLimits:
     cgroup_available: int | None
 
     @classmethod
-    def read(cls, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostLimits:
+    def read(cls, proc: Path = Path("/proc"), cgroup: Path = CGROUPS) -> HostLimits:
         """The present limits. A file that is missing (no Linux, no such controller) sets none."""
         return cls(_mem_available(proc), min(_cgroup_rooms(proc, cgroup), default=None))
 
@@ -254,7 +255,7 @@ def _sum_shown(needs: Sequence[HostNeed]) -> str:
 
 
 def _mem_available(proc: Path) -> int | None:
-    for line in _lines(proc / "meminfo"):
+    for line in lines_of(proc / "meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -274,33 +275,16 @@ _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def _cgroup_rooms(proc: Path, root: Path) -> Iterator[int]:
-    """The bytes left in each limited cgroup of this process and above it.
-
-    A path outside the container has no files under `root`; the container's own are at the top.
-    """
-    for line in _lines(proc / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, names = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
-        relative = PurePosixPath(path.lstrip("/"))
-        for place in (relative, *relative.parents):
-            yield from _room(top / place, names)
+    """The bytes left in each limited cgroup of this process and above it."""
+    for group in own_cgroups("memory", root, proc / "self" / "cgroup"):
+        yield from _room(group.folder, _VERSION_2 if group.is_v2 else _VERSION_1)
 
 
 def _room(cgroup: Path, names: _Names) -> Iterator[int]:
     """Limit less usage, not counting page cache; nothing for a cgroup without a limit."""
-    limit, usage = _lines(cgroup / names.limit)[:1], _lines(cgroup / names.usage)[:1]
+    limit, usage = lines_of(cgroup / names.limit)[:1], lines_of(cgroup / names.usage)[:1]
     if not limit or not usage or limit == ["max"] or int(limit[0]) >= _UNLIMITED:
         return
 
-    counters = dict(line.split() for line in _lines(cgroup / "memory.stat"))
+    counters = dict(line.split() for line in lines_of(cgroup / "memory.stat"))
     yield max(0, int(limit[0]) - int(usage[0]) + int(counters.get(names.page_cache, 0)))
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file; none if it does not exist or may not be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -13,10 +13,9 @@ then, never too many.
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+from megatron.core.cgroups import CGROUPS, OWN_CGROUPS, Cgroup, lines_of, own_cgroups
 
 
 def local_world_size() -> int:
@@ -45,48 +44,21 @@ def num_usable_cores() -> int:
     return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
 
 
-def cpu_quota(cgroups: Path = CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
+def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
     """The least of the quotas of the control groups that this process is in, in cores; None without
     any. Only Linux has them.
     """
-    quotas = []
-    for line in _read(own).splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":  # version 2: one hierarchy
-            read, root = _quota_of_v2, cgroups
-        elif "cpu" in controllers.split(","):
-            read, root = _quota_of_v1, cgroups / "cpu"
-        else:
-            continue
-        # In a container a group's path may lead outside of what is mounted; its own is the root.
-        inside = PurePosixPath(path.removeprefix("/"))
-        for part in (inside, *inside.parents):
-            quotas.append(read(root / part))
+    quotas = (_quota(group) for group in own_cgroups("cpu", cgroups, own))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota_of_v2(group: Path) -> float | None:
-    return _quotient(_read(group / "cpu.max").split())
-
-
-def _quota_of_v1(group: Path) -> float | None:
-    return _quotient(
-        [*_read(group / "cpu.cfs_quota_us").split(), *_read(group / "cpu.cfs_period_us").split()]
-    )
-
-
-def _quotient(words: list[str]) -> float | None:
+def _quota(group: Cgroup) -> float | None:
     """Microseconds in a period, over those of the period; None for no limit: "max", or -1."""
+    names = ("cpu.max",) if group.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = " ".join(line for name in names for line in lines_of(group.folder / name)).split()
     if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
         return None
     return int(words[0]) / int(words[1])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def num_sharing_ranks(num_local_ranks: int) -> int:

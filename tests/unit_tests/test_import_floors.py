@@ -30,6 +30,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.lanes",
         "megatron.core.issuing_lane",
         "megatron.core.numa",
+        "megatron.core.cgroups",
         "megatron.core.device",
         "megatron.core.issued_collectives",
         "megatron.core.local_ranks",

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.core.datasets.data_files import IndexedDatasetError
+from megatron.core.datasets.data_files import IndexedDatasetError, check_vocabulary
 from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
 from megatron.core.datasets.packing import PackedRows
 from megatron.core.datasets.sample_dataset import NumberedDataset, collate_rows
@@ -190,11 +190,5 @@ class AnswerDataset(NumberedDataset):
         """The tokens of a piece, and the one behind it."""
         window = self.files.tokens.get(piece.sequence, piece.begin, piece.length + 1)
         window = window.astype(np.int64)
-        lowest, highest = int(window.min()), int(window.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            raise IndexedDatasetError(
-                f"{self.files.prefix}: expected token ids in range({self._vocab_size}), the "
-                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
-                "with another tokenizer than this run's."
-            )
+        check_vocabulary(window, self._vocab_size, self.files.prefix)
         return window

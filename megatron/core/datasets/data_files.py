@@ -27,6 +27,22 @@ class IndexedDatasetError(ValueError):
     together, or with tokens that the model does not have. One line that names the file."""
 
 
+def check_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, prefix: str | Path) -> None:
+    """IndexedDatasetError for tokens, at least one, that have no embedding.
+
+    Args:
+        vocab_size: ids from there on have none.
+        prefix: of the files that they come from.
+    """
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise IndexedDatasetError(
+            f"{prefix}: expected token ids in range({vocab_size}), the vocabulary size, got "
+            f"{lowest if lowest < 0 else highest}. The data was made with another tokenizer than "
+            "this run's."
+        )
+
+
 class FileVersion(NamedTuple):
     """Tells a file from another one that later has its name."""
 

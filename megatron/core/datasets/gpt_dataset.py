@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.core.datasets.data_files import IndexedDatasetError
+from megatron.core.datasets.data_files import IndexedDatasetError, check_vocabulary
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.sample_dataset import NumberedDataset
 from megatron.core.datasets.sample_index import EpochStream, SampleIndex, epoch_permutation
@@ -190,15 +190,8 @@ class GPTDataset(NumberedDataset):
         )
 
     def _check_vocabulary(self, window: npt.NDArray[np.int64]) -> None:
-        if self.vocab_size is None:
-            return
-        lowest, highest = int(window.min()), int(window.max())
-        if lowest < 0 or highest >= self.vocab_size:
-            raise IndexedDatasetError(
-                f"{self.indexed.prefix}: expected token ids in range({self.vocab_size}), the "
-                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
-                "with another tokenizer than this run's."
-            )
+        if self.vocab_size is not None:
+            check_vocabulary(window, self.vocab_size, self.indexed.prefix)
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would carry its content; a worker maps the file itself.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.datasets.data_files import IndexedDatasetError
+from megatron.core.datasets.data_files import check_vocabulary
 from megatron.core.datasets.image_text_files import ImageTextFiles, ImageTextSample
 from megatron.core.datasets.packing import PackedRows
 from megatron.core.datasets.sample_dataset import NumberedDataset
@@ -123,13 +123,7 @@ class ImageTextDataset(NumberedDataset):
 
     def _checked(self, number: int) -> ImageTextSample:
         sample = self.files[number]
-        lowest, highest = int(sample.tokens.min()), int(sample.tokens.max())
-        if lowest < 0 or highest >= self._vocab_size:
-            raise IndexedDatasetError(
-                f"{self.files.prefix}: expected token ids in range({self._vocab_size}), the "
-                f"vocabulary size, got {lowest if lowest < 0 else highest}. The data was made "
-                "with another tokenizer than this run's."
-            )
+        check_vocabulary(sample.tokens, self._vocab_size, self.files.prefix)
         return sample
 
     @staticmethod

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.attention_core import attend, run_core
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
@@ -102,13 +101,8 @@ class SelfAttention(nn.Module):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
-        query, key, value = mixed
-        if self.recomputes_core and self.training and torch.is_grad_enabled():
-            context: Tensor = checkpoint(
-                self._core_attention, query, key, value, documents, use_reentrant=False
-            )
-            return context
-        return self._core_attention(query, key, value, documents)
+        recomputes = self.recomputes_core and self.training
+        return run_core(self._core_attention, mixed, documents, recomputes=recomputes)
 
     def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """From the core's result: [batch, seq, hidden]."""

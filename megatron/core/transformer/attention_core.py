@@ -26,6 +26,7 @@ fp32 for one block of queries at a time, and again in backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,22 @@ _SINK_CHANNELS = 8
 # The largest logit that a query carries for a sink. Its product with the sink's key, which is at
 # most 2^15, stays finite in fp32.
 _LARGEST_LOGIT = 2.0**100
+
+
+def run_core(
+    core: Callable[..., Tensor],
+    mixed: tuple[Tensor, ...],
+    documents: Documents | None,
+    *,
+    recomputes: bool,
+) -> Tensor:
+    """`core` of queries, keys and values, which backward computes again where `recomputes` says so:
+    then no more than these three is kept.
+    """
+    if not recomputes or not torch.is_grad_enabled():
+        return core(*mixed, documents)
+    context: Tensor = checkpoint(core, *mixed, documents, use_reentrant=False)
+    return context
 
 
 def attend(

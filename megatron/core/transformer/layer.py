@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +28,11 @@ from megatron.core.transformer.spec import (
     MoeSpec,
 )
 
-
-class CompiledBody(Protocol):
-    """A layer's body, compiled; see compiled_layers.py."""
-
-    def __call__(
-        self,
-        layer: TransformerLayer,
-        hidden: Tensor,
-        rotary: RotaryAngles | None,
-        documents: Documents | None,
-    ) -> Tensor | tuple[Tensor, RouterReport]:
-        """What the layer's own body returns."""
+LayerOutput: TypeAlias = Tensor | tuple[Tensor, RouterReport]
+# What runs in place of a layer's body; see compiled_layers.py.
+CompiledBody: TypeAlias = (
+    "Callable[[TransformerLayer, Tensor, RotaryAngles | None, Documents | None], LayerOutput]"
+)
 
 
 class TransformerLayer(nn.Module):
@@ -92,7 +86,7 @@ class TransformerLayer(nn.Module):
         hidden: Tensor,
         rotary: RotaryAngles | None = None,
         documents: Documents | None = None,
-    ) -> Tensor | tuple[Tensor, RouterReport]:
+    ) -> LayerOutput:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype; a layer with experts gives
         their router's report besides. It is an output, not a note on the side, so that backward
         finds this layer's weights gathered, and recomputation counts no token twice.
@@ -106,7 +100,7 @@ class TransformerLayer(nn.Module):
         if self.recomputes_all and self.training and torch.is_grad_enabled():
             # Inside forward, so the hooks that gather and release this module's weights are not
             # rerun.
-            recomputed: Tensor | tuple[Tensor, RouterReport] = checkpoint(
+            recomputed: LayerOutput = checkpoint(
                 self._body, hidden, rotary, documents, use_reentrant=False
             )
             return recomputed
@@ -115,7 +109,7 @@ class TransformerLayer(nn.Module):
 
     def _body(
         self, hidden: Tensor, rotary: RotaryAngles | None, documents: Documents | None
-    ) -> Tensor | tuple[Tensor, RouterReport]:
+    ) -> LayerOutput:
         if self.compiled is not None:
             return self.compiled(self, hidden, rotary, documents)
 

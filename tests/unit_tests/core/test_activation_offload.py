@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.helpers.memory import peak_bytes
 from megatron.core.activation_offload import ActivationOffload, _Storage
 from megatron.core.device import Device
 from megatron.core.lanes import delays
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
-from tests.helpers.peak_bytes import peak_bytes
 
 CPU = Device("cpu")
 VOCAB, BATCH, SEQ = 64, 2, 64

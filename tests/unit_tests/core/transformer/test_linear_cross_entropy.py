@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.helpers.memory import peak_bytes
 from megatron.core.transformer.linear_cross_entropy import (
     HeadOptions,
     linear_cross_entropy,
     weighted_cross_entropy,
 )
-from tests.helpers.peak_bytes import peak_bytes
 
 NUM_TOKENS, VOCAB, WIDTH = 37, 50, 12
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
