@@ -364,6 +364,11 @@ def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
     )
 
 
+def known_flags() -> dict[str, Field]:
+    """Every flag of the command line, bools' opposites included, and the field that it sets."""
+    return {flag: switch.field for flag, switch in _switches().items()}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one group of flags for each owner."""
     parser = argparse.ArgumentParser(description="Trains a GPT.", allow_abbrev=False)

@@ -29,6 +29,7 @@ CALLED_OTHERWISE = "Called otherwise here"
 NO_EFFECT = "No effect here (accepted; may be deleted)"
 _WRONG = "Unknown, or wrong in itself"
 _INDENT = "  "
+_HELD = "\0"  # for a space at which no line ends
 _WIDEST = 44  # of the first column: a longer entry has its line for itself
 _MOST_CHARACTERS = 2000  # of an entry
 
@@ -119,8 +120,10 @@ def laid_out(groups: Iterable[Group]) -> list[str]:
 
 def _lines_of(group: Group, column: int) -> list[str]:
     if not any(entry.why for entry in group.entries):
-        listed = ", ".join(printable(entry.given, SHOWN) for entry in group.entries)
-        return _wrapped(listed, 2 * _INDENT, 2 * _INDENT)
+        # A flag and its value stay on one line.
+        given = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in group.entries)
+        lines = _wrapped(", ".join(given), 2 * _INDENT, 2 * _INDENT)
+        return [line.replace(_HELD, " ") for line in lines]
 
     lines: list[str] = []
     last_why = ""

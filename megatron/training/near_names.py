@@ -17,10 +17,11 @@ def meant_by(flag: str, names: Iterable[str]) -> str | None:
 
     The nearest name may mean something else (`--lr-decay-samples`, `--no-load-optim`). A
     misspelling has the same words, each with few other letters, and the same numbers. Where no name
-    is one, a name that has a word more or less is meant if there is no other such name.
+    is one, a name that has a word more or less, and begins with the same, is meant if there is no other
+    such name.
     """
     words = _words(flag)
-    with_a_word_more = []
+    with_a_word_more: set[str] = set()
     for name in names:
         others = _words(name)
         if "".join(words) == "".join(others):
@@ -31,8 +32,8 @@ def meant_by(flag: str, names: Iterable[str]) -> str | None:
             if all(_are_alike(word, other) for word, other in zip(words, others, strict=True)):
                 return name
         elif _differ_by_a_word(words, others):
-            with_a_word_more.append(name)
-    return with_a_word_more[0] if len(with_a_word_more) == 1 else None
+            with_a_word_more.add(name)
+    return with_a_word_more.pop() if len(with_a_word_more) == 1 else None
 
 
 def _words(name: str) -> list[str]:
@@ -55,5 +56,5 @@ def _differ_by_a_word(words: list[str], others: list[str]) -> bool:
         return False
     return any(
         long[:place] + long[place + 1 :] == short and long[place] not in _OPPOSITES
-        for place in range(len(long))
+        for place in range(1, len(long))
     )
