@@ -61,10 +61,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """Entries under one title. Those that have nothing beside them run on, with commas."""
+    """Entries under one title. Those that have nothing beside them run on, with commas.
+
+    Attributes:
+        verb: before what is written instead.
+    """
 
     title: str
     entries: tuple[Entry, ...]
+    verb: str = "use"
 
 
 class RefusedSettings(ConfigErrors):
@@ -128,7 +133,7 @@ def _lines_of(group: Group, column: int) -> list[str]:
     lines: list[str] = []
     last_why = ""
     for entry in group.entries:
-        beside = _beside(entry, last_why)
+        beside = _beside(entry, group.verb, last_why)
         last_why = entry.why
         if not entry.given:
             lines += _wrapped(beside, 2 * _INDENT, 4 * _INDENT)
@@ -144,11 +149,12 @@ def _lines_of(group: Group, column: int) -> list[str]:
     return lines
 
 
-def _beside(entry: Entry, last_why: str) -> str:
+def _beside(entry: Entry, verb: str, last_why: str) -> str:
     """The second column. A reason is not said twice in a row."""
     why = printable(entry.why, _MOST_CHARACTERS)
     if entry.use:
-        return f"use {entry.use}" if entry.why == last_why else f"use {entry.use}. {why}"
+        use = f"{verb} {entry.use}"
+        return use if entry.why == last_why else f"{use}. {why}"
     return "the same" if entry.given and entry.why == last_why else why
 
 

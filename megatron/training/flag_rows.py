@@ -60,7 +60,11 @@ class MegatronFlags:
         # What is ignored is not looked at: two words after it are one too many.
         if self.ruling is Ruling.NO_EFFECT and not self.values and len(given.values) > 1:
             return False
-        return any(fnmatch.fnmatchcase(given.flag, name) for name in self.names)
+        return self.answers(given.flag)
+
+    def answers(self, flag: str) -> bool:
+        """Whether this answers a flag with some value."""
+        return any(fnmatch.fnmatchcase(flag, name) for name in self.names)
 
 
 def no_effect(names: str, why: str, *values: str, unless: str | None = None) -> MegatronFlags:

@@ -78,10 +78,10 @@ def _iterations(values: tuple[str, ...], samples_per_iteration: int) -> str:
     """A number of samples in iterations. Megatron-LM drops what is left over, too."""
     text = "".join(values)
     is_number = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
-    if not is_number or samples_per_iteration == 0:
+    if not is_number or (samples_per_iteration == 0 and int(text) > 0):
         return "N"
     # No warm-up stays none, but nothing else becomes zero iterations.
-    return str(max(int(text) // samples_per_iteration, min(int(text), 1)))
+    return str(max(int(text) // max(samples_per_iteration, 1), min(int(text), 1)))
 
 
 # The first row that covers a flag answers it.

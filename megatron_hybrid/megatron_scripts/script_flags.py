@@ -28,6 +28,7 @@ _FLAG = re.compile(r"--[A-Za-z][\w-]*")
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
 _ALL_WORDS = re.compile(r"\"?\$(?:\{[A-Za-z_]\w*\[[@*]\]\}|\{?[@*]\}?)\"?")
 _QUOTED = re.compile(r"(?s)(?:[A-Za-z_]\w*\+?=)?(['\"])(.*)\1")
+_HAS_FLAGS = re.compile(r"(?:^|\s)--[A-Za-z]|\.py\s")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\+?=")
 _ENDS_COMMAND = re.compile(r"[;|&<>]|\d>")
 
@@ -156,10 +157,10 @@ class ScriptReader:
         return pieces
 
     def _inner(self, token: Token) -> list[Word]:
-        """The words of a quoted word that has flags in it; empty: it has none."""
+        """The words of a quoted word that has flags or a program in it; empty: it has none."""
         raw = self._text[token.start : token.end]
         found = _QUOTED.fullmatch(raw)
-        if found is None or not re.search(r"(?:^|\s)--[A-Za-z]", found[2]):
+        if found is None or not _HAS_FLAGS.search(found[2]):
             return []
         start, end = (token.start + place for place in found.span(2))
         container = (token.start, token.end)
@@ -183,6 +184,11 @@ class ScriptReader:
             if all(is_training_program(value) for value in values):
                 return place
         return None
+
+    def _is_program(self, word: Word) -> bool:
+        """Whether a word names some program of Python's."""
+        values = self._variables.expanded(self._raw(word)) or (self._raw(word).strip("'\""),)
+        return any(value.endswith(".py") for value in values)
 
     def _until_end(self, words: Sequence[Word]) -> list[Word]:
         """Those before a redirection or another command, in a string."""
@@ -226,6 +232,8 @@ class ScriptReader:
         return found & self._names
 
     def _is_training(self, piece: _Piece) -> bool:
+        if piece.name is None and any(self._is_program(word) for word in piece.words):
+            return False
         flags = self._flags(piece)
         known = [flag for flag in flags if self._is_known(flag)]
         # A command without a program of Python's has to look very much like one.
