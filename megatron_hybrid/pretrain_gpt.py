@@ -147,6 +147,8 @@ def _say(program: str, error: Exception, code: ExitCode) -> None:
     if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):
         time.sleep(patience)
 
-    is_ours = isinstance(error, ConfigError)
-    text = error.report() if is_ours else printable(str(error), _MOST_CHARACTERS)
+    if isinstance(error, ConfigError):
+        text = error.report()
+    else:
+        text = printable(str(error), _MOST_CHARACTERS)
     print(f"{program}: {text}", file=sys.stderr)

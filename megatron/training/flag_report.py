@@ -126,9 +126,9 @@ def laid_out(groups: Iterable[Group]) -> list[str]:
 def _lines_of(group: Group, column: int) -> list[str]:
     if not any(entry.why for entry in group.entries):
         # A flag and its value stay on one line.
-        given = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in group.entries)
-        lines = _wrapped(", ".join(given), 2 * _INDENT, 2 * _INDENT)
-        return [line.replace(_HELD, " ") for line in lines]
+        held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in group.entries)
+        listed = _wrapped(", ".join(held), 2 * _INDENT, 2 * _INDENT)
+        return [line.replace(_HELD, " ") for line in listed]
 
     lines: list[str] = []
     last_why = ""

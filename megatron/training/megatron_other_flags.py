@@ -83,7 +83,7 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     # Inference, reinforcement learning, distillation, other programs.
     remove(
-        "--decode-only-cuda-graphs --enable-chunked-prefill --flash-decode --max-tokens-to-oom "
+        "--decode-only-* --enable-chunked-prefill --flash-decode --max-tokens-to-oom "
         "--mlp-chunks-for-prefill --mlp-chunks-for-training --nccl-all-reduce-for-prefill "
         "--no-inference-* --num-speculative-tokens --refit-method --use-legacy-static-engine "
         "--onnx-safe",
@@ -144,10 +144,9 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
     no_effect(
         "--load-main-params-from-ckpt", "Main weights are in the checkpoint, and always loaded."
     ),
-    replace(
+    remove(
         "--disable-strict-fsdp-dtensor-load --no-strict-fsdp-dtensor-load",
-        "--dist-ckpt-strictness log_all",
-        "This flag says what is done about keys that do not fit.",
+        "--dist-ckpt-strictness and --load-skip-keys say what becomes of keys that do not fit.",
     ),
     remove(
         "--override-ckpt-iteration --dump-param-to-param-group-map --replication "
@@ -171,15 +170,15 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
         "--check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval --test-mode",
         "No such check is made while it trains.",
     ),
-    remove(
-        "--fault-injector-*", "--inject breaks a run on purpose, to see how it recovers."
-    ),
+    remove("--fault-injector-*", "--inject breaks a run on purpose, to see how it recovers."),
     replace(
         "--exit-signal-handler-for-training",
         "--exit-signal-handler",
         "It is the same setting.",
     ),
-    no_effect("--exit-signal-handler-for-dataloader", "Workers that read data end with their rank."),
+    no_effect(
+        "--exit-signal-handler-for-dataloader", "Workers that read data end with their rank."
+    ),
     replace(
         "--distributed-timeout-seconds-after-init",
         "--distributed-timeout-minutes MINUTES",

@@ -1,4 +1,4 @@
-"""Rows of the table of Megatron-LM's flags (megatron_flags.py): memory, data, schedule, checkpoints.
+"""Rows of the table of Megatron-LM's flags (megatron_flags.py): memory, data, checkpoints.
 
 Rows with values stand before those without: the first row that covers a flag answers it.
 """

@@ -16,9 +16,9 @@ def meant_by(flag: str, names: Iterable[str]) -> str | None:
     """The name of which this flag is a misspelling; None rather than one that means something else.
 
     The nearest name may mean something else (`--lr-decay-samples`, `--no-load-optim`). A
-    misspelling has the same words, each with few other letters, and the same numbers. Where no name
-    is one, a name that has a word more or less, and begins with the same, is meant if there is no other
-    such name.
+    misspelling has the same words, each with few other letters, and the same numbers. Where there
+    is none, a name is meant that begins with the same word and has one more or one less further on,
+    if it is the only one.
     """
     words = _words(flag)
     with_a_word_more: set[str] = set()

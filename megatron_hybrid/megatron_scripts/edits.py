@@ -61,7 +61,7 @@ def _deletion(text: str, start: int, end: int) -> Edit:
         return _within_a_line(text, start, end)
 
     follows_backslash = _ends_in_backslash(text, line_start)
-    is_last = after == "" or after.startswith(('"', "'"))
+    is_last = after == "" or text.startswith(('"', "'"), end)
     if is_last and follows_backslash:
         # The line before is the command's last one now.
         return Edit(_before_backslash(text, line_start), end)

@@ -184,18 +184,11 @@ class _Rewriting:
     def _depends_on_unknown(self, given: Given) -> bool:
         """Whether other answers hold for other values, and the script does not tell the value."""
         is_told = all(_UNKNOWN not in value for one in self._values(given) for value in one)
-        return not is_told and any(
-            row.values for row in MEGATRON_FLAGS if row.answers(given.flag)
-        )
+        return not is_told and any(row.values for row in MEGATRON_FLAGS if row.answers(given.flag))
 
     def _why_undecided(self, given: Given, names: Sequence[str]) -> str:
         values = sorted(
-            {
-                value
-                for row in MEGATRON_FLAGS
-                if row.answers(given.flag)
-                for value in row.values
-            }
+            {value for row in MEGATRON_FLAGS if row.answers(given.flag) for value in row.values}
         )
         told = [
             f"${name} may be {' or '.join(sorted(known))}"

@@ -1,8 +1,8 @@
 """What the variables of a bash script may hold, as far as its text says: they are not evaluated.
 
-    TP=1                    {"1"}
-    if ...; then TP=2; fi   {"1", "2"}
-    PP=${PP:-1}  N=$1       None: the script's caller decides
+TP=1                    {"1"}
+if ...; then TP=2; fi   {"1", "2"}
+PP=${PP:-1}  N=$1       None: the script's caller decides
 """
 
 from __future__ import annotations

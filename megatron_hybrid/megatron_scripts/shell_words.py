@@ -223,7 +223,9 @@ class _Scanner:
         return place
 
     def _past_braces(self, place: int, is_quoted: bool) -> int:
-        """The place behind the brace that closes `${`. In double quotes a single one is a letter."""
+        """The place behind the brace that closes `${`, in which a single quote is a letter if
+        double ones stand around it.
+        """
         self._deeper(place)
         opened_at = place
         while place < self.end and self.text[place] != "}":
