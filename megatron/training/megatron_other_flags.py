@@ -155,7 +155,8 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     # Recovery and reports.
     no_effect(
-        "--disable-flight-recorder-* --no-flight-recorder-* --disable-log-loss-scale-to-tensorboard "
+        "--disable-flight-recorder-* --no-flight-recorder-* "
+        "--disable-log-loss-scale-to-tensorboard "
         "--flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size "
         "--disable-straggler-on-startup --straggler-* --config-logger-dir",
         "Reports have one form, and do not change what is computed.",

@@ -20,8 +20,37 @@ from megatron_hybrid.megatron_scripts.shell_words import (
 # What scripts are made of, in any order.
 PIECES = st.sampled_from(
     [
-        *("--flag", "--other=1", " ", "\n", "\\\n", "'", '"', "$X", "${X}", "${X:-", "}", "$(", ")"),
-        *("`", "A=(", "A+=(", "(", "((", "))", "# note", "<<EOF", "EOF", "<<<", ";", "|", "&&", "\\"),
+        *(
+            "--flag",
+            "--other=1",
+            " ",
+            "\n",
+            "\\\n",
+            "'",
+            '"',
+            "$X",
+            "${X}",
+            "${X:-",
+            "}",
+            "$(",
+            ")",
+        ),
+        *(
+            "`",
+            "A=(",
+            "A+=(",
+            "(",
+            "((",
+            "))",
+            "# note",
+            "<<EOF",
+            "EOF",
+            "<<<",
+            ";",
+            "|",
+            "&&",
+            "\\",
+        ),
         *("torchrun", "pretrain_gpt.py", "word", "'a b'", '"a b"', "${A[@]}", "$@", "\t", "\r\n"),
         *("if x; then", "fi", "case a in b)", ";;", "esac", "for X in 1 2; do", "done", "$((1+2))"),
     ]
@@ -41,7 +70,7 @@ def words(text: str) -> list[str]:
         ("a#b # c", ["a#b"]),
         ("a\\ b \\\n c", ["a\\ b", "c"]),
         ("x=$(echo 'a)' \"$(b c)\") d", ["x=$(echo 'a)' \"$(b c)\")", "d"]),
-        ("${X:-\"it's}\"} ${Y:-'}'} b", ["${X:-\"it's}\"}", "${Y:-'}'}", "b"]),
+        ("${X:-\"it's}\"} ${Y:-'}'} b", ['${X:-"it\'s}"}', "${Y:-'}'}", "b"]),
         ('"${X:-it\'s}" b', ['"${X:-it\'s}"', "b"]),
         ("$((1 << 2)) b", ["$((1 << 2))", "b"]),
         ("((i < 3)) && b", ["b"]),
@@ -154,7 +183,7 @@ def test_deletions_that_follow_each_other_are_one():
 
 def test_the_scanner_agrees_with_bash(tmp_path):
     """Bash prints the words of an array; nothing but `printf` runs."""
-    elements = "a 'b c' \"d \\\" $ e\" f\\ g $'h i' j#k \\\n l \"m\"'n o'p ${X:-\"q r\"}"
+    elements = 'a \'b c\' "d \\" $ e" f\\ g $\'h i\' j#k \\\n l "m"\'n o\'p ${X:-"q r"}'
     script = tmp_path / "words.sh"
     script.write_text(f"A=({elements} # no more\n)\nprintf '%s\\n' \"${{#A[@]}}\"\n")
     counted = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout
