@@ -13,6 +13,7 @@ docs/coming-from-megatron.md shows this table.
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,13 +61,19 @@ def answer(given: Given, settings: Mapping[str, Any], samples_per_iteration: int
         settings: the run's own, by field name.
         samples_per_iteration: the global batch size; 0: it is not known.
     """
-    for row in MEGATRON_FLAGS:
+    for row in rows_for(given.flag):
         if row.covers(given, settings):
             iterations = _iterations(given.values, samples_per_iteration)
             value = " ".join(given.values)
             use = (word.format(value=value, iterations=iterations) for word in row.use.split())
             return Answer(given, row.ruling, row.why, tuple(use))
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_for(flag: str) -> tuple[MegatronFlags, ...]:
+    """The rows that answer a flag, each with some value, in their order."""
+    return tuple(row for row in MEGATRON_FLAGS if row.answers(flag))
 
 
 def megatrons_names() -> tuple[str, ...]:

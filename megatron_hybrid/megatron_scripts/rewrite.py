@@ -17,7 +17,7 @@ from megatron.core.log import printable
 from megatron.training.arguments import known_flags
 from megatron.training.flag_rows import SHOWN, Ruling
 from megatron.training.flag_rows import Given as Flag
-from megatron.training.megatron_flags import MEGATRON_FLAGS, Answer, answer, megatrons_names
+from megatron.training.megatron_flags import Answer, answer, megatrons_names, rows_for
 from megatron.training.megatron_switches import MEGATRON_SWITCHES
 from megatron.training.near_names import meant_by
 from megatron_hybrid.megatron_scripts.edits import Edit, edited
@@ -102,7 +102,7 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
         return flag in switches or flag in MEGATRON_SWITCHES
 
     def is_known(flag: str) -> bool:
-        return flag in flags or _rows_for(flag)
+        return flag in flags or bool(rows_for(flag))
 
     script = ScriptReader(text, takes_no_value, is_known).read()
     return _Rewriting(text, script, removes_unsupported).run()
@@ -144,7 +144,7 @@ class _Rewriting:
     def _verdict(self, given: Given) -> _Verdict | None:
         """What becomes of a flag; None: it is one of ours, and stays."""
         is_ours = given.flag in self._flags
-        if not is_ours and not _rows_for(given.flag):
+        if not is_ours and not rows_for(given.flag):
             meant = meant_by(given.flag, (*self._flags, *megatrons_names()))
             hint = "" if meant is None else f" Did you mean {meant}?"
             return _Verdict(Outcome.UNKNOWN, f"Neither program has this flag.{hint}")
@@ -184,12 +184,10 @@ class _Rewriting:
     def _depends_on_unknown(self, given: Given) -> bool:
         """Whether other answers hold for other values, and the script does not tell the value."""
         is_told = all(_UNKNOWN not in value for one in self._values(given) for value in one)
-        return not is_told and any(row.values for row in MEGATRON_FLAGS if row.answers(given.flag))
+        return not is_told and any(row.values for row in rows_for(given.flag))
 
     def _why_undecided(self, given: Given, names: Sequence[str]) -> str:
-        values = sorted(
-            {value for row in MEGATRON_FLAGS if row.answers(given.flag) for value in row.values}
-        )
+        values = sorted({value for row in rows_for(given.flag) for value in row.values})
         told = [
             f"${name} may be {' or '.join(sorted(known))}"
             for name, known in self._script.variables.shown(names).items()
@@ -202,9 +200,9 @@ class _Rewriting:
     def _values(self, given: Given) -> list[tuple[str, ...]]:
         """What the values may be, as far as the script tells; `_UNKNOWN` stands for others."""
         choices: list[list[tuple[str, ...]]] = []
+        in_string = given.word.is_inner
         for start, end in self._value_spans(given):
             raw = self._text[start:end]
-            in_string = self._is_in_a_string(start)
             known = self._script.variables.expanded(f'"{raw}"' if in_string else raw)
             is_split = in_string or '"' not in raw
             if known is None:
@@ -218,14 +216,6 @@ class _Rewriting:
             tuple(itertools.chain(*one))
             for one in itertools.islice(combinations, _MOST_COMBINATIONS)
         ]
-
-    def _is_in_a_string(self, place: int) -> bool:
-        """Whether a value is part of a word in quotes: quotes in there are letters."""
-        return any(
-            word.container is not None and word.start <= place < word.end
-            for given in self._script.given
-            for word in (given.word, *given.values)
-        )
 
     def _value_spans(self, given: Given) -> list[tuple[int, int]]:
         if given.value_behind_equals is not None:
@@ -265,10 +255,11 @@ class _Rewriting:
     def _deletions(self, deleted: Sequence[Given]) -> list[Edit]:
         """Edits that delete these flags; a quoted word of which nothing is left goes as a whole."""
         words = [word for given in deleted for word in (given.word, *given.values)]
+        gone = {given.start for given in deleted}
         remaining = {
             word.container
             for given in self._script.given
-            if given not in deleted
+            if given.start not in gone
             for word in (given.word, *given.values)
         }
         edits: dict[tuple[int, int], Edit] = {}
@@ -316,11 +307,6 @@ def _verdict_of(found: Answer | None) -> _Verdict | None:
         Ruling.REMOVE: Outcome.UNSUPPORTED,
     }[found.ruling]
     return _Verdict(outcome, found.why, found.use)
-
-
-def _rows_for(flag: str) -> bool:
-    """Whether the table has an answer to a flag that is not ours, whatever its value."""
-    return any(row.answers(flag) for row in MEGATRON_FLAGS)
 
 
 def left_over(findings: Iterable[Finding]) -> list[Finding]:

@@ -39,11 +39,13 @@ class Word:
 
     Attributes:
         container: start and end of the quoted word that it stands in, with the quotes.
+        is_inner: it stands in quotes, so that quotes of its own are letters.
     """
 
     start: int
     end: int
     container: tuple[int, int] | None = None
+    is_inner: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ class ScriptReader:
         start, end = (token.start + place for place in found.span(2))
         container = (token.start, token.end)
         try:
-            return [Word(*span, container) for span in words_in_quotes(self._text, start, end)]
+            return [
+                Word(*span, container, True) for span in words_in_quotes(self._text, start, end)
+            ]
         except ShellSyntaxError:
             return []  # two quoted texts in one word, whose quotes do not pair
 

@@ -21,6 +21,8 @@ _PLAIN = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # Commands that set the variables which they name.
 _SETTERS = frozenset(("for", "read", "select", "mapfile", "readarray", "getopts", "printf", "let"))
 _MOST_VALUES = 16
+_DEEPEST = 50  # variables that hold each other
+_LONGEST = 4096  # characters of a value: each variable may hold another one twice
 
 
 class Variables:
@@ -32,6 +34,8 @@ class Variables:
 
     def __init__(self, text: str, tokens: Iterable[Token]) -> None:
         self._assigned: dict[str, set[str | None]] = {}  # raw words; None: something unknown
+        self._found: dict[str, Values] = {}
+        self._pending: set[str] = set()
         is_setter = False
         for token in tokens:
             raw = text[token.start : token.end]
@@ -53,42 +57,43 @@ class Variables:
     def _set(self, name: str, raw: str | None) -> None:
         self._assigned.setdefault(name, set()).add(raw)
 
-    def values_of(self, name: str, around: frozenset[str] = frozenset()) -> Values:
-        """What a variable may hold.
+    def values_of(self, name: str) -> Values:
+        """What a variable may hold. One that holds itself, or too many others, is unknown."""
+        if name in self._pending or len(self._pending) > _DEEPEST:
+            return None
+        if name not in self._found:
+            self._pending.add(name)
+            self._found[name] = self._look_up(name)
+            self._pending.remove(name)
+        return self._found[name]
 
-        Args:
-            around: variables that are being looked up: one that holds itself is unknown.
-        """
+    def _look_up(self, name: str) -> Values:
         raws = self._assigned.get(name)
-        if raws is None or name in around or len(raws) > _MOST_VALUES:
+        if raws is None or len(raws) > _MOST_VALUES:
             return None
         found: set[str] = set()
         for raw in raws:
-            values = None if raw is None else self.expanded(raw, around | {name})
+            values = None if raw is None else self.expanded(raw)
             if values is None:
                 return None
             found |= values
         return frozenset(found) if len(found) <= _MOST_VALUES else None
 
-    def expanded(self, raw: str, around: frozenset[str] = frozenset()) -> Values:
-        """What a word may be once it is expanded.
-
-        Args:
-            raw: with its quotes.
-            around: see `values_of`.
-        """
+    def expanded(self, raw: str) -> Values:
+        """What a word, with its quotes, may be once it is expanded."""
         parts = _parts(raw)
         if parts is None:
             return None
         choices: list[frozenset[str]] = []
         for is_name, part in parts:
-            values = self.values_of(part, around) if is_name else frozenset((part,))
+            values = self.values_of(part) if is_name else frozenset((part,))
             if values is None:
                 return None
             choices.append(values)
         combinations = itertools.islice(itertools.product(*choices), _MOST_VALUES + 1)
         found = frozenset("".join(combination) for combination in combinations)
-        return found if len(found) <= _MOST_VALUES else None
+        is_short = all(len(value) <= _LONGEST for value in found)
+        return found if is_short and len(found) <= _MOST_VALUES else None
 
     def names_in(self, raw: str) -> list[str]:
         """The variables that a word has in it."""
