@@ -1,0 +1,78 @@
+"""Figures as people read them: three digits and a unit of a fitting size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Scale(NamedTuple):
+    """A unit, and how many of the measured unit it is."""
+
+    unit: str
+    factor: float
+
+
+# From small to large; a figure is given in the largest that leaves it at least 1.
+_LADDERS: tuple[tuple[Scale, ...], ...] = (
+    (Scale("ns", 1e-9), Scale("µs", 1e-6), Scale("ms", 1e-3), Scale("s", 1.0)),
+    (
+        Scale("bytes", 1.0),
+        Scale("KiB", 2.0**10),
+        Scale("MiB", 2.0**20),
+        Scale("GiB", 2.0**30),
+        Scale("TiB", 2.0**40),
+    ),
+)
+_SYNONYMS = {"us": "µs", "seconds": "s", "B": "bytes", "byte": "bytes"}
+
+
+def figure(value: float, unit: str) -> str:
+    """`value` with its unit: 0.0067 s is "6.70 ms", 1234.5 tokens/s is "1,230 tokens/s"."""
+    name = _SYNONYMS.get(unit, unit)
+    for ladder in _LADDERS:
+        measured = next((scale for scale in ladder if scale.unit == name), None)
+        if measured is not None:
+            return _scaled(value, measured, ladder)
+    return f"{number(value)} {unit}".rstrip()
+
+
+def number(value: float) -> str:
+    """Three digits; thousands apart; an exponent only where zeros would fill the line."""
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.2e}"
+    if abs(value) >= 999.5:
+        digits = len(f"{abs(value):.0f}")
+        return f"{round(value, 3 - digits):,.0f}"
+
+    text = f"{value:#.3g}".rstrip(".")
+    # Sizes and counts are whole numbers and are shown as such.
+    return str(int(value)) if value == int(value) else text
+
+
+def spread(low: float, high: float, unit: str) -> str:
+    """Two figures of one unit, with the unit once where it is the same for both."""
+    first, second = figure(low, unit), figure(high, unit)
+    value, _, own = first.partition(" ")
+    return f"{value} to {second}" if own == second.partition(" ")[2] else f"{first} to {second}"
+
+
+def bar(at_least: float | None, at_most: float | None) -> str:
+    """The bar of a ratio, as it is stated; "" where none is."""
+    limits = [
+        f"{sign} {limit:,.12g}"
+        for sign, limit in (("≥", at_least), ("≤", at_most))
+        if limit is not None
+    ]
+    return " and ".join(limits)
+
+
+def _scaled(value: float, measured: Scale, ladder: Sequence[Scale]) -> str:
+    chosen = measured
+    if value:
+        # Compared as quotients: the product could be more than a float holds.
+        fitting = [scale for scale in ladder if abs(value) >= scale.factor / measured.factor]
+        chosen = fitting[-1] if fitting else ladder[0]
+    return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}"

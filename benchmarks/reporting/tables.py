@@ -1,0 +1,105 @@
+"""The blocks `results` and those of single benchmarks, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.helpers.result import Measurement, NotRun, Ratio
+from benchmarks.reporting.rounding import bar, figure, number, spread
+from benchmarks.reporting.stored import StoredResult, provenance
+
+NOT_MEASURED = "not measured"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; a bar within a cell does not end it."""
+    return [_row(header), "|" + "---|" * len(header), *(_row(row) for row in rows)]
+
+
+def measured_on(results: Sequence[StoredResult]) -> list[str]:
+    """What stands below a table: a line a machine, or that there is none."""
+    lines = provenance(results)
+    if not lines:
+        return ["No result has been stored yet."]
+    if len(lines) == 1:
+        return [f"Measured on {lines[0]}."]
+    return ["Measured on", "", *(f"- {line}" for line in lines)]
+
+
+def results_block(names: Sequence[str], results: Mapping[str, StoredResult], root: str) -> str:
+    """Every ratio that has a bar, and every benchmark and side that was not measured.
+
+    Args:
+        names: Of all benchmarks there are.
+        root: From the page to the project's root, "" or "../".
+    """
+    rows = []
+    for name in names:
+        if name in results:
+            rows += _result_rows(results[name], root)
+        else:
+            rows.append([f"`{name}`", NOT_MEASURED, "", "", ""])
+
+    header = ["benchmark", "ratio of medians, or other figure", "measured", "bar", ""]
+    lines = table(header, rows)
+    return "\n".join([*lines, "", *measured_on([*results.values()])])
+
+
+def benchmark_block(result: StoredResult | None, root: str) -> str:
+    """One benchmark's sides with median and spread, its ratios, and what did not run."""
+    if result is None:
+        return f"{NOT_MEASURED.capitalize()}: no full run's result has been stored yet."
+
+    found = result.result
+    has_groups = any(one.group for one in found.measurements)
+    lines: list[str] = []
+    if found.measurements or found.not_run:
+        rows = [*_measurement_rows(found.measurements), *map(_not_run_row, found.not_run)]
+        header = ["", "side", "median", "middle half of the rounds", "least to most", "rounds"]
+        first = 0 if has_groups else 1
+        lines += table(header[first:], [row[first:] for row in rows])
+
+    if found.ratios:
+        lines += ["", *table(["ratio", "measured", "bar", ""], [_ratio(r) for r in found.ratios])]
+    link = f"([result]({root}benchmarks/results/{result.file}))"
+    *above, last = measured_on([result])
+    return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
+
+
+def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
+    """The benchmark's name stands in its first row, with the link to its file."""
+    name = f"[`{result.benchmark}`]({root}benchmarks/results/{result.file})"
+    with_bar = [ratio for ratio in result.result.ratios if ratio.is_met is not None]
+    rows = [_ratio(ratio) for ratio in with_bar]
+    rows += [[f"{one.side}: not run, {one.why}", "", "", ""] for one in result.result.not_run]
+    for index, row in enumerate(rows or [["measured; no bar is stated", "", "", ""]]):
+        yield [name if index == 0 else "", *row]
+
+
+def _ratio(ratio: Ratio) -> list[str]:
+    verdict = {None: "", True: "met", False: "**missed**"}[ratio.is_met]
+    return [ratio.name, number(ratio.value), bar(ratio.at_least, ratio.at_most), verdict]
+
+
+def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
+    """A group's name stands in its first row."""
+    before = None
+    for one in measurements:
+        yield [
+            one.group if one.group != before else "",
+            one.side,
+            figure(one.median, one.unit),
+            spread(*one.quartiles, one.unit),
+            spread(min(one.values), max(one.values), one.unit),
+            str(len(one.values)),
+        ]
+        before = one.group
+
+
+def _not_run_row(one: NotRun) -> list[str]:
+    return ["", one.side, f"not run: {one.why}", "", "", ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    escaped = (" ".join(cell.replace("|", r"\|").split()) for cell in cells)
+    return "| " + " | ".join(escaped) + " |"
