@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from benchmarks.helpers.result import Result
 from benchmarks.helpers.tables import measurement_lines, not_run_lines, ratio_lines
+from benchmarks.helpers.versions import versions
 
 # The runner's environment variable: the file in which it expects the result.
 RESULT_FILE = "BENCHMARK_RESULT_FILE"
@@ -87,8 +88,9 @@ def hand_over(result: Result, output: Path | None = None) -> None:
     if path is None:
         return
 
-    content = json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n"
+    content = {"versions": versions(), **result.to_json()}
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(content)
+    unfinished.write_text(text)
     unfinished.replace(path)
