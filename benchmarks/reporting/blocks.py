@@ -1,8 +1,8 @@
 """The generated blocks of a Markdown page, each between two markers on lines of their own:
 
-    <!-- benchmarks:results begin -->
-    ... written anew by `python -m benchmarks report` ...
-    <!-- benchmarks:results end -->
+<!-- benchmarks:results begin -->
+... written anew by `python -m benchmarks report` ...
+<!-- benchmarks:results end -->
 """
 
 from __future__ import annotations

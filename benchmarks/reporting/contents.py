@@ -82,6 +82,7 @@ class Line:
     """A side's medians by size, from small to large."""
 
     side: str
+    is_ours: bool
     points: tuple[tuple[float, float], ...]
 
 
@@ -126,24 +127,42 @@ class Grown:
     """Where a panel's figures come from.
 
     Attributes:
-        group: A pattern for groups, whose part `size` is a number.
+        pattern: For "GROUP: SIDE" of a measurement. Its part `size` is a number; its part `side`
+            names the line, which is "ours" without one.
+        theirs: A pattern for the names of lines that are not ours; without one, all are that do not
+            begin with "ours".
         unit: Of the measurements; None for any.
     """
 
     benchmark: str
     title: str
     size_label: str
-    group: str
+    pattern: str
+    theirs: str = r"(?!ours\b).*"
     unit: str | None = None
 
 
-# A size within a group's name: "1,024 tokens", "64 experts", "4096".
-_ANY_SIZE = r"\D*(?P<size>\d[\d,]*)\D*"
+_SIZE = r"\D*(?P<size>\d[\d,]*)[^\d:]*"  # in a group: "1,024 tokens", "4096"
+_SIDE = r"(?P<side>.*)"
 GROWN = (
-    Grown("long_context", "Peak memory of a training step", "tokens", _ANY_SIZE, "bytes"),
-    Grown("gated_delta_net", "Gated delta net, time of a token", "tokens", r"net\D*" + _ANY_SIZE),
-    Grown("checkpoint_plan", "Planning of a checkpoint", "ranks", _ANY_SIZE, "s"),
-    Grown("moe_step", "Time of a token", "experts", r"\D*(?P<size>\d[\d,]*) experts\D*"),
+    Grown(
+        "long_context",
+        "Peak memory of a training step",
+        "tokens",
+        f"{_SIZE}: {_SIDE}",
+        theirs=r"F\.cross_entropy",
+        unit="bytes",
+    ),
+    Grown(
+        "gated_delta_net", "Gated delta net, time of a token", "tokens", rf"net\b{_SIZE}: {_SIDE}"
+    ),
+    Grown("checkpoint_plan", "Planning of a checkpoint", "ranks", f"{_SIZE}: {_SIDE}", unit="s"),
+    Grown(
+        "moe_step",
+        "A step of a mixture of experts",
+        "experts",
+        r"growth.*: (?P<size>[\d,]+) experts",
+    ),
 )
 
 END_TO_END = "end_to_end"
@@ -242,14 +261,15 @@ def _grown_panel(grown: Grown, stored: StoredResult | None) -> ScalingPanel | No
     points: dict[str, dict[float, float]] = {}
     unit = grown.unit
     for one in stored.result.measurements:
-        match = re.fullmatch(grown.group, one.group)
+        match = re.fullmatch(grown.pattern, f"{one.group}: {one.side}")
         if match and unit in (None, one.unit):
             unit = one.unit
             size = float(match["size"].replace(",", ""))
-            points.setdefault(one.side, {})[size] = one.median
+            side = match.groupdict().get("side", "ours")
+            points.setdefault(side, {})[size] = one.median
 
     lines = tuple(
-        Line(side, tuple(sorted(by_size.items())))
+        Line(side, re.fullmatch(grown.theirs, side) is None, tuple(sorted(by_size.items())))
         for side, by_size in points.items()
         if len(by_size) > 1
     )

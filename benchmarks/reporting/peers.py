@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.reporting.rounding import figure, number
+from benchmarks.reporting.rounding import figure, number, ratio
 from benchmarks.reporting.stored import StoredResult
 from benchmarks.reporting.tables import NOT_MEASURED, measured_on, table
 
@@ -146,7 +146,7 @@ def _cell(row: MeasuredRow, result: StoredResult, side: str, ours: str) -> str:
             median, unit = medians[side]
             base = medians.get(ours, (0.0, ""))[0] if row.relative else 0.0
             shown = figure(median, unit)
-            return f"{number(median / base)} ({shown})" if base else shown
+            return f"{ratio(median / base)} ({shown})" if base else shown
 
     why = {one.side: one.why for one in result.result.not_run}
     return f"not run: {why[side]}" if side in why else NOT_MEASURED

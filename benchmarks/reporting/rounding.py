@@ -29,11 +29,11 @@ _SYNONYMS = {"us": "µs", "seconds": "s", "B": "bytes", "byte": "bytes"}
 
 def figure(value: float, unit: str) -> str:
     """`value` with its unit: 0.0067 s is "6.70 ms", 1234.5 tokens/s is "1,230 tokens/s"."""
-    name = _SYNONYMS.get(unit, unit)
     for ladder in _LADDERS:
-        measured = next((scale for scale in ladder if scale.unit == name), None)
+        measured = _scale_of(unit, ladder)
         if measured is not None:
-            return _scaled(value, measured, ladder)
+            chosen = _fitting(value, measured, ladder)
+            return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}"
     return f"{number(value)} {unit}".rstrip()
 
 
@@ -47,9 +47,28 @@ def number(value: float) -> str:
         digits = len(f"{abs(value):.0f}")
         return f"{round(value, 3 - digits):,.0f}"
 
-    text = f"{value:#.3g}".rstrip(".")
     # Sizes and counts are whole numbers and are shown as such.
-    return str(int(value)) if value == int(value) else text
+    if abs(value - round(value)) < 1e-9 * abs(value):
+        return str(round(value))
+    return f"{value:#.3g}".rstrip(".")
+
+
+def figures(values: Sequence[float], unit: str) -> list[str]:
+    """Figures that are compared with each other: in one unit, if none gets six digits by that."""
+    smallest = min((value for value in values if value > 0), default=0.0)
+    for ladder in _LADDERS:
+        measured = _scale_of(unit, ladder)
+        if measured is not None:
+            common = _fitting(smallest, measured, ladder)
+            factor = common.factor / measured.factor
+            if all(abs(value) < 1e5 * factor for value in values):
+                return [f"{number(value / factor)} {common.unit}" for value in values]
+    return [figure(value, unit) for value in values]
+
+
+def ratio(value: float) -> str:
+    """Three digits, whole numbers too: "1.00"."""
+    return f"{value:#.3g}" if 0.01 <= abs(value) < 99.95 else number(value)
 
 
 def spread(low: float, high: float, unit: str) -> str:
@@ -69,10 +88,15 @@ def bar(at_least: float | None, at_most: float | None) -> str:
     return " and ".join(limits)
 
 
-def _scaled(value: float, measured: Scale, ladder: Sequence[Scale]) -> str:
-    chosen = measured
-    if value:
-        # Compared as quotients: the product could be more than a float holds.
-        fitting = [scale for scale in ladder if abs(value) >= scale.factor / measured.factor]
-        chosen = fitting[-1] if fitting else ladder[0]
-    return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}"
+def _scale_of(unit: str, ladder: Sequence[Scale]) -> Scale | None:
+    name = _SYNONYMS.get(unit, unit)
+    return next((scale for scale in ladder if scale.unit == name), None)
+
+
+def _fitting(value: float, measured: Scale, ladder: Sequence[Scale]) -> Scale:
+    """The largest unit of which `value` is at least 1; the smallest if there is none."""
+    if value == 0:
+        return measured
+    # Compared as quotients: a product could be more than a float holds.
+    fitting = [scale for scale in ladder if abs(value) >= scale.factor / measured.factor]
+    return fitting[-1] if fitting else ladder[0]

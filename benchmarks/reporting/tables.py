@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
-from benchmarks.reporting.rounding import bar, figure, number, spread
+from benchmarks.reporting.rounding import bar, figure, ratio, spread
 from benchmarks.reporting.stored import StoredResult, provenance
 
 NOT_MEASURED = "not measured"
@@ -60,7 +60,10 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
         lines += table(header[first:], [row[first:] for row in rows])
 
     if found.ratios:
-        lines += ["", *table(["ratio", "measured", "bar", ""], [_ratio(r) for r in found.ratios])]
+        lines += [
+            "",
+            *table(["ratio", "measured", "bar", ""], [_ratio(one) for one in found.ratios]),
+        ]
     link = f"([result]({root}benchmarks/results/{result.file}))"
     *above, last = measured_on([result])
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
@@ -69,16 +72,15 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
 def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
     """The benchmark's name stands in its first row, with the link to its file."""
     name = f"[`{result.benchmark}`]({root}benchmarks/results/{result.file})"
-    with_bar = [ratio for ratio in result.result.ratios if ratio.is_met is not None]
-    rows = [_ratio(ratio) for ratio in with_bar]
+    rows = [_ratio(one) for one in result.result.ratios if one.is_met is not None]
     rows += [[f"{one.side}: not run, {one.why}", "", "", ""] for one in result.result.not_run]
     for index, row in enumerate(rows or [["measured; no bar is stated", "", "", ""]]):
         yield [name if index == 0 else "", *row]
 
 
-def _ratio(ratio: Ratio) -> list[str]:
-    verdict = {None: "", True: "met", False: "**missed**"}[ratio.is_met]
-    return [ratio.name, number(ratio.value), bar(ratio.at_least, ratio.at_most), verdict]
+def _ratio(one: Ratio) -> list[str]:
+    verdict = {None: "", True: "met", False: "**missed**"}[one.is_met]
+    return [one.name, ratio(one.value), bar(one.at_least, one.at_most), verdict]
 
 
 def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:

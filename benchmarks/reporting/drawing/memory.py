@@ -14,13 +14,13 @@ from benchmarks.reporting.contents import Memory, MemoryBar
 from benchmarks.reporting.drawing.style import (
     MARGIN,
     SMALL,
-    TITLE,
     Theme,
     axes_at,
     caption_height,
     figure_of,
     write,
     write_caption,
+    write_title,
 )
 from benchmarks.reporting.rounding import figure as shown_figure
 
@@ -37,7 +37,7 @@ def draw(contents: Memory, theme: Theme) -> Figure:
     tops, bottom = _layout(contents.bars)
     caption = ("Of one rank, between two steps.", *contents.caption)
     figure = figure_of(bottom + caption_height(caption))
-    write(figure, MARGIN, 0.26, "Memory at rest, by kind", theme.text, size=TITLE, is_bold=True)
+    write_title(figure, "Memory at rest, by kind", theme)
 
     first = HEAD + KEY
     axes = axes_at(figure, LEFT, first, BARS, bottom - first)
@@ -119,15 +119,18 @@ def _draw_bar(
             linewidth=0.8,
         )
         shown = shown_figure(size, "bytes")
-        if CHARACTER * len(shown) + 0.06 < width * BARS:
+        if CHARACTER * len(shown) < width * BARS:
             x = LEFT + (start + width / 2) * BARS
             ink = _ink_on(colors[kind])
             write(figure, x, middle + 0.035, shown, ink, size=SMALL, align="center")
         start += width
 
-    total = shown_figure(_total(bar), "bytes") if bar.parts else "nothing"
     x = LEFT + start * BARS + 0.08
-    write(figure, x, middle + 0.04, total, theme.text, is_bold=True)
+    if bar.parts:
+        total = shown_figure(_total(bar), "bytes")
+        write(figure, x, middle + 0.04, total, theme.text, is_bold=True)
+    else:
+        write(figure, x, middle + 0.04, "nothing", theme.muted)
 
 
 def _total(bar: MemoryBar) -> float:

@@ -12,7 +12,6 @@ from benchmarks.reporting.contents import PeerPanel, Peers, SideBar
 from benchmarks.reporting.drawing.style import (
     MARGIN,
     SMALL,
-    TITLE,
     WIDTH,
     Theme,
     axes_at,
@@ -21,8 +20,9 @@ from benchmarks.reporting.drawing.style import (
     side_colors,
     write,
     write_caption,
+    write_title,
 )
-from benchmarks.reporting.rounding import figure as shown_figure
+from benchmarks.reporting.rounding import figures
 
 # Inches.
 HEAD, PANEL_HEAD, BAR_PITCH, PANEL_GAP = 0.42, 0.42, 0.34, 0.18
@@ -42,9 +42,9 @@ def draw(contents: Peers, theme: Theme) -> Figure:
     caption = [*(line for note in notes for line in textwrap.wrap(note, 120)), how]
     caption += contents.caption
 
-    height = HEAD + rows * (panel_height + PANEL_GAP) + caption_height(caption)
-    figure = figure_of(height)
-    write(figure, MARGIN, 0.26, "The same training run, end to end", theme.text, size=TITLE, is_bold=True)
+    height = HEAD + rows * panel_height + (rows - 1) * PANEL_GAP
+    figure = figure_of(height + caption_height(caption))
+    write_title(figure, "The same training run, end to end", theme)
 
     for index, panel in enumerate(contents.panels):
         top = HEAD + index // ACROSS * (panel_height + PANEL_GAP)
@@ -87,26 +87,27 @@ def _draw_panel(
     colors = side_colors(sides, theme)
     longest = max((max(0.0, bar.median, bar.high) for bar in panel.bars), default=0.0)
     bars = {bar.side: bar for bar in panel.bars}
+    shown = dict(zip(bars, figures([bar.median for bar in bars.values()], panel.unit), strict=True))
     for row, side in enumerate(sides):
+        baseline = top + PANEL_HEAD + (row + 0.5) * BAR_PITCH + 0.04
         if side in bars:
-            _draw_bar(axes, row, bars[side], longest, colors[side], theme)
-            shown = shown_figure(bars[side].median, panel.unit)
-            length = max(_share(bars[side].median, longest), _share(bars[side].high, longest))
+            end = _draw_bar(axes, row, bars[side], longest, colors[side], theme)
+            write(figure, left + end * BARS + 0.07, baseline, shown[side], theme.text, size=SMALL)
         else:
-            shown, length = "not measured", 0.0
-        y = top + PANEL_HEAD + (row + 0.5) * BAR_PITCH + 0.04
-        color = theme.text if side in bars else theme.muted
-        write(figure, left + length * BARS + 0.07, y, shown, color, size=SMALL + 0.5)
+            write(figure, left + 0.07, baseline, "not measured", theme.muted, size=SMALL)
 
 
 def _draw_bar(
     axes: Axes, row: int, bar: SideBar, longest: float, color: str, theme: Theme
-) -> None:
-    axes.barh(row, _share(bar.median, longest), height=0.56, color=color, linewidth=0, zorder=2)
+) -> float:
+    """Returns where it ends, whisker and all, as a share of the axes."""
+    length = _share(bar.median, longest)
+    axes.barh(row, length, height=0.56, color=color, linewidth=0, zorder=2)
     low, high = _share(bar.low, longest), _share(bar.high, longest)
     if high > low:
         axes.plot([low, high], [row, row], color=theme.text, linewidth=1.0, zorder=3)
         axes.plot([low, high], [row, row], "|", color=theme.text, markersize=5, zorder=3)
+    return max(length, high)
 
 
 def _share(value: float, longest: float) -> float:

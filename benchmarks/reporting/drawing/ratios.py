@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -14,26 +13,28 @@ from benchmarks.reporting.contents import RatioGroup, RatioRow, Ratios
 from benchmarks.reporting.drawing.style import (
     MARGIN,
     SMALL,
-    TITLE,
-    WIDTH,
     Theme,
     axes_at,
     caption_height,
     figure_of,
     write,
     write_caption,
+    write_title,
 )
-from benchmarks.reporting.rounding import bar, number
+from benchmarks.reporting.rounding import bar, ratio
 
 # Inches.
 ROW, LINE, GROUP_GAP = 0.19, 0.145, 0.1
-HEAD = 0.72
-PLOT_LEFT, PLOT_WIDTH = 3.5, 2.9
-MEASURED_RIGHT, BAR_LEFT = 7.0, 7.12
-NAME_WIDTH = 46  # characters
+HEAD = 0.86
+PLOT_LEFT, PLOT_WIDTH = 3.32, 2.75
+VERDICT_LEFT, MEASURED_RIGHT, BAR_LEFT = 6.16, 7.14, 7.26
+TO_BASELINE = 0.04  # from the middle of a line of text
+NAME_WIDTH = 42  # characters
+
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 # The plot's ends, as powers of two; what is further out gets an arrow.
-LOW, HIGH = -2.0, 4.0
+LOW, HIGH, BEYOND = -2, 4, 0.25
 
 
 class Placed(NamedTuple):
@@ -47,21 +48,19 @@ class Placed(NamedTuple):
 def draw(contents: Ratios, theme: Theme) -> Figure:
     """A line a ratio, from its bar to its figure, on a scale that doubles."""
     placed, headings, bottom = _layout(contents.groups)
-    how = "Filled circles are met, crosses missed. Lines begin at the bar; the scale doubles."
+    how = "Circles: met. Crosses: missed. Lines begin at the bar; the scale doubles."
     caption = (how, *contents.caption)
-    figure = figure_of(bottom + 0.1 + caption_height(caption))
+    figure = figure_of(bottom + caption_height(caption))
 
-    write(figure, MARGIN, 0.26, "Measured against the stated bars", theme.text, size=TITLE, is_bold=True)
+    write_title(figure, "Measured against the stated bars", theme)
     axes = axes_at(figure, PLOT_LEFT, HEAD, PLOT_WIDTH, bottom - HEAD)
     _prepare(axes, bottom, theme)
-    for y, (title, y_title) in ((0.62, ("measured", MEASURED_RIGHT)), (0.62, ("bar", BAR_LEFT))):
-        align = "right" if y_title == MEASURED_RIGHT else "left"
-        write(figure, y_title, y, title, theme.muted, size=SMALL, align=align)
-
+    _write_heads(figure, theme)
     for benchmark, y in headings:
         write(figure, MARGIN, y, benchmark, theme.text, is_bold=True)
     for one in placed:
-        _draw_row(figure, axes, one, theme)
+        _draw_line(axes, one, theme)
+        _write_row(figure, one, theme)
     write_caption(figure, caption, theme)
     return figure
 
@@ -72,8 +71,8 @@ def _layout(groups: tuple[RatioGroup, ...]) -> tuple[list[Placed], list[tuple[st
     headings: list[tuple[str, float]] = []
     y = HEAD
     for group in groups:
-        y += GROUP_GAP
-        headings.append((group.benchmark, y + ROW / 2 + 0.04))
+        y += GROUP_GAP if group is not groups[0] else 0.02
+        headings.append((group.benchmark, y + ROW / 2 + TO_BASELINE))
         y += ROW
         for row in group.rows:
             names = textwrap.wrap(row.name, NAME_WIDTH) or [""]
@@ -85,62 +84,65 @@ def _layout(groups: tuple[RatioGroup, ...]) -> tuple[list[Placed], list[tuple[st
 
 def _prepare(axes: Axes, bottom: float, theme: Theme) -> None:
     """The scale, above the rows; y is in inches from the picture's top."""
-    axes.set_xlim(LOW - 0.3, HIGH + 0.3)
+    axes.set_xlim(LOW - BEYOND, HIGH + BEYOND)
     axes.set_ylim(bottom, HEAD)
-    powers = range(int(LOW), int(HIGH) + 1)
-    axes.set_xticks(
-        [float(power) for power in powers],
-        [_tick(power) for power in powers],
-        color=theme.muted,
-        fontsize=SMALL,
-    )
+    powers = range(LOW, HIGH + 1)
+    labels = ["bar" if power == 0 else f"{2.0**power:g}{TIMES}" for power in powers]
+    axes.set_xticks([float(power) for power in powers], labels, color=theme.muted, fontsize=SMALL)
     axes.xaxis.tick_top()
-    axes.tick_params(length=0, pad=2)
+    axes.tick_params(length=0, pad=3)
     axes.set_yticks([])
     for power in powers:
         axes.axvline(power, color=theme.grid, linewidth=0.6, zorder=0)
     axes.axvline(0, color=theme.text, linewidth=1.0, zorder=1)
 
 
-def _tick(power: int) -> str:
-    if power == 0:
-        return "its bar"
-    return f"{2**power}× better" if power == int(HIGH) else f"{2.0**power:g}×"
+def _write_heads(figure: Figure, theme: Theme) -> None:
+    scale = PLOT_WIDTH / (HIGH - LOW + 2 * BEYOND)
+    bar_x = PLOT_LEFT + (BEYOND - LOW) * scale
+    small = {"color": theme.muted, "size": SMALL}
+    write(figure, bar_x - 0.1, HEAD - 0.24, "← worse", align="right", **small)
+    write(figure, bar_x + 0.1, HEAD - 0.24, "better →", **small)
+    write(figure, MEASURED_RIGHT, HEAD - 0.08, "measured", align="right", **small)
+    write(figure, BAR_LEFT, HEAD - 0.08, "bar", **small)
 
 
-def _draw_row(figure: Figure, axes: Axes, placed: Placed, theme: Theme) -> None:
+def _draw_line(axes: Axes, placed: Placed, theme: Theme) -> None:
     row = placed.row
     color = theme.ours if row.is_met else theme.missed
     end, is_outside = _position(row.margin)
+    inside, outside = ("o", ">") if row.is_met else ("X", "<")
 
     axes.plot([0, end], [placed.middle] * 2, color=color, linewidth=1.6, zorder=2)
-    if is_outside:
-        marker = ">" if end > 0 else "<"
-    else:
-        marker = "o" if row.is_met else "X"
-    axes.plot([end], [placed.middle], marker, color=color, markersize=5.5, markeredgewidth=0, zorder=3)
-
-    for y, name in _baselines(placed):
-        write(figure, MARGIN + 0.12, y, name, theme.text)
-    weight = {"is_bold": not row.is_met}
-    baseline = placed.middle + 0.04
-    shown = number(row.value) if row.is_met else f"missed  {number(row.value)}"
-    color = theme.text if row.is_met else theme.missed
-    write(figure, MEASURED_RIGHT, baseline, shown, color, align="right", **weight)
-    write(figure, BAR_LEFT, baseline, bar(row.at_least, row.at_most), theme.muted)
+    size = 5.0 if row.is_met else 6.5
+    axes.plot(
+        [end],
+        [placed.middle],
+        outside if is_outside else inside,
+        color=color,
+        markersize=size,
+        markeredgewidth=0,
+        zorder=3,
+    )
 
 
 def _position(margin: float) -> tuple[float, bool]:
     """(where on the axis, whether the true place is outside of it)."""
     power = math.log2(margin) if 0 < margin < math.inf else math.copysign(math.inf, margin - 1)
-    clipped = min(max(power, LOW - 0.15), HIGH + 0.15)
+    clipped = min(max(power, LOW - BEYOND / 2), HIGH + BEYOND / 2)
     return clipped, clipped != power
 
 
-def _baselines(placed: Placed) -> Iterator[tuple[float, str]]:
-    first = placed.middle + 0.04 - LINE * (len(placed.names) - 1) / 2
+def _write_row(figure: Figure, placed: Placed, theme: Theme) -> None:
+    row = placed.row
+    baseline = placed.middle + TO_BASELINE
+    first = baseline - LINE * (len(placed.names) - 1) / 2
     for index, name in enumerate(placed.names):
-        yield first + index * LINE, name
+        write(figure, MARGIN + 0.12, first + index * LINE, name, theme.text)
 
-
-assert BAR_LEFT < WIDTH
+    color = theme.text if row.is_met else theme.missed
+    if not row.is_met:
+        write(figure, VERDICT_LEFT, baseline, "missed", color, is_bold=True)
+    shown = ratio(row.value)
+    write(figure, MEASURED_RIGHT, baseline, shown, color, align="right", is_bold=not row.is_met)
+    write(figure, BAR_LEFT, baseline, bar(row.at_least, row.at_most), theme.muted)

@@ -1,10 +1,13 @@
-"""How figures grow with a size: small panels, both scales logarithmic, lines named at their ends."""
+"""How figures grow with a size: a small panel each, both axes logarithmic, lines named at their
+ends.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,7 +16,6 @@ from benchmarks.reporting.contents import Line, Scaling, ScalingPanel
 from benchmarks.reporting.drawing.style import (
     MARGIN,
     SMALL,
-    TITLE,
     WIDTH,
     Theme,
     axes_at,
@@ -22,27 +24,37 @@ from benchmarks.reporting.drawing.style import (
     side_colors,
     write,
     write_caption,
+    write_title,
 )
 from benchmarks.reporting.rounding import figure as shown_figure
 
 # Inches.
-HEAD, PANEL_HEAD, PLOT_HEIGHT, PANEL_FOOT, GAP = 0.4, 0.3, 1.75, 0.42, 0.12
+HEAD, PANEL_HEAD, PLOT_HEIGHT, PANEL_FOOT, GAP = 0.4, 0.3, 1.75, 0.36, 0.14
 ACROSS = 2
 PITCH = (WIDTH - 2 * MARGIN) / ACROSS
-TICKS, LABELS = 0.62, 1.42
+TICKS, LABELS = 0.62, 1.62
 PLOT_WIDTH = PITCH - TICKS - LABELS
 LABEL_WIDTH = 22  # characters
-LABEL_PITCH = 0.145
+LABEL_PITCH = 0.135
 MARKERS = "osD^vPX*"
+MOST_TICKS = 5
+
+
+class End(NamedTuple):
+    """The end of a line: its height in inches from the picture's top, its name in lines."""
+
+    y: float
+    names: list[str]
+    color: str
 
 
 def draw(contents: Scaling, theme: Theme) -> Figure:
     """A panel for each benchmark that measures at several sizes."""
     rows = math.ceil(len(contents.panels) / ACROSS)
     panel_height = PANEL_HEAD + PLOT_HEIGHT + PANEL_FOOT + GAP
-    caption = ("Medians; both scales are logarithmic.", *contents.caption)
-    figure = figure_of(HEAD + rows * panel_height + caption_height(caption))
-    write(figure, MARGIN, 0.26, "How costs grow with size", theme.text, size=TITLE, is_bold=True)
+    caption = ("Medians. Both axes are logarithmic.", *contents.caption)
+    figure = figure_of(HEAD + rows * panel_height - GAP + caption_height(caption))
+    write_title(figure, "How costs grow with size", theme)
 
     for index, panel in enumerate(contents.panels):
         left = MARGIN + index % ACROSS * PITCH
@@ -52,32 +64,30 @@ def draw(contents: Scaling, theme: Theme) -> Figure:
     return figure
 
 
-def _draw_panel(
-    figure: Figure, panel: ScalingPanel, left: float, top: float, theme: Theme
-) -> None:
+def _draw_panel(figure: Figure, panel: ScalingPanel, left: float, top: float, theme: Theme) -> None:
     write(figure, left, top + 0.18, panel.title, theme.text, is_bold=True)
     axes = axes_at(figure, left + TICKS, top + PANEL_HEAD, PLOT_WIDTH, PLOT_HEIGHT)
 
-    # Logarithms are drawn on plain scales: any finite figure has one, and a place.
-    lines = [_logarithms(line) for line in panel.lines]
-    heights = [y for line in lines for _, y in line] or [0.0]
-    sizes = sorted({x for line in lines for x, _ in line}) or [0.0]
-    low, high = min(heights), max(heights)
-    room = max(high - low, 0.3) * 0.08
-    axes.set_ylim(low - room, high + room)
-    axes.set_xlim(sizes[0] - 0.06, sizes[-1] + 0.06)
+    # Logarithms are drawn on plain scales: any positive figure has one, and a place.
+    lines = [(line, _logarithms(line)) for line in panel.lines]
+    sizes = sorted({x for _, points in lines for x, _ in points}) or [0.0]
+    low, high = _height_range([y for _, points in lines for _, y in points], sizes)
+    axes.set_xlim(sizes[0] - 0.04, sizes[-1] + 0.04)
+    axes.set_ylim(low, high)
     _write_scales(axes, panel, sizes, (low, high), theme)
 
-    colors = side_colors([line.side for line in panel.lines], theme)
     ends = []
-    for marker, line, points in zip(_markers(len(lines)), panel.lines, lines, strict=True):
+    colors = _colors(panel.lines, theme)
+    for index, (line, points) in enumerate(lines):
         if points:
-            xs, ys = zip(*points, strict=True)
             color = colors[line.side]
-            axes.plot(xs, ys, f"-{marker}", color=color, linewidth=1.6, markersize=4, clip_on=False)
-            share = (ys[-1] - low + room) / (high - low + 2 * room)
-            ends.append((top + PANEL_HEAD + PLOT_HEIGHT * (1 - share), line, color))
-    _write_ends(figure, panel.unit, ends, left + TICKS + PLOT_WIDTH + 0.14, theme)
+            marker = MARKERS[index % len(MARKERS)]
+            xs, ys = zip(*points, strict=True)
+            axes.plot(xs, ys, f"-{marker}", color=color, linewidth=1.5, markersize=4, clip_on=False)
+            y = top + PANEL_HEAD + PLOT_HEIGHT * (high - ys[-1]) / (high - low)
+            ends.append(End(y, _end_names(line, panel.unit), color))
+    bottom = top + PANEL_HEAD + PLOT_HEIGHT + PANEL_FOOT
+    _write_ends(figure, ends, left + TICKS + PLOT_WIDTH + 0.14, bottom)
 
 
 def _logarithms(line: Line) -> list[tuple[float, float]]:
@@ -85,8 +95,20 @@ def _logarithms(line: Line) -> list[tuple[float, float]]:
     return [(math.log10(x), math.log10(y)) for x, y in line.points if x > 0 and y > 0]
 
 
-def _markers(count: int) -> str:
-    return (MARKERS * (count // len(MARKERS) + 1))[:count]
+def _height_range(heights: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
+    """What the height shows. Figures that hardly grow must not look as if they did, so it is no
+    closer a look than the one across.
+    """
+    low, high = min(heights, default=0.0), max(heights, default=0.0)
+    span = max(high - low, (sizes[-1] - sizes[0]) * PLOT_HEIGHT / PLOT_WIDTH, 0.1)
+    middle = (low + high) / 2
+    return middle - span * 0.54, middle + span * 0.54
+
+
+def _colors(lines: Sequence[Line], theme: Theme) -> dict[str, str]:
+    """All lines of ours in one colour, told apart by their markers and names."""
+    theirs = side_colors([line.side for line in lines if not line.is_ours], theme)
+    return {line.side: theirs.get(line.side, theme.ours) for line in lines}
 
 
 def _write_scales(
@@ -96,12 +118,12 @@ def _write_scales(
     heights: tuple[float, float],
     theme: Theme,
 ) -> None:
-    kept = _apart(sizes, 0.16 * max(sizes[-1] - sizes[0], 0.1))
-    style = {"color": theme.muted, "fontsize": SMALL}
-    axes.set_xticks(kept, [f"{10**size:,.0f}" for size in kept], **style)
-    axes.set_xlabel(panel.size_label, labelpad=2, **style)
-    ticks = _ticks(*heights)
-    axes.set_yticks(ticks, [shown_figure(10.0**tick, panel.unit) for tick in ticks], **style)
+    kept = _apart(sizes, 0.17 * (sizes[-1] - sizes[0]))
+    axes.set_xticks(kept, [f"{10**size:,.0f}" for size in kept], color=theme.muted, fontsize=SMALL)
+    axes.set_xlabel(panel.size_label, labelpad=2, color=theme.muted, fontsize=SMALL)
+    ticks = _ticks(*heights, panel.unit)
+    shown = [shown_figure(10.0**tick, panel.unit) for tick in ticks]
+    axes.set_yticks(ticks, shown, color=theme.muted, fontsize=SMALL)
     for tick in ticks:
         axes.axhline(tick, color=theme.grid, linewidth=0.6, zorder=0)
 
@@ -115,31 +137,41 @@ def _apart(places: Sequence[float], distance: float) -> list[float]:
     return kept if len(places) == 1 else [*kept, places[-1]]
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Up to five round figures between two powers of ten."""
+def _ticks(low: float, high: float, unit: str) -> list[float]:
+    """Some round figures between two powers of ten."""
+    if unit in ("bytes", "KiB", "MiB", "GiB"):
+        doubling = math.log10(2)
+        powers = range(math.ceil(low / doubling), math.floor(high / doubling) + 1)
+        return [power * doubling for power in powers][:: math.ceil(len(powers) / MOST_TICKS) or 1]
+
     decades = range(math.floor(low), math.ceil(high) + 1)
+    ticks: list[float] = []
     for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
-        ticks = [decade + math.log10(digit) for decade in decades for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high and abs(tick) < 307]
-        if len(ticks) <= 5:
+        places = (decade + math.log10(digit) for decade in decades for digit in digits)
+        ticks = [place for place in places if low <= place <= high]
+        if len(ticks) <= MOST_TICKS:
             return ticks
-    return ticks[:: math.ceil(len(ticks) / 5)]
+    return ticks[:: math.ceil(len(ticks) / MOST_TICKS)]
 
 
-def _write_ends(
-    figure: Figure,
-    unit: str,
-    ends: list[tuple[float, Line, str]],
-    left: float,
-    theme: Theme,
-) -> None:
-    """Each line's side and last figure at its end, moved down where they would overlap."""
-    y = 0.0
-    for wanted, line, color in sorted(ends, key=lambda end: end[0]):
-        names = textwrap.wrap(line.side, LABEL_WIDTH) or [""]
-        names[-1] += f"  {shown_figure(line.points[-1][1], unit)}"
-        y = max(wanted + 0.04, y + LABEL_PITCH)
-        for name in names:
-            write(figure, left, y, name, color, size=SMALL)
-            y += LABEL_PITCH
-        y -= LABEL_PITCH
+def _end_names(line: Line, unit: str) -> list[str]:
+    """The side and its figure at the largest size, which stays in one piece."""
+    shown = shown_figure(line.points[-1][1], unit).replace(" ", "\N{NO-BREAK SPACE}")
+    return textwrap.wrap(f"{line.side}: {shown}", LABEL_WIDTH)
+
+
+def _write_ends(figure: Figure, ends: Sequence[End], left: float, bottom: float) -> None:
+    """The names beside the ends, moved apart where they would overlap."""
+    ordered = sorted(ends, key=lambda end: end.y)
+    heights = [LABEL_PITCH * len(end.names) for end in ordered]
+    tops = [end.y - height / 2 for end, height in zip(ordered, heights, strict=True)]
+    for index in range(1, len(tops)):
+        tops[index] = max(tops[index], tops[index - 1] + heights[index - 1])
+    for index in reversed(range(len(tops))):  # what has been moved too far down moves up
+        below = tops[index + 1] if index + 1 < len(tops) else bottom
+        tops[index] = min(tops[index], below - heights[index])
+
+    for end, top in zip(ordered, tops, strict=True):
+        for index, name in enumerate(end.names):
+            y = top + LABEL_PITCH * (index + 0.5) + 0.035
+            write(figure, left, y, name, end.color, size=SMALL)

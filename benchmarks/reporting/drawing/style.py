@@ -54,12 +54,14 @@ THEMES = {
     ),
 }
 
+# Wider than the usual sans-serif typefaces, and matplotlib brings it along: in a reader's own, text
+# takes less room than was kept for it, never more.
+LAYOUT_FONT = "DejaVu Sans"
+
 RC: dict[str, Any] = {
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "megatron-hybrid",
-    # Laid out with the widest of the usual sans-serif typefaces, which matplotlib brings along: in
-    # a reader's own, text takes less room than was kept for it, never more.
-    "font.family": "DejaVu Sans",
+    "font.family": LAYOUT_FONT,
     "font.size": TEXT,
     "text.parse_math": False,
     "axes.unicode_minus": True,
@@ -126,9 +128,13 @@ def write(
     )
 
 
+def write_title(figure: Figure, title: str, theme: Theme) -> None:
+    write(figure, MARGIN, 0.26, title, theme.text, size=TITLE, is_bold=True)
+
+
 def caption_height(lines: Sequence[str]) -> float:
     """How many inches a caption takes."""
-    return 0.15 * len(lines) + 0.12
+    return 0.15 * len(lines) + 0.2
 
 
 def write_caption(figure: Figure, lines: Sequence[str], theme: Theme) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -11,11 +10,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.reporting.contents import Contents, Memory, Peers, Ratios, Scaling
 from benchmarks.reporting.drawing import memory, peers, ratios, scaling
-from benchmarks.reporting.drawing.style import RC, THEMES, Theme
+from benchmarks.reporting.drawing.style import LAYOUT_FONT, RC, THEMES, Theme
 
-# What readers have, best first; the last is whatever they prefer.
+# What readers' machines have, best first, in the place of the typeface of the layout.
 FONTS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
-_FONT_FAMILY = re.compile(r"(font: [^;\"]*?(?:\d|px) )'DejaVu Sans'[^;\"]*")
 
 
 def svg_of(contents: Contents, theme_name: str) -> str:
@@ -40,4 +38,6 @@ def _text_of(figure: Figure) -> str:
     # Without a date and matplotlib's name, whose version would change with every release.
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
     FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
-    return _FONT_FAMILY.sub(rf"\g<1>{FONTS}", buffer.getvalue())
+    # What comes before the element is XML's prologue, which no comment could precede.
+    _, start, drawing = buffer.getvalue().partition("<svg")
+    return start + drawing.replace(f"'{LAYOUT_FONT}'", FONTS)
