@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with_contents
-from benchmarks.reporting.contents import Contents, pictures
+from benchmarks.reporting.contents import PICTURES, Contents, pictures
 from benchmarks.reporting.peers import peers_block, read_comparison
 from benchmarks.reporting.stored import ResultFileError, StoredResult, newest_results
-from benchmarks.reporting.svg_file import THEMES, file_names, why_stale, with_note
-from benchmarks.reporting.tables import benchmark_block, results_block
+from benchmarks.reporting.svg_file import file_names, is_ours, why_stale, with_note
+from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
 from benchmarks.runner.places import RESULTS, ROOT
 from benchmarks.runner.registry import registered
 from megatron.core.files import published
 
 COMMAND = "python -m benchmarks report"
+
+# Pages that would lose their point without a block.
+REQUIRED = {"README.md": ("peers",), "docs/benchmarks.md": ("results",)}
+_PICTURE = "picture-"
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,14 @@ class Report:
             return peers_block(read_comparison(), self.results, root)
         if name == "results":
             return results_block(self.names, self.results, root)
+        if name.removeprefix(_PICTURE) in PICTURES and name.startswith(_PICTURE):
+            picture = name.removeprefix(_PICTURE)
+            return picture_block(picture, is_drawn=picture in self.pictures(), root=root)
         if name in self.names:
             return benchmark_block(self.results.get(name), root)
         raise MarkerError(
-            f"{page.relative_to(self.root)}: Expected the name of a benchmark, peers or results "
-            f"in a marker, got {name}."
+            f"{page.relative_to(self.root)}: Expected the name of a benchmark, peers, results or "
+            f"{_PICTURE}NAME, of {', '.join(PICTURES)}, in a marker, got {name}."
         )
 
     def renderer(self, page: Path) -> Callable[[str], str]:
@@ -112,7 +119,10 @@ def stale_blocks(report: Report) -> Iterator[str]:
     for page in report.pages:
         name = str(page.relative_to(report.root))
         text = page.read_text(encoding="utf-8")
-        for block in blocks_of(name, text):
+        blocks = blocks_of(name, text)
+        for required in set(REQUIRED.get(name, ())) - {block.name for block in blocks}:
+            yield f"{name}: the markers of the block {required} are missing"
+        for block in blocks:
             if content_of(text, block) != report.block(block.name, page):
                 yield f"{name}:{block.first}: the block {block.name} is stale"
 
@@ -173,7 +183,10 @@ def _drawn(report: Report) -> dict[Path, str]:
 
 
 def _unwanted(report: Report, wanted: Mapping[str, Contents]) -> list[str]:
-    """Files that only this command writes, of pictures that there are no results for."""
+    """Files that this command has drawn, of pictures that there are no results for."""
     expected = {file for name in wanted for file in file_names(name).values()}
-    ours = {path.name for theme in THEMES for path in report.folder.glob(f"*_{theme}.svg")}
-    return sorted(ours - expected)
+    return sorted(
+        path.name
+        for path in report.folder.glob("*.svg")
+        if path.name not in expected and is_ours(path)
+    )

@@ -165,6 +165,14 @@ GROWN = (
     ),
 )
 
+# What a picture says to those who do not see it.
+PICTURES = {
+    "ratios": "Every ratio that has a stated bar, and how far it is on the right side of it",
+    "end_to_end": "The same training run by this project and by others: speed, memory, stalls",
+    "scaling": "How time and memory grow with the length, the experts and the ranks",
+    "memory": "Memory on the device and in host memory by kind, with and without offloading",
+}
+
 END_TO_END = "end_to_end"
 MEMORY_BENCHMARK = "offload_step"
 MEMORY_FACT = "memory_by_kind"
@@ -172,13 +180,9 @@ MEMORY_FACT = "memory_by_kind"
 
 def pictures(results: Mapping[str, StoredResult]) -> dict[str, Contents]:
     """The contents of every picture that the results have something for, by its name."""
-    found = {
-        "ratios": _ratios(results),
-        "end_to_end": _peers(results),
-        "scaling": _scaling(results),
-        "memory": _memory(results),
-    }
-    return {name: contents for name, contents in found.items() if contents is not None}
+    found = (_ratios(results), _peers(results), _scaling(results), _memory(results))
+    named = zip(PICTURES, found, strict=True)
+    return {name: contents for name, contents in named if contents is not None}
 
 
 def is_ours(side: str) -> bool:

@@ -66,9 +66,17 @@ def figures(values: Sequence[float], unit: str) -> list[str]:
     return [figure(value, unit) for value in values]
 
 
-def ratio(value: float) -> str:
-    """Three digits, whole numbers too: "1.00"."""
-    return f"{value:#.3g}" if 0.01 <= abs(value) < 99.95 else number(value)
+def ratio(value: float, *bars: float | None) -> str:
+    """Three digits, whole numbers too: "1.00". More where a bar would be met only by rounding."""
+    limits = [limit for limit in bars if limit is not None]
+    texts = [number(value), *(f"{value:,.{digits}g}" for digits in range(4, 17))]
+    if 0.01 <= abs(value) < 99.95:
+        texts[0] = f"{value:#.3g}".rstrip(".")
+    for text in texts:
+        shown = float(text.replace(",", ""))
+        if all(_sign(value - limit) == _sign(shown - limit) for limit in limits):
+            return text
+    return repr(value)
 
 
 def spread(low: float, high: float, unit: str) -> str:
@@ -100,3 +108,7 @@ def _fitting(value: float, measured: Scale, ladder: Sequence[Scale]) -> Scale:
     # Compared as quotients: a product could be more than a float holds.
     fitting = [scale for scale in ladder if abs(value) >= scale.factor / measured.factor]
     return fitting[-1] if fitting else ladder[0]
+
+
+def _sign(difference: float) -> int:
+    return (difference > 0) - (difference < 0)

@@ -21,7 +21,8 @@ class StoredResult:
     Attributes:
         file: The file's name in the folder of results.
         date: ISO 8601, UTC.
-        commit: Of the working tree that ran; `is_dirty` where that tree had been changed.
+        commit: Of the working tree that ran; `is_dirty` where that tree had been changed. None for
+            both where there was no git.
         machine: The CPU, its cores, the accelerator.
         versions: Of Python, torch and the peers.
     """
@@ -29,8 +30,8 @@ class StoredResult:
     benchmark: str
     file: str
     date: str
-    commit: str
-    is_dirty: bool
+    commit: str | None
+    is_dirty: bool | None
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     result: Result
@@ -51,6 +52,8 @@ class StoredResult:
 
     @property
     def commit_line(self) -> str:
+        if self.commit is None:
+            return "unknown"
         return f"{self.commit[:7]}{' with changes' if self.is_dirty else ''}"
 
 

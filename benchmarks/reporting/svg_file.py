@@ -40,6 +40,11 @@ def with_note(svg: str, contents: Contents, theme: str) -> str:
     return f"<!-- benchmarks: {digests} -->\n{svg}"
 
 
+def is_ours(path: Path) -> bool:
+    """Whether a file is a picture that the report has drawn."""
+    return _NOTE.match(path.read_text(encoding="utf-8")) is not None
+
+
 def why_stale(path: Path, contents: Contents, theme: str) -> str | None:
     """Why the picture's file is not what would be drawn; None if it is."""
     if not path.is_file():

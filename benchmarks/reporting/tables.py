@@ -1,12 +1,14 @@
-"""The blocks `results` and those of single benchmarks, as Markdown."""
+"""The blocks `results`, of single benchmarks and of pictures, as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
+from benchmarks.reporting.contents import PICTURES
 from benchmarks.reporting.rounding import bar, figure, ratio, spread
 from benchmarks.reporting.stored import StoredResult, provenance
+from benchmarks.reporting.svg_file import file_names
 
 NOT_MEASURED = "not measured"
 
@@ -33,7 +35,7 @@ def results_block(names: Sequence[str], results: Mapping[str, StoredResult], roo
         names: Of all benchmarks there are.
         root: From the page to the project's root, "" or "../".
     """
-    rows = []
+    rows: list[list[str]] = []
     for name in names:
         if name in results:
             rows += _result_rows(results[name], root)
@@ -69,6 +71,29 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
 
 
+def picture_block(name: str, *, is_drawn: bool, root: str) -> str:
+    """The picture in the variant that suits the page's brightness.
+
+    Code hosts follow a `<picture>`, wherever it is shown. The site has a switch of its own, which
+    only the fragments of an image's address follow; pages in docs/ take those.
+    """
+    if not is_drawn:
+        return f"*{PICTURES[name]}: {NOT_MEASURED} yet.*"
+    files = file_names(name)
+    if root:
+        return "\n".join(
+            f"![{PICTURES[name]}](img/{file}#gh-{theme}-mode-only)" for theme, file in files.items()
+        )
+    return "\n".join(
+        [
+            "<picture>",
+            f'<source media="(prefers-color-scheme: dark)" srcset="docs/img/{files["dark"]}">',
+            f'<img alt="{PICTURES[name]}" src="docs/img/{files["light"]}" width="800">',
+            "</picture>",
+        ]
+    )
+
+
 def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
     """The benchmark's name stands in its first row, with the link to its file."""
     name = f"[`{result.benchmark}`]({root}benchmarks/results/{result.file})"
@@ -80,7 +105,8 @@ def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
 
 def _ratio(one: Ratio) -> list[str]:
     verdict = {None: "", True: "met", False: "**missed**"}[one.is_met]
-    return [one.name, ratio(one.value), bar(one.at_least, one.at_most), verdict]
+    value = ratio(one.value, one.at_least, one.at_most)
+    return [one.name, value, bar(one.at_least, one.at_most), verdict]
 
 
 def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:

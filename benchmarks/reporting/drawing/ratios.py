@@ -98,13 +98,14 @@ def _prepare(axes: Axes, bottom: float, theme: Theme) -> None:
 
 
 def _write_heads(figure: Figure, theme: Theme) -> None:
-    scale = PLOT_WIDTH / (HIGH - LOW + 2 * BEYOND)
-    bar_x = PLOT_LEFT + (BEYOND - LOW) * scale
-    small = {"color": theme.muted, "size": SMALL}
-    write(figure, bar_x - 0.1, HEAD - 0.24, "← worse", align="right", **small)
-    write(figure, bar_x + 0.1, HEAD - 0.24, "better →", **small)
-    write(figure, MEASURED_RIGHT, HEAD - 0.08, "measured", align="right", **small)
-    write(figure, BAR_LEFT, HEAD - 0.08, "bar", **small)
+    bar_x = PLOT_LEFT + PLOT_WIDTH * (BEYOND - LOW) / (HIGH - LOW + 2 * BEYOND)
+    for x, y, text, align in (
+        (bar_x - 0.1, HEAD - 0.24, "← worse", "right"),
+        (bar_x + 0.1, HEAD - 0.24, "better →", "left"),
+        (MEASURED_RIGHT, HEAD - 0.07, "measured", "right"),
+        (BAR_LEFT, HEAD - 0.07, "bar", "left"),
+    ):
+        write(figure, x, y, text, theme.muted, size=SMALL, align=align)
 
 
 def _draw_line(axes: Axes, placed: Placed, theme: Theme) -> None:
@@ -143,6 +144,6 @@ def _write_row(figure: Figure, placed: Placed, theme: Theme) -> None:
     color = theme.text if row.is_met else theme.missed
     if not row.is_met:
         write(figure, VERDICT_LEFT, baseline, "missed", color, is_bold=True)
-    shown = ratio(row.value)
+    shown = ratio(row.value, row.at_least, row.at_most)
     write(figure, MEASURED_RIGHT, baseline, shown, color, align="right", is_bold=not row.is_met)
     write(figure, BAR_LEFT, baseline, bar(row.at_least, row.at_most), theme.muted)

@@ -138,11 +138,12 @@ def _apart(places: Sequence[float], distance: float) -> list[float]:
 
 
 def _ticks(low: float, high: float, unit: str) -> list[float]:
-    """Some round figures between two powers of ten."""
+    """Some round figures between two powers of ten, where floats reach."""
+    low, high = max(low, -307.0), min(high, 307.0)
     if unit in ("bytes", "KiB", "MiB", "GiB"):
         doubling = math.log10(2)
         powers = range(math.ceil(low / doubling), math.floor(high / doubling) + 1)
-        return [power * doubling for power in powers][:: math.ceil(len(powers) / MOST_TICKS) or 1]
+        return [power * doubling for power in powers][:: len(powers) // MOST_TICKS + 1]
 
     decades = range(math.floor(low), math.ceil(high) + 1)
     ticks: list[float] = []
@@ -151,7 +152,7 @@ def _ticks(low: float, high: float, unit: str) -> list[float]:
         ticks = [place for place in places if low <= place <= high]
         if len(ticks) <= MOST_TICKS:
             return ticks
-    return ticks[:: math.ceil(len(ticks) / MOST_TICKS)]
+    return ticks[:: len(ticks) // MOST_TICKS + 1]
 
 
 def _end_names(line: Line, unit: str) -> list[str]:

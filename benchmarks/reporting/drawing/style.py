@@ -58,7 +58,7 @@ THEMES = {
 # takes less room than was kept for it, never more.
 LAYOUT_FONT = "DejaVu Sans"
 
-RC: dict[str, Any] = {
+RC: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "megatron-hybrid",
     "font.family": LAYOUT_FONT,

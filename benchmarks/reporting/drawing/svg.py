@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import matplotlib
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from benchmarks.reporting.contents import Contents, Memory, Peers, Ratios, Scaling
@@ -37,7 +36,7 @@ def _text_of(figure: Figure) -> str:
     buffer = io.StringIO()
     # Without a date and matplotlib's name, whose version would change with every release.
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
+    figure.savefig(buffer, format="svg", metadata=metadata)
     # What comes before the element is XML's prologue, which no comment could precede.
     _, start, drawing = buffer.getvalue().partition("<svg")
     return start + drawing.replace(f"'{LAYOUT_FONT}'", FONTS)
