@@ -95,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
     try:
-        report = Report(ROOT, list(registered()), newest_results(arguments.results))
+        results = newest_results(arguments.results)
+        report = Report(ROOT, list(registered()), results)
         return check(report) if arguments.check else write(report)
     except (ResultFileError, MarkerError) as error:
         print(error, file=sys.stderr)
