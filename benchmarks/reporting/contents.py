@@ -151,10 +151,14 @@ GROWN = (
         "tokens",
         f"{_SIZE}: {_SIDE}",
         theirs=r"F\.cross_entropy",
-        unit="bytes",
+        unit="MiB",
     ),
     Grown(
-        "gated_delta_net", "Gated delta net, time of a token", "tokens", rf"net\b{_SIZE}: {_SIDE}"
+        "gated_delta_net",
+        "Gated delta net, time of a token",
+        "tokens",
+        rf"{_SIZE}: (?P<side>net.*)",
+        theirs=".*, transformers",
     ),
     Grown("checkpoint_plan", "Planning of a checkpoint", "ranks", f"{_SIZE}: {_SIDE}", unit="s"),
     Grown(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,34 @@ from benchmarks.reporting.stored import StoredResult
 from benchmarks.reporting.tables import NOT_MEASURED, measured_on, table
 
 CLAIMS = Path(__file__).with_name("peers.yaml")
+NOT_RUN = "not run"
+
+
+def _resumes(resume: Mapping[str, Any]) -> str:
+    """Whether new processes went on with the bits of the old ones."""
+    if resume["is_exact"]:
+        return "yes"
+    largest = max(resume["largest_difference"].values())
+    return f"no, they differ by up to {number(largest)}"
+
+
+def _loads(resume: Mapping[str, Any]) -> str:
+    """On which other numbers of ranks the checkpoint loads, and whether as it was saved."""
+    loaded = _numbers_of_ranks(resume)
+    if loaded:
+        return f"yes, on {loaded}"
+    converted = _numbers_of_ranks(resume.get("after_conversion", {}))
+    return f"once it is converted, on {converted}" if converted else "no"
+
+
+def _numbers_of_ranks(found: Mapping[str, Any]) -> str:
+    return " and ".join(
+        number for number, one in found.get("loads_on", {}).items() if one["loads"] == "yes"
+    )
+
+
+# What `end_to_end` finds out about each side's checkpoint, in words.
+FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"resumes": _resumes, "loads": _loads}
 
 
 @dataclass(frozen=True)
@@ -30,7 +58,7 @@ class MeasuredRow:
 
     Attributes:
         group: Of the measurements to show.
-        fact: In the place of a group: the fact that has a value for each side.
+        fact: In the place of a group: one of `FACTS`.
         relative: Whether medians are given as multiples of ours.
         sides: By column, the side's name where it is not the column's own.
     """
@@ -45,6 +73,10 @@ class MeasuredRow:
     def __post_init__(self) -> None:
         if (self.group is None) == (self.fact is None):
             raise ValueError(f"Expected a group or a fact for the row {self.name!r}.")
+        if self.fact is not None and self.fact not in FACTS:
+            raise ValueError(
+                f"Expected {' or '.join(FACTS)} as the fact of {self.name!r}, got {self.fact!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -97,9 +129,24 @@ def peers_block(comparison: Comparison, results: Mapping[str, StoredResult], roo
     rows += [_measured_row(row, comparison.columns, results) for row in comparison.measured]
 
     header = ["", *(column.title for column in comparison.columns.values())]
-    used = [results[name] for name in results if name in {r.benchmark for r in comparison.measured}]
-    lines = [*table(header, rows), "", *measured_on(used), comparison.versions]
-    return "\n".join(lines)
+    names = {row.benchmark for row in comparison.measured}
+    used = [result for name, result in results.items() if name in names]
+    lines = [*table(header, rows), "", *measured_on(used), "", comparison.versions]
+    not_run = _not_run_lines(comparison, used)
+    return "\n".join([*lines, "", *not_run] if not_run else lines)
+
+
+def _not_run_lines(comparison: Comparison, used: Sequence[StoredResult]) -> list[str]:
+    """Why a column says "not run", once."""
+    sides = {column.side for column in comparison.columns.values()}
+    sides.update(side for row in comparison.measured for side in row.sides.values())
+    lines = [
+        f"- Not run in `{result.benchmark}`: {one.side}, {one.why}"
+        for result in used
+        for one in result.result.not_run
+        if one.side in sides
+    ]
+    return [" ".join(line.split()) for line in lines]
 
 
 class _Sources:
@@ -133,9 +180,9 @@ def _measured_row(
 
 def _cell(row: MeasuredRow, result: StoredResult, side: str, ours: str) -> str:
     if row.fact is not None:
-        by_side = result.result.facts.get(row.fact)
-        if isinstance(by_side, Mapping) and side in by_side:
-            return _fact(by_side[side])
+        of_sides = result.result.facts.get("sides", {})
+        if side in of_sides and "resume" in of_sides[side]:
+            return FACTS[row.fact](of_sides[side]["resume"])
     else:
         medians = {
             one.side: (one.median, one.unit)
@@ -148,11 +195,4 @@ def _cell(row: MeasuredRow, result: StoredResult, side: str, ours: str) -> str:
             shown = figure(median, unit)
             return f"{ratio(median / base)} ({shown})" if base else shown
 
-    why = {one.side: one.why for one in result.result.not_run}
-    return f"not run: {why[side]}" if side in why else NOT_MEASURED
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return number(value) if isinstance(value, int | float) else str(value)
+    return NOT_RUN if side in {one.side for one in result.result.not_run} else NOT_MEASURED

@@ -32,8 +32,7 @@ def figure(value: float, unit: str) -> str:
     for ladder in _LADDERS:
         measured = _scale_of(unit, ladder)
         if measured is not None:
-            chosen = _fitting(value, measured, ladder)
-            return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}"
+            return _scaled(value, unit, measured, _fitting(value, measured, ladder))
     return f"{number(value)} {unit}".rstrip()
 
 
@@ -60,9 +59,8 @@ def figures(values: Sequence[float], unit: str) -> list[str]:
         measured = _scale_of(unit, ladder)
         if measured is not None:
             common = _fitting(smallest, measured, ladder)
-            factor = common.factor / measured.factor
-            if all(abs(value) < 1e5 * factor for value in values):
-                return [f"{number(value / factor)} {common.unit}" for value in values]
+            if all(abs(value) < 1e5 * (common.factor / measured.factor) for value in values):
+                return [_scaled(value, unit, measured, common) for value in values]
     return [figure(value, unit) for value in values]
 
 
@@ -96,8 +94,15 @@ def bar(at_least: float | None, at_most: float | None) -> str:
     return " and ".join(limits)
 
 
+def _scaled(value: float, unit: str, measured: Scale, chosen: Scale) -> str:
+    """In another unit than the measured one; what it is per stays."""
+    _, slash, per = unit.partition("/")
+    return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}{slash}{per}"
+
+
 def _scale_of(unit: str, ladder: Sequence[Scale]) -> Scale | None:
-    name = _SYNONYMS.get(unit, unit)
+    name = unit.partition("/")[0]
+    name = _SYNONYMS.get(name, name)
     return next((scale for scale in ladder if scale.unit == name), None)
 
 

@@ -105,6 +105,7 @@ COMPARISON = {
         {"name": "speed", "benchmark": "run", "group": "tokens/s", "relative": True},
         {"name": "memory", "benchmark": "run", "group": "memory"},
         {"name": "resumes", "benchmark": "run", "fact": "resumes"},
+        {"name": "loads", "benchmark": "run", "fact": "loads"},
         {"name": "pass", "benchmark": "pass", "group": "", "sides": {"here": "one pass"}},
     ],
     "versions": "Of today.",
@@ -118,6 +119,14 @@ def comparison_file(folder: Path, **changed: object) -> Path:
 
 
 def test_the_comparison_is_filled_in_from_results(tmp_path: Path) -> None:
+    yes, no = {"loads": "yes", "is_exact": True}, {"loads": "no", "why": "it does not"}
+    exact = {"is_exact": True, "loads_on": {"1": yes, "3": yes}}
+    inexact = {
+        "is_exact": False,
+        "largest_difference": {"losses": 0.25, "weights": 1e-3},
+        "loads_on": {"1": no, "3": no},
+        "after_conversion": {"loads_on": {"1": yes, "3": no}},
+    }
     write_result_file(
         tmp_path,
         "run",
@@ -127,20 +136,24 @@ def test_the_comparison_is_filled_in_from_results(tmp_path: Path) -> None:
             Measurement("memory", "ours", "MiB", (64.0,)),
         ],
         not_run=[NotRun("others", "needs CUDA")],
-        facts={"resumes": {"ours": True, "them": False}},
+        facts={"sides": {"ours": {"resume": exact}, "them": {"resume": inexact}}},
     )
     comparison = read_comparison(comparison_file(tmp_path))
     assert peers_block(comparison, newest_results(tmp_path), "").splitlines() == [
         "|  | here | there | elsewhere |",
         "|---|---|---|---|",
         "| does it | [yes](docs/a.md) | no [[1]](https://there) | no [[1]](https://there) |",
-        "| speed | 1.00 (200 tokens/s) | 0.500 (100 tokens/s) | not run: needs CUDA |",
-        "| memory | 64 MiB | not measured | not run: needs CUDA |",
-        "| resumes | yes | no | not run: needs CUDA |",
+        "| speed | 1.00 (200 tokens/s) | 0.500 (100 tokens/s) | not run |",
+        "| memory | 64 MiB | not measured | not run |",
+        "| resumes | yes | no, they differ by up to 0.250 | not run |",
+        "| loads | yes, on 1 and 3 | once it is converted, on 1 | not run |",
         "| pass | not measured | not measured | not measured |",
         "",
         f"Measured on {MEASURED_ON}.",
+        "",
         "Of today.",
+        "",
+        "- Not run in `run`: others, needs CUDA",
     ]
 
 
@@ -155,6 +168,9 @@ def test_a_comparison_with_a_cell_missing_is_refused(tmp_path: Path) -> None:
         read_comparison(comparison_file(tmp_path, properties=[row]))
     with pytest.raises(ValueError, match="a group or a fact for the row 'x'"):
         read_comparison(comparison_file(tmp_path, measured=[{"name": "x", "benchmark": "run"}]))
+    odd = {"name": "x", "benchmark": "run", "fact": "y"}
+    with pytest.raises(ValueError, match="Expected resumes or loads as the fact of 'x', got 'y'"):
+        read_comparison(comparison_file(tmp_path, measured=[odd]))
 
 
 def test_the_projects_own_comparison_can_be_read_and_cites_pages_that_exist() -> None:
