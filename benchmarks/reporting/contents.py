@@ -160,7 +160,13 @@ GROWN = (
         rf"{_SIZE}: (?P<side>net.*)",
         theirs=".*, transformers",
     ),
-    Grown("checkpoint_plan", "Planning of a checkpoint", "ranks", f"{_SIZE}: {_SIDE}", unit="s"),
+    Grown(
+        "checkpoint_plan",
+        "Planning of a checkpoint",
+        "ranks",
+        f"{_SIZE}: (?P<side>rank 0|another rank|DCP)",
+        theirs="DCP",
+    ),
     Grown(
         "moe_step",
         "A step of a mixture of experts",

@@ -73,7 +73,7 @@ def _draw_panel(
     theme: Theme,
 ) -> None:
     left, top = corner
-    write(figure, left, top + 0.16, panel.title or panel.unit, theme.text, is_bold=True)
+    write(figure, left, top + 0.16, _capital(panel.title or panel.unit), theme.text, is_bold=True)
     direction = "more is better" if panel.is_rate else "less is better"
     write(figure, left, top + 0.31, direction, theme.muted, size=SMALL)
 
@@ -108,6 +108,10 @@ def _draw_bar(
         axes.plot([low, high], [row, row], color=theme.text, linewidth=1.0, zorder=3)
         axes.plot([low, high], [row, row], "|", color=theme.text, markersize=5, zorder=3)
     return max(length, high)
+
+
+def _capital(title: str) -> str:
+    return title[:1].upper() + title[1:]
 
 
 def _share(value: float, longest: float) -> float:

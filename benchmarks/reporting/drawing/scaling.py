@@ -122,7 +122,7 @@ def _write_scales(
     axes.set_xticks(kept, [f"{10**size:,.0f}" for size in kept], color=theme.muted, fontsize=SMALL)
     axes.set_xlabel(panel.size_label, labelpad=2, color=theme.muted, fontsize=SMALL)
     ticks = _ticks(*heights, panel.unit)
-    shown = [shown_figure(10.0**tick, panel.unit) for tick in ticks]
+    shown = [shown_figure(10.0**tick, _plain(panel.unit)) for tick in ticks]
     axes.set_yticks(ticks, shown, color=theme.muted, fontsize=SMALL)
     for tick in ticks:
         axes.axhline(tick, color=theme.grid, linewidth=0.6, zorder=0)
@@ -155,9 +155,14 @@ def _ticks(low: float, high: float, unit: str) -> list[float]:
     return ticks[:: len(ticks) // MOST_TICKS + 1]
 
 
+def _plain(unit: str) -> str:
+    """Without what it is per, which the panel's title says; rates stay rates."""
+    return unit if unit.endswith("/s") else unit.partition("/")[0]
+
+
 def _end_names(line: Line, unit: str) -> list[str]:
     """The side and its figure at the largest size, which stays in one piece."""
-    shown = shown_figure(line.points[-1][1], unit).replace(" ", "\N{NO-BREAK SPACE}")
+    shown = shown_figure(line.points[-1][1], _plain(unit)).replace(" ", "\N{NO-BREAK SPACE}")
     return textwrap.wrap(f"{line.side}: {shown}", LABEL_WIDTH)
 
 

@@ -40,7 +40,7 @@ def write_results(folder: Path, figures: list[float]) -> None:
     write_result_file(folder, "end_to_end", end_to_end, not_run=not_run)
     growing = [
         Measurement(f"{2**index} ranks", side, "s", (value,))
-        for side in ("ours, rank 0", "PyTorch DCP")
+        for side in ("rank 0", "DCP", "DCP, even")
         for index, value in enumerate(values)
     ]
     write_result_file(folder, "checkpoint_plan", growing)
@@ -77,7 +77,7 @@ def test_each_picture_takes_what_it_needs(folder: Path) -> None:
     assert [panel.is_rate for panel in peers.panels] == [True, False, False]
     line = scaling.panels[0].lines[0]
     assert (line.side, line.is_ours, line.points[:2]) == (
-        "ours, rank 0",
+        "rank 0",
         True,
         ((1, 1.5), (2, 0.5)),
     )
