@@ -52,7 +52,8 @@ def draw(contents: Scaling, theme: Theme) -> Figure:
     """A panel for each benchmark that measures at several sizes."""
     rows = math.ceil(len(contents.panels) / ACROSS)
     panel_height = PANEL_HEAD + PLOT_HEIGHT + PANEL_FOOT + GAP
-    caption = ("Medians. Both axes are logarithmic.", *contents.caption)
+    how = "Medians. Both axes are logarithmic. Blue: this project's; other colours: others'."
+    caption = (how, *contents.caption)
     figure = figure_of(HEAD + rows * panel_height - GAP + caption_height(caption))
     write_title(figure, "How costs grow with size", theme)
 

@@ -192,14 +192,14 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=8, phases=PHASES, **SETTINGS)
+@settings(max_examples=5, phases=PHASES, **SETTINGS)
 @given(FIGURES)
 def test_any_finite_figures_can_be_drawn(tmp_path: Path, figures: list[float]) -> None:
     draw_all(tmp_path, figures)
 
 
 @pytest.mark.wide
-@settings(max_examples=200, phases=PHASES, **SETTINGS)
+@settings(max_examples=60, phases=PHASES, **SETTINGS)
 @given(FIGURES)
 def test_any_finite_figures_can_be_drawn_widely(tmp_path: Path, figures: list[float]) -> None:
     draw_all(tmp_path, figures)
