@@ -110,15 +110,18 @@ def _ratio(one: Ratio) -> list[str]:
 
 
 def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
-    """A group's name stands in its first row."""
+    """Group by group, in the order of their first measurements; a group's name stands in its first
+    row. A single value has no spread.
+    """
+    groups = list(dict.fromkeys(one.group for one in measurements))
     before = None
-    for one in measurements:
+    for one in sorted(measurements, key=lambda one: groups.index(one.group)):
+        spreads = [one.quartiles, (min(one.values), max(one.values))]
         yield [
             one.group if one.group != before else "",
             one.side,
             figure(one.median, one.unit),
-            spread(*one.quartiles, one.unit),
-            spread(min(one.values), max(one.values), one.unit),
+            *(spread(*ends, one.unit) if len(one.values) > 1 else "" for ends in spreads),
             str(len(one.values)),
         ]
         before = one.group

@@ -50,8 +50,8 @@ def test_without_results_a_table_says_so() -> None:
 def test_a_benchmark_has_its_sides_with_median_and_spread(tmp_path: Path) -> None:
     measurements = [
         Measurement("save", "ours", "s", (0.5, 0.7, 0.6)),
-        Measurement("save", "DCP", "s", (2.0, 2.1, 2.5)),
         Measurement("load", "ours", "tokens/s", (1500.0,)),
+        Measurement("save", "DCP", "s", (2.0, 2.1, 2.5)),
     ]
     not_run = [NotRun("DeepSpeed", "no compiler")]
     ratios = [Ratio("DCP / ours", 3.5)]
@@ -62,7 +62,7 @@ def test_a_benchmark_has_its_sides_with_median_and_spread(tmp_path: Path) -> Non
         "|---|---|---|---|---|---|",
         "| save | ours | 600 ms | 550 to 650 ms | 500 to 700 ms | 3 |",
         "|  | DCP | 2.10 s | 2.05 to 2.30 s | 2 to 2.50 s | 3 |",
-        "| load | ours | 1,500 tokens/s | 1,500 to 1,500 tokens/s | 1,500 to 1,500 tokens/s | 1 |",
+        "| load | ours | 1,500 tokens/s |  |  | 1 |",
         "|  | DeepSpeed | not run: no compiler |  |  |  |",
         "",
         "| ratio | measured | bar |  |",
