@@ -13,7 +13,7 @@ from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with
 from benchmarks.reporting.contents import PICTURES, Contents, pictures
 from benchmarks.reporting.peers import peers_block, read_comparison
 from benchmarks.reporting.stored import ResultFileError, StoredResult, newest_results
-from benchmarks.reporting.svg_file import file_names, is_ours, why_stale, with_note
+from benchmarks.reporting.svg_file import file_names, is_generated, why_stale, with_note
 from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
 from benchmarks.runner.places import RESULTS, ROOT
 from benchmarks.runner.registry import registered
@@ -189,5 +189,5 @@ def _unwanted(report: Report, wanted: Mapping[str, Contents]) -> list[str]:
     return sorted(
         path.name
         for path in report.folder.glob("*.svg")
-        if path.name not in expected and is_ours(path)
+        if path.name not in expected and is_generated(path)
     )

@@ -40,7 +40,7 @@ def with_note(svg: str, contents: Contents, theme: str) -> str:
     return f"<!-- benchmarks: {digests} -->\n{svg}"
 
 
-def is_ours(path: Path) -> bool:
+def is_generated(path: Path) -> bool:
     """Whether a file is a picture that the report has drawn."""
     return _NOTE.match(path.read_text(encoding="utf-8")) is not None
 
