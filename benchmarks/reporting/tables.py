@@ -62,10 +62,9 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
         lines += table(header[first:], [row[first:] for row in rows])
 
     if found.ratios:
-        lines += [
-            "",
-            *table(["ratio", "measured", "bar", ""], [_ratio(one) for one in found.ratios]),
-        ]
+        has_bars = any(one.is_met is not None for one in found.ratios)
+        header = ["ratio", "measured", "bar", ""][: 4 if has_bars else 2]
+        lines += ["", *table(header, [_ratio(one)[: len(header)] for one in found.ratios])]
     link = f"([result]({root}benchmarks/results/{result.file}))"
     *above, last = measured_on([result])
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
