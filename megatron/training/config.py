@@ -30,8 +30,9 @@ from megatron.core.options import (
 )
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
+from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.inject import InjectConfig, check_paths
-from megatron.training.metrics import METRICS_FILE, NO_FILE, LoggingConfig
+from megatron.training.metrics import NO_FILE, LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
+from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.jsonl import JsonLines
 from megatron.training.log_lines import (
     Interval,
@@ -36,7 +37,6 @@ _MILLISECONDS = 1000.0
 _GIGA = 1e9
 _TERA = 1e12
 _TIMES = ("d2h", "host", "h2d", "waited_d2h", "waited_host", "waited_h2d")
-METRICS_FILE = "metrics.jsonl"  # its name in the folder of the events
 NO_FILE = "none"
 _LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.state`
 
