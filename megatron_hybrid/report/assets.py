@@ -4,8 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-from megatron_hybrid.report.svg import LEFT, RIGHT, WIDTH
-
 STYLE = """
 :root {
   color-scheme: light dark;
@@ -50,12 +48,15 @@ progress::-moz-progress-bar { background: var(--c0); }
 dl.status { display: grid; grid-template-columns: max-content 1fr; gap: 5px 18px; margin: 0;
   padding: 15px 18px; }
 dl.status dt { color: var(--muted); } dl.status dd { margin: 0; overflow-wrap: anywhere; }
+.wide { grid-column: span 2; }
+.narrow { display: none; }
 .charts { display: grid; gap: 14px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
 figure { margin: 0; padding: 12px 14px 6px; }
 figcaption { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0 16px; font-size: 13px;
-  padding: 0 2px 2px; min-height: 22px; }
+  padding: 0 2px 4px; }
 figcaption h3 { margin-right: auto; }
-.at { color: var(--muted); }
+.at, figcaption small { color: var(--muted); font-weight: 400; font-size: 13px; }
+.keys { width: 100%; min-height: 20px; display: flex; flex-wrap: wrap; gap: 0 18px; }
 .key { white-space: nowrap; color: var(--muted); } .key b { color: var(--ink); font-weight: 600; }
 .swatch { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 6px;
   vertical-align: 4px; background: currentColor; }
@@ -85,7 +86,8 @@ path.band { fill: currentColor; fill-opacity: 0.22; stroke: currentColor; stroke
 .note { color: var(--muted); font-size: 13px; margin: 0 0 12px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th { text-align: left; font-weight: 600; color: var(--muted); font-size: 13px; white-space: nowrap; }
+th { text-align: left; font-weight: 600; color: var(--muted); font-size: 13px;
+  white-space: nowrap; }
 th, td { padding: 7px 14px; border-bottom: 1px solid var(--hair); vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
 td.nowrap { white-space: nowrap; } th.number, td.number { text-align: right; white-space: nowrap; }
@@ -101,20 +103,17 @@ code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu San
 @media (max-width: 900px) {
   body { padding: 20px 14px 48px; }
   .charts { grid-template-columns: minmax(0, 1fr); }
+  .wide { display: none; }
+  .narrow { display: block; }
   .moment { margin-left: 0; width: 100%; }
 }
 @media print { figure, .tile { break-inside: avoid; } }
 """
 
 # Moving over any chart shows the iteration under the pointer in all of them.
-SCRIPT = (
-    """
+SCRIPT = """
 "use strict";
 (() => {
-  const LEFT = %d, RIGHT = %d, WIDTH = %d;
-"""
-    % (LEFT, RIGHT, WIDTH)
-    + """
   const charts = [...document.querySelectorAll("figure[data-chart]")].map((figure) => {
     const values = [...figure.querySelectorAll(".key b")];
     const at = figure.querySelector(".at");
@@ -140,8 +139,8 @@ SCRIPT = (
 
   const show = (iteration) => {
     for (const chart of charts) {
-      const [first, last] = chart.data.domain;
-      const x = LEFT + (RIGHT - LEFT) * (iteration - first) / (last - first);
+      const [first, last] = chart.data.domain, [left, right] = chart.data.plot;
+      const x = left + (right - left) * (iteration - first) / (last - first);
       chart.figure.classList.add("live");
       chart.cursor.setAttribute("x1", x);
       chart.cursor.setAttribute("x2", x);
@@ -168,9 +167,9 @@ SCRIPT = (
   for (const { svg, data } of charts) {
     const follow = (event) => {
       const box = svg.getBoundingClientRect();
-      const x = (event.clientX - box.left) / box.width * WIDTH;
-      const share = Math.min(1, Math.max(0, (x - LEFT) / (RIGHT - LEFT)));
-      const [first, last] = data.domain;
+      const x = (event.clientX - box.left) / box.width * data.width;
+      const [first, last] = data.domain, [left, right] = data.plot;
+      const share = Math.min(1, Math.max(0, (x - left) / (right - left)));
       show(Math.round(first + share * (last - first)));
     };
     svg.addEventListener("pointermove", follow);
@@ -179,4 +178,3 @@ SCRIPT = (
   }
 })();
 """
-)

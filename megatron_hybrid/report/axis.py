@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MOST_DECADES = 6  # with a tick each
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# From which size on a number is written in a unit: thousands only from ten thousand on.
+_UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Axis:
 
     def labels(self) -> list[str]:
         """The ticks as text, all with as many digits as their distance needs."""
+        if self.is_logarithmic:
+            return [_power_label(tick) for tick in self.ticks]
         return tick_labels(self.ticks)
 
 
@@ -51,8 +54,8 @@ def value_axis(
     if is_logarithmic:
         return _decades(low, high, start, end)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line lies in the middle
-        margin = 0.1 * abs(low) or 1.0
-        low, high = low - margin, high + margin
+        margin = 0.1 * abs(low)
+        low, high = (low - margin, high + margin) if margin else (0.0, 1.0)
     # A curve that is near 0 for its size begins there.
     if 0 < low < 0.4 * high:
         low = 0.0
@@ -88,11 +91,24 @@ def tick_labels(ticks: tuple[float, ...]) -> list[str]:
     if largest < 1e-2 or largest >= 1e15:
         return [_scientific(tick) for tick in ticks]
 
-    size, unit = next(((size, unit) for size, unit in _UNITS if largest >= 10 * size), (1.0, ""))
+    size, unit = _unit_of(largest)
     decimals = next(
         (n for n in range(6) if all(_is_whole(tick / size * 10**n) for tick in ticks)), 6
     )
     return [f"{tick / size:.{decimals}f}{unit}" if tick else "0" for tick in ticks]
+
+
+def _power_label(value: float) -> str:
+    """A power of ten: `0.01`, `100`, `10k`, `1e-4`."""
+    if not 1e-3 <= value < 1e15:
+        return _scientific(value)
+    size, unit = _unit_of(value)
+    return f"{value / size:g}{unit}"
+
+
+def _unit_of(value: float) -> tuple[float, str]:
+    found = ((size, unit) for least, size, unit in _UNITS if value >= least)
+    return next(found, (1.0, ""))
 
 
 def _is_whole(value: float) -> bool:
@@ -113,7 +129,7 @@ def figures(value: float) -> str:
     exponent = math.floor(math.log10(abs(value)))
     if exponent < -3 or exponent >= 15:
         return _scientific(value)
-    size, unit = next(((size, unit) for size, unit in _UNITS if abs(value) >= 10 * size), (1, ""))
+    size, unit = _unit_of(abs(value))
     scaled = value / size
     digits = max(0, 3 - math.floor(math.log10(abs(scaled))))
     return f"{scaled:.{digits}f}{unit}"

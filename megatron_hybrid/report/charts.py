@@ -122,9 +122,13 @@ def _speed(metrics: Mapping[str, Columns], none: str) -> Section:
         if train.has(f"peak_{where}_memory_bytes")
     ]
     charts = [
-        Chart("Tokens per second", [_line(train, "tokens_per_second", "all devices", 0)]),
-        Chart("Time per iteration", [_line(train, "elapsed_ms", "time", 0)], " ms"),
-        Chart("Memory of rank 0, at most so far", memory, " GiB"),
+        Chart(
+            "Tokens per second",
+            [_line(train, "tokens_per_second", "all devices", 0)],
+            is_from_zero=True,
+        ),
+        Chart("Time per iteration", [_line(train, "elapsed_ms", "time", 0)], " ms", True),
+        Chart("Memory of rank 0, at most so far", memory, " GiB", True),
     ]
     return _section("Speed and memory", charts, none)
 
@@ -136,8 +140,8 @@ def _lanes(metrics: Mapping[str, Columns]) -> Section:
         ("Activations", metrics[ACTIVATION_TIMING]),
     ):
         charts += [
-            Chart(f"{title}: lanes at work", _lane_lines(columns, LANES), " ms"),
-            Chart(f"{title}: waited for", _lane_lines(columns, WAITS), " ms"),
+            Chart(f"{title}: lanes at work", _lane_lines(columns, LANES), " ms", True),
+            Chart(f"{title}: waited for", _lane_lines(columns, WAITS), " ms", True),
         ]
     absence = (
         "No lane times: run with --timing-log-level 1, and with --optimizer-cpu-offload or "
@@ -162,9 +166,12 @@ def _experts(train: Columns) -> Section:
                 _line(train, "expert_load_cv", "mean of layers", 0),
                 _line(train, "expert_load_cv_max", "worst layer", 1),
             ],
+            is_from_zero=True,
         ),
         Chart("Busiest expert, in units of the mean", [_line(train, "busiest_expert", "load", 0)]),
-        Chart("Idle experts", [_line(train, "idle_experts", "without a token", 0)]),
+        Chart(
+            "Idle experts", [_line(train, "idle_experts", "without a token", 0)], is_from_zero=True
+        ),
     ]
     absence = "No loads of experts: the model has no mixture, or has made no iteration yet."
     return _section("Balance of experts", charts, absence)

@@ -87,7 +87,7 @@ class Collector:
             metrics_note=note,
             events=event_rows(events),
             marks=marks_of(events),
-            starts=start_rows(sessions, is_live=bool(status["is_live"])),
+            starts=start_rows(sessions, is_running=status["state"] in ("running", "saving")),
             checkpoints=[
                 _checkpoint(iteration, path, events)
                 for iteration, path in checkpoints[-_MOST_CHECKPOINTS:]

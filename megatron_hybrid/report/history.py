@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.training.health.events import EventKind
-from megatron_hybrid.report.svg import Mark
+from megatron_hybrid.report.svg import RESTART, SAVE, SKIP, TROUBLE, Mark
 from megatron_hybrid.run_history import Event, Session, as_whole, cause_of, is_kind, number_in
 
 _SECONDS_DIGITS = 2
@@ -50,11 +50,11 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
     return [Mark(row.iteration, row.mark) for row in rows if row.mark and row.iteration is not None]
 
 
-def start_rows(sessions: Sequence[Session], *, is_live: bool) -> list[StartRow]:
+def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[StartRow]:
     """The run's starts, in order.
 
     Args:
-        is_live: whether the last one may still be under way.
+        is_running: whether the last one is under way.
     """
     rows = []
     for session in sessions:
@@ -63,7 +63,7 @@ def start_rows(sessions: Sequence[Session], *, is_live: bool) -> list[StartRow]:
         resume = session.last(EventKind.RESUME) or {}
         iterations = [number_in(event, "iteration") for event in session.events]
         size = number_in(resume, "world_size") or number_in(session.start, "world_size")
-        is_under_way = is_live and session is sessions[-1] and session.end() is None
+        is_under_way = is_running and session is sessions[-1]
         rows.append(
             StartRow(
                 time=number_in(session.start or session.events[0], "time"),
@@ -168,17 +168,17 @@ def _exit(event: Event) -> str:
 
 _WORDS = {
     EventKind.START: _Words("start", "", _started),
-    EventKind.RESUME: _Words("resume", "restart", _resumed),
-    EventKind.DAMAGED: _Words("damaged checkpoint", "trouble", _damaged),
+    EventKind.RESUME: _Words("resume", RESTART, _resumed),
+    EventKind.DAMAGED: _Words("damaged checkpoint", TROUBLE, _damaged),
     EventKind.SET_ASIDE: _Words("set aside", "", _field("what")),
-    EventKind.SAVE_PUBLISHED: _Words("save", "save", _published),
-    EventKind.SAVE_FAILED: _Words("save failed", "trouble", _field("reason")),
-    EventKind.SAVE_SKIPPED: _Words("save left out", "trouble", _field("reason")),
-    EventKind.SKIP: _Words("skipped iteration", "skip", _skipped),
-    EventKind.NAN: _Words("nan iteration", "skip", _nan),
-    EventKind.SIGNAL: _Words("signal", "trouble", _field("signal")),
-    EventKind.LOST: _Words("rank lost", "trouble", _field("cause")),
-    EventKind.HANG: _Words("hang", "trouble", _field("cause")),
-    EventKind.INJECT: _Words("injected fault", "trouble", _injected),
-    EventKind.EXIT: _Words("exit", "trouble", _exit),
+    EventKind.SAVE_PUBLISHED: _Words("save", SAVE, _published),
+    EventKind.SAVE_FAILED: _Words("save failed", TROUBLE, _field("reason")),
+    EventKind.SAVE_SKIPPED: _Words("save left out", TROUBLE, _field("reason")),
+    EventKind.SKIP: _Words("skipped iteration", SKIP, _skipped),
+    EventKind.NAN: _Words("nan iteration", SKIP, _nan),
+    EventKind.SIGNAL: _Words("signal", TROUBLE, _field("signal")),
+    EventKind.LOST: _Words("rank lost", TROUBLE, _field("cause")),
+    EventKind.HANG: _Words("hang", TROUBLE, _field("cause")),
+    EventKind.INJECT: _Words("injected fault", TROUBLE, _injected),
+    EventKind.EXIT: _Words("exit", TROUBLE, _exit),
 }

@@ -7,6 +7,7 @@ line or a value that makes no sense is skipped. Reading again continues where it
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 # minute. Longer files lose their beginning.
 _MOST_BYTES = 2**30
 _MOST_ROWS = 2**21  # of a table: of the train records 270 MB
+_PLAIN_LINE_BYTES = 4000  # too short for an integer that takes long to convert
 _BLOCK_BYTES = 2**20  # read at a time; a block is all that is held of the text
 _MOST_ITERATION = 2**53  # a float holds all integers up to it
 _MOST_VALUE = 1e300
@@ -171,14 +173,13 @@ class MetricsReader:
             self._keep(first)
             return
 
-        if not self._skips_line:
-            self._add(self._rest + first)
-        for line in lines[:-1]:
-            self._add(line)
-        self._rest, self._skips_line = b"", False
-        self._keep(lines[-1])
+        whole = lines[:-1] if self._skips_line else [self._rest + first, *lines[:-1]]
+        for record in _records([line for line in whole if line]):
+            self._add(record)
         for table in self._tables.values():
             table.flush()
+        self._rest, self._skips_line = b"", False
+        self._keep(lines[-1])
 
     def _keep(self, piece: bytes) -> None:
         """A piece of a line that goes on."""
@@ -186,15 +187,33 @@ class MetricsReader:
         if self._skips_line or len(self._rest) > MOST_LINE_BYTES:
             self._rest, self._skips_line = b"", True
 
-    def _add(self, line: bytes) -> None:
-        record = parse_object(line) if line else None
-        if record is None:
-            return
+    def _add(self, record: dict[str, Any]) -> None:
         kind = record.get("kind")
         name = record.get("split") if kind == "eval" else kind
         table = self._tables.get(name) if isinstance(name, str) else None
         if table is not None:
             table.add(record)
+
+
+def _records(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The objects that lines are; others are skipped.
+
+    Lines of a run are parsed together, as one array, which takes two thirds of the time. A brace at
+    the beginning of each and nowhere else sees to it that no object goes over two lines.
+    """
+    is_plain = (
+        max(map(len, lines), default=0) <= _PLAIN_LINE_BYTES
+        and sum(line.count(b"{") for line in lines) == len(lines)
+        and all(line.startswith(b"{") for line in lines)
+    )
+    if is_plain:
+        try:
+            found: list[dict[str, Any]] = json.loads(f"[{b','.join(lines).decode()}]")
+            return found
+        except (ValueError, RecursionError):
+            pass  # a line is torn, say: one by one the others are found
+    records = (parse_object(line) for line in lines)
+    return [record for record in records if record is not None]
 
 
 def _numbers(rows: list[tuple[Any, ...]]) -> Numbers:

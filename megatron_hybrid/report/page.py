@@ -21,7 +21,14 @@ from megatron_hybrid.report.charts import Section, iterations_of, memory_text, n
 from megatron_hybrid.report.collect import Report
 from megatron_hybrid.report.svg import (
     BOTTOM,
+    NARROW,
+    RESTART,
+    SAVE,
+    SKIP,
     TOP,
+    TROUBLE,
+    WIDE,
+    Drawing,
     Mark,
     drawing_of,
     reading,
@@ -33,6 +40,7 @@ from megatron_hybrid.report.svg import (
 _MOST_CHARACTERS = 1000  # of a text that a file holds
 _MOST_EVENTS = 200
 _MOST_SETTINGS = 500
+_NONE = "\u2013"  # in the place of a value that is not known
 _GOOD, _BAD, _WAIT = "good", "bad", "wait"
 _TONES = {
     "running": _GOOD,
@@ -43,11 +51,12 @@ _TONES = {
     "unknown": _WAIT,
 }
 _MARKS = {
-    "save": "save",
-    "restart": "resumed after a restart",
-    "skip": "skipped or nan iteration",
-    "trouble": "fault, signal, failure",
+    SAVE: "save",
+    RESTART: "resumed",
+    SKIP: "skipped or nan iteration",
+    TROUBLE: "fault, signal, failure",
 }
+_HALF = ((NARROW, ""),)
 
 
 def page_of(
@@ -128,7 +137,7 @@ def _tiles(report: Report, duration: Callable[[float], str]) -> list[str]:
         "Time per iteration": "" if now.seconds is None else _time_text(now.seconds),
         "Memory of rank 0": memory_text(now),
     }
-    tiles += [_tile(name, text or "–") for name, text in texts.items()]
+    tiles += [_tile(name, text or _NONE) for name, text in texts.items()]
     return ['<div class="tiles">', *tiles, "</div>"]
 
 
@@ -170,28 +179,43 @@ def _charts(report: Report, sections: Sequence[Section], data: list[str]) -> lis
         if section.absence:
             parts.append(_empty(section.absence))
         parts.append('<div class="charts">')
-        for chart in section.charts:
-            name = f"chart-{len(data)}"
-            drawing = drawing_of(chart, iterations)
-            keys = "".join(
-                f'<span class="key"><i class="swatch c{line.color}"></i>{line.name} '
-                f"<b>{reading(chart, line.curve, -1) if len(line.curve) else '–'}</b></span>"
-                for line in chart.lines
-            )
-            parts += [
-                f'<figure class="card" data-chart="{name}">',
-                f'<figcaption><h3>{chart.title}</h3><span class="at"></span>{keys}</figcaption>',
-                svg_of(drawing, report.marks),
-                "</figure>",
-            ]
-            content = {"domain": [drawing.x.low, drawing.x.high], "lines": readings(drawing)}
-            data.append(_data(name, content))
+        for place, chart in enumerate(section.charts):
+            # The first of an odd number takes a row of its own, where there is room for two.
+            is_alone = place == 0 and len(section.charts) % 2 == 1
+            for width, classes in ((WIDE, " wide"), (NARROW, " narrow")) if is_alone else _HALF:
+                drawing = drawing_of(chart, iterations, width)
+                parts.append(_figure(drawing, report.marks, f"chart-{len(data)}", classes))
+                data.append(_data(f"chart-{len(data)}", drawing))
         parts.append("</div>")
     return parts
 
 
-def _data(name: str, content: Any) -> str:
-    """Numbers for the script. A browser does not execute this type."""
+def _figure(drawing: Drawing, marks: Sequence[Mark], name: str, classes: str) -> str:
+    """A chart with its title and key, which says the last values until the script says others."""
+    chart = drawing.chart
+    last = max(int(curve.last[-1]) for curve in chart.curves)
+    scale = " <small>logarithmic</small>" if drawing.y.is_logarithmic else ""
+    keys = "".join(
+        f'<span class="key"><i class="swatch c{line.color}"></i>{line.name} '
+        f"<b>{reading(chart, line.curve, -1) if len(line.curve) else _NONE}</b></span>"
+        for line in chart.lines
+    )
+    return (
+        f'<figure class="card{classes}" data-chart="{name}">'
+        f'<figcaption><h3>{chart.title}{scale}</h3><span class="at">iteration {last:,}</span>'
+        f'<div class="keys">{keys}</div></figcaption>'
+        f"{svg_of(drawing, marks)}</figure>"
+    )
+
+
+def _data(name: str, drawing: Drawing) -> str:
+    """A chart's numbers for the script. A browser does not execute this type."""
+    content = {
+        "width": drawing.width,
+        "plot": [drawing.x.start, drawing.x.end],
+        "domain": [drawing.x.low, drawing.x.high],
+        "lines": readings(drawing),
+    }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
@@ -202,7 +226,7 @@ def _legend(marks: Sequence[Mark]) -> list[str]:
     items = []
     for kind, words in _MARKS.items():
         if kind in kinds:
-            top = BOTTOM - 4 if kind == "save" else TOP - 13
+            top = BOTTOM - 4 if kind == SAVE else TOP - 13
             box = f'<svg viewBox="-7 {top} 14 14" aria-hidden="true">'
             shape = f'<g class="mark {kind}">{symbol(kind, 0)}</g></svg>'
             items.append(f"<span>{box}{shape}{words}</span>")
@@ -265,7 +289,7 @@ def _checkpoints(report: Report, date: Callable[[float], str]) -> list[str]:
         [
             _cell(_count(row.iteration), "number"),
             _cell(_date(row.time, date), "nowrap"),
-            _cell("–" if row.seconds is None else f"{row.seconds:.2f} s", "number"),
+            _cell(_NONE if row.seconds is None else f"{row.seconds:.2f} s", "number"),
             _cell(row.name, "text"),
         ]
         for row in reversed(report.checkpoints)
@@ -300,11 +324,11 @@ def _value(value: object) -> str:
 
 
 def _date(moment: float | None, date: Callable[[float], str]) -> str:
-    return "–" if moment is None else date(moment)
+    return _NONE if moment is None else date(moment)
 
 
 def _count(number: int | None) -> str:
-    return "–" if number is None else f"{number:,}"
+    return _NONE if number is None else f"{number:,}"
 
 
 def _cell(text: str, classes: str) -> str:

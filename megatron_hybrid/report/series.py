@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+_SPIKE = 40.0  # times the median: beside it a linear picture shows nothing else
 NUM_BINS = 560  # about a pixel and a half each
 
 
@@ -77,7 +78,7 @@ def value_domain(curves: list[Curve]) -> tuple[float, float]:
 def wants_logarithm(curves: list[Curve]) -> bool:
     """Whether most of what there is to see would lie flat on the axis of a linear picture."""
     low, high = value_domain(curves)
-    if low <= 0 or high <= 20 * low:
+    if low <= 0:
         return False
     typical = float(np.median(np.concatenate([curve.mean for curve in curves])))
-    return high > 20 * typical
+    return high > _SPIKE * typical

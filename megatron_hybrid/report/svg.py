@@ -6,7 +6,7 @@ but numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,10 @@ import numpy as np
 from megatron_hybrid.report.axis import Axis, figures, iteration_axis, value_axis
 from megatron_hybrid.report.series import Curve, value_domain, wants_logarithm
 
-WIDTH, HEIGHT = 600, 236
-LEFT, RIGHT, TOP, BOTTOM = 50, 588, 18, 206  # of the plot
+NARROW, WIDE, HEIGHT = 600, 1222, 236  # a wide one is as wide as two narrow ones
+LEFT, RIGHT_MARGIN, TOP, BOTTOM = 50, 12, 18, 206  # of the plot
+# Kinds of marks, which are classes of the style sheet too.
+SAVE, RESTART, SKIP, TROUBLE = GRAVITY = ("save", "restart", "skip", "trouble")
 _MOST_DOTS = 60  # a curve with more values has no dots
 
 
@@ -30,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an iteration. `kind` is a class and a symbol."""
+    """Something that happened at an iteration."""
 
     iteration: int
     kind: str
@@ -38,12 +40,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart; `number` writes its values, by default with four digits."""
+    """A chart. `is_from_zero`: its values are amounts, to be compared with none."""
 
     title: str
     lines: Sequence[Line]
     unit: str = ""
-    number: Callable[[float], str] = figures
+    is_from_zero: bool = False
 
     @property
     def curves(self) -> list[Curve]:
@@ -53,27 +55,30 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart with its axes."""
+    """A chart with its axes, in a picture of a width."""
 
     chart: Chart
     x: Axis
     y: Axis
+    width: int
 
 
-def drawing_of(chart: Chart, iterations: tuple[int, int]) -> Drawing:
+def drawing_of(chart: Chart, iterations: tuple[int, int], width: int = NARROW) -> Drawing:
     """The chart's axes, for iterations from the first to the last."""
     low, high = value_domain(chart.curves)
     is_logarithmic = wants_logarithm(chart.curves)
-    x = iteration_axis(*iterations, LEFT, RIGHT)
+    low = min(low, 0.0) if chart.is_from_zero and not is_logarithmic else low
+    x = iteration_axis(*iterations, LEFT, width - RIGHT_MARGIN)
     y = value_axis(low, high, BOTTOM, TOP, is_logarithmic=is_logarithmic)
-    return Drawing(chart, x, y)
+    return Drawing(chart, x, y, width)
 
 
 def svg_of(drawing: Drawing, marks: Sequence[Mark]) -> str:
     """The picture. The cursor in it is for the page's script to move."""
     chart, x, y = drawing.chart, drawing.x, drawing.y
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{chart.title} by iteration">',
+        f'<svg viewBox="0 0 {drawing.width} {HEIGHT}" role="img" '
+        f'aria-label="{chart.title} by iteration">',
         *_grid(x, y),
         *_marks(x, marks),
         *(part for line in chart.lines for part in _line(line, x, y)),
@@ -88,39 +93,46 @@ def _grid(x: Axis, y: Axis) -> list[str]:
     parts = []
     for tick, label in zip(y.ticks, y.labels(), strict=True):
         place = _px(y.place(tick))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{place}" y2="{place}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{x.end}" y1="{place}" y2="{place}"/>')
         parts.append(f'<text class="ytick" x="{LEFT - 8}" y="{place}">{label}</text>')
 
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{BOTTOM}" y2="{BOTTOM}"/>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{x.end}" y1="{BOTTOM}" y2="{BOTTOM}"/>')
     for tick, label in zip(x.ticks, x.labels(), strict=True):
-        place = x.place(tick)
+        pixel = x.place(tick)
         # The last label would run over the edge.
-        side = " last" if place > RIGHT - 12 else ""
-        parts.append(f'<text class="xtick{side}" x="{_px(place)}" y="{BOTTOM + 18}">{label}</text>')
+        side = " last" if pixel > x.end - RIGHT_MARGIN else ""
+        parts.append(f'<text class="xtick{side}" x="{_px(pixel)}" y="{BOTTOM + 18}">{label}</text>')
     return parts
 
 
 def _marks(x: Axis, marks: Sequence[Mark]) -> list[str]:
-    """One of a kind at a pixel: a run of a million iterations may have saved a thousand times."""
-    parts, taken = [], set()
+    """One at a pixel, the gravest, and a save below it: a run of a million iterations may have
+    saved a thousand times.
+    """
+    heads: dict[int, str] = {}
+    saves: set[int] = set()
     for mark in marks:
-        place = round(x.place(mark.iteration))
-        if not x.low <= mark.iteration <= x.high or (mark.kind, place) in taken:
-            continue
-        taken.add((mark.kind, place))
-        parts.append(f'<g class="mark {mark.kind}">{symbol(mark.kind, place)}</g>')
-    return parts
+        if x.low <= mark.iteration <= x.high:
+            place = round(x.place(mark.iteration))
+            if mark.kind == SAVE:
+                saves.add(place)
+            else:
+                heads[place] = max(mark.kind, heads.get(place, mark.kind), key=GRAVITY.index)
+
+    places = [(SAVE, place) for place in sorted(saves)]
+    places += [(kind, place) for place, kind in sorted(heads.items())]
+    return [f'<g class="mark {kind}">{symbol(kind, place)}</g>' for kind, place in places]
 
 
 def symbol(kind: str, place: float) -> str:
     """A mark's shape, which tells its kind without its colour."""
-    if kind == "save":
+    if kind == SAVE:
         return f'<path d="M{place} {BOTTOM + 1}l3.5 5h-7z"/>'
     stem = f'<line x1="{place}" x2="{place}" y1="{TOP}" y2="{BOTTOM}"/>'
     heads = {
-        "restart": f'<path d="M{place - 4} {TOP - 9}h8l-4 8z"/>',
-        "skip": f'<path class="cross" d="M{place - 3.5} {TOP - 9}l7 7m0 -7l-7 7"/>',
-        "trouble": f'<path d="M{place} {TOP - 10}l4.5 4.5l-4.5 4.5l-4.5 -4.5z"/>',
+        RESTART: f'<path d="M{place - 4} {TOP - 9}h8l-4 8z"/>',
+        SKIP: f'<path class="cross" d="M{place - 3.5} {TOP - 9}l7 7m0 -7l-7 7"/>',
+        TROUBLE: f'<path d="M{place} {TOP - 10}l4.5 4.5l-4.5 4.5l-4.5 -4.5z"/>',
     }
     return stem + heads[kind]
 
@@ -172,10 +184,9 @@ def readings(drawing: Drawing) -> list[dict[str, list[object]]]:
 
 def reading(chart: Chart, curve: Curve, index: int) -> str:
     """A bin's value as text, with its range if it has one."""
-    number = chart.number
-    text = f"{number(float(curve.mean[index]))}{chart.unit}"
+    text = f"{figures(float(curve.mean[index]))}{chart.unit}"
     low, high = float(curve.low[index]), float(curve.high[index])
-    return text if low == high else f"{text} ({number(low)} to {number(high)})"
+    return text if low == high else f"{text} ({figures(low)} to {figures(high)})"
 
 
 def _near(value: float) -> float:
