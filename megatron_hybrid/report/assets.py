@@ -167,6 +167,7 @@ SCRIPT = """
   for (const { svg, data } of charts) {
     const follow = (event) => {
       const box = svg.getBoundingClientRect();
+      if (!box.width) return;
       const x = (event.clientX - box.left) / box.width * data.width;
       const [first, last] = data.domain, [left, right] = data.plot;
       const share = Math.min(1, Math.max(0, (x - left) / (right - left)));

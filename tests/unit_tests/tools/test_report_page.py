@@ -87,7 +87,7 @@ def page_of(run: Run, *flags: str) -> Page:
 
 def rich(run: Run) -> Run:
     """A run to which everything has happened."""
-    run.start(max_restarts=3, settings={"num_layers": 2, "lr": 1e-3, "swiglu": True})
+    run.start(max_restarts=3)
     run.metrics(
         range(1, 121),
         expert_load_cv=0.2,
@@ -102,7 +102,8 @@ def rich(run: Run) -> Run:
     run.write("lost", rank=0, ranks=[1], cause="rank 1 was killed in iteration 121")
     run.exit(ExitCode.LOST_RANK, "rank 1 was killed", 121)
     run.now += 20.0
-    run.start(iteration=100, max_restarts=3)
+    settings = {"num_layers": 2, "lr": 1e-3, "swiglu": True}
+    run.start(iteration=100, max_restarts=3, settings=settings)
     run.write("damaged", checkpoint="/runs/iter_0000110", reason="Expected it whole, got half.")
     run.metrics(range(101, 201))
     run.write("skip", iteration=150, grad_norm=None)
@@ -122,7 +123,7 @@ def test_the_page_has_every_section_with_its_numbers(run):
         "Lanes of offloading, per step", "Optimizer: lanes at work", "host update 2.500 ms",
         "Optimizer: waited for", "Balance of experts", "worst layer 0.4000",
         "Busiest expert", "Idle experts", "Events", "Starts", "Checkpoints", "iter_0000100",
-        "Settings", "num-layers", "pretrain_gpt.py",
+        "Settings", "num-layers 2", "swiglu true", "pretrain_gpt.py",
     ):  # fmt: skip
         assert words in page.text, words
 
@@ -245,7 +246,7 @@ FIELDS = ["iteration", "loss", "grad_norm", "elapsed_ms", "split", "host_ms", "e
 ANYTHING = st.sampled_from(HOSTILE) | st.integers(0, 500) | st.floats(allow_nan=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     events=st.lists(
         st.tuples(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(KEYS), ANYTHING)),
