@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_config
+from megatron.training.config import RunConfig
 from megatron.training.health.jsonl import read_json_lines
 from megatron.training.log_lines import Memory
 from megatron.training.metrics import (
@@ -246,6 +248,31 @@ def test_no_metrics_file_and_one_of_ones_own_are_preferred_to_the_default(tmp_pa
     assert (own.exists(), default.exists()) == (True, False)
     assert build_sinks(LoggingConfig(metrics_jsonl="none"), {}, 0) == []
     assert build_sinks(LoggingConfig(), {}, 0, default_jsonl=None) == []
+
+
+def config_of(*flags: object) -> RunConfig:
+    required = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1 "
+    required += "--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --train-iters 4 "
+    required += "--micro-batch-size 2"
+    return parse_config([*required.split(), *map(str, flags)], world_size=1)
+
+
+def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path):
+    run, events = tmp_path / "run", tmp_path / "events"
+    assert config_of().metrics_jsonl is None, "there is no folder for it"
+    assert config_of("--save", run).metrics_jsonl == str(run / "metrics.jsonl")
+    both = ("--save", run, "--events-dir", events)
+    assert config_of(*both).metrics_jsonl == str(events / "metrics.jsonl")
+    assert config_of(*both, "--metrics-jsonl", "own.jsonl").metrics_jsonl == "own.jsonl"
+    assert config_of("--save", run, "--metrics-jsonl", "none").metrics_jsonl is None
+
+
+def test_the_settings_that_are_given_are_those_that_are_no_defaults():
+    given = config_of("--weight-decay", 0.125).given()
+    assert given["weight_decay"] == 0.125
+    assert given["num_layers"] == 1
+    assert "adam_beta1" not in given
+    assert json.loads(json.dumps(given)) == given
 
 
 def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
