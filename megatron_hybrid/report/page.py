@@ -203,7 +203,8 @@ def _figure(drawing: Drawing, marks: Sequence[Mark], name: str, classes: str) ->
     )
     return (
         f'<figure class="card{classes}" data-chart="{name}">'
-        f'<figcaption><h3>{chart.title} <small>{note}</small></h3><span class="at">iteration {last:,}</span>'
+        f"<figcaption><h3>{chart.title} <small>{note}</small></h3>"
+        f'<span class="at">iteration {last:,}</span>'
         f'<div class="keys">{keys}</div></figcaption>'
         f"{svg_of(drawing, marks)}</figure>"
     )
