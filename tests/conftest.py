@@ -25,11 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The markers that pyproject.toml does not list."""
-    config.addinivalue_line("markers", "browser: opens a page in a headless Chromium, if there is")
-
-
 def pytest_collection_finish() -> None:
     """Takes what has been imported and collected out of every later look for garbage."""
     gc.collect()
