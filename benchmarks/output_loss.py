@@ -34,7 +34,7 @@ BENCHMARK = Benchmark(
     name="output_loss",
     question="The loss by chunks of tokens, without logits, against F.linear and F.cross_entropy",
     ranks=1,
-    full=("--tokens=1024", "--hidden=512", "--rounds=5"),
+    full=("--tokens=1024", "--hidden=512", "--rounds=4"),
     quick=("--tokens=256", "--vocab=32000", "--hidden=128", "--rounds=3"),
 )
 
