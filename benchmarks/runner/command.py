@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
     start = time.monotonic()
     is_whole = True
     try:
-        outcomes.extend(runner.run(benchmarks))
+        for outcome in runner.run(benchmarks):
+            outcomes.append(outcome)
     except KeyboardInterrupt:
         is_whole = False
     print("\n".join(summary(outcomes, time.monotonic() - start)))

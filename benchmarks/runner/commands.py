@@ -32,14 +32,14 @@ class Command(NamedTuple):
         python = _interpreter(benchmark, root)
         paths = (str(root), os.environ.get("PYTHONPATH", ""))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if benchmark.ranks == 1:
-            words, shown = (python, "-m", module), ("python", "-m", module)
-        else:
+        launcher: tuple[str, ...] = ()
+        if benchmark.ranks > 1:
             environment["OMP_NUM_THREADS"] = "1"  # ranks that share cores slow each other down
-            launch = ("--standalone", "--nproc-per-node", str(benchmark.ranks), "-m", module)
-            words = (python, "-m", "torch.distributed.run", *launch)
-            shown = ("torchrun", *launch)
-        return cls((*words, *arguments), environment, shlex.join((*shown, *arguments)))
+            launcher = ("--standalone", "--nproc-per-node", str(benchmark.ranks))
+        shown = ("torchrun", *launcher) if launcher else ("python",)
+        words = (python, *(("-m", "torch.distributed.run", *launcher) if launcher else ()))
+        rest = ("-m", module, *arguments)
+        return cls((*words, *rest), environment, shlex.join((*shown, *rest)))
 
 
 def _interpreter(benchmark: Benchmark, root: Path) -> str:
