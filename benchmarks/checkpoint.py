@@ -50,7 +50,7 @@ BENCHMARK = Benchmark(
     question="Saves and loads on 2 ranks, and loads on 4, against PyTorch DCP's and raw I/O",
     ranks=1,
     full=("--rounds=5",),
-    quick=("--layers=3", "--hidden=512", "--vocabulary=8192", "--rounds=3"),
+    quick=("--layers=2", "--hidden=512", "--vocabulary=4096", "--rounds=3"),
 )
 
 ASYNC = "async save"

@@ -50,7 +50,7 @@ BENCHMARK = Benchmark(
     "rank 0 rewrites",
     ranks=1,
     full=("--rounds=5",),
-    quick=("--layers=3", "--hidden=512", "--vocabulary=8192", "--rounds=3"),
+    quick=("--layers=2", "--hidden=512", "--vocabulary=4096", "--rounds=3"),
 )
 
 NUM_RANKS = 2

@@ -52,7 +52,7 @@ BENCHMARK = Benchmark(
     question="A save on 2 ranks with weights for Hugging Face in it, against one without",
     ranks=1,
     full=("--rounds=7",),
-    quick=("--layers=3", "--hidden=512", "--vocabulary=8192", "--rounds=3"),
+    quick=("--layers=2", "--hidden=512", "--vocabulary=4096", "--rounds=3"),
 )
 
 NUM_RANKS = 2

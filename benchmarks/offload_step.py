@@ -90,7 +90,7 @@ def build_ours(
         num_local_ranks=num_local_ranks,
         data_parallel=DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
     )
-    return Side(model, optimizer and optimizer.optimizer)
+    return Side(model, None if optimizer is None else optimizer.optimizer)
 
 
 def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh) -> Side:

@@ -42,7 +42,7 @@ def started(
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Asks first, so that temporary folders are removed, and torchrun ends its ranks."""
     # torchrun's ranks have sessions of their own, and no parent once it is gone.
-    descendants = _descendants(process.pid)
+    others = descendants(process.pid)
     try:
         for sent, grace in _GRACE_SECONDS.items():
             if process.poll() is not None:
@@ -52,18 +52,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(grace)
     finally:
         # Also once the process is gone: others of its session may still be there.
-        for group in (process.pid, *descendants):
+        for group in (process.pid, *others):
             _signal_group(group, signal.SIGKILL)
         process.wait()
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """The process's children and theirs. Only Linux tells."""
     found = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread may have ended
             for child in map(int, listed.read_text().split()):
-                found += [child, *_descendants(child)]
+                found += [child, *descendants(child)]
     return found
 
 

@@ -12,10 +12,6 @@ from typing import NamedTuple
 from benchmarks.helpers.benchmark import Benchmark
 
 
-class NotRunnableError(Exception):
-    """A benchmark cannot run here; the message says why."""
-
-
 class Command(NamedTuple):
     """A command line with its environment."""
 
@@ -27,26 +23,25 @@ class Command(NamedTuple):
     def of(
         cls, benchmark: Benchmark, arguments: Sequence[str], package: str, root: Path
     ) -> Command:
-        """NotRunnableError if the environment that it needs has not been made."""
         module = f"{package}.{benchmark.name}"
         python = _interpreter(benchmark, root)
         paths = (str(root), os.environ.get("PYTHONPATH", ""))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if benchmark.ranks == 1:
-            words, shown = (python, "-m", module), ("python", "-m", module)
-        else:
+        launcher: tuple[str, ...] = ()
+        if benchmark.ranks > 1:
             environment["OMP_NUM_THREADS"] = "1"  # ranks that share cores slow each other down
-            launch = ("--standalone", "--nproc-per-node", str(benchmark.ranks), "-m", module)
-            words = (python, "-m", "torch.distributed.run", *launch)
-            shown = ("torchrun", *launch)
-        return cls((*words, *arguments), environment, shlex.join((*shown, *arguments)))
+            launcher = ("--standalone", "--nproc-per-node", str(benchmark.ranks))
+        shown = ("torchrun", *launcher) if launcher else ("python",)
+        words = (python, *(("-m", "torch.distributed.run", *launcher) if launcher else ()))
+        rest = ("-m", module, *arguments)
+        return cls((*words, *rest), environment, shlex.join((*shown, *rest)))
 
 
 def _interpreter(benchmark: Benchmark, root: Path) -> str:
+    """The peer's where its environment has been made; elsewhere this one, where the benchmark hands
+    over that the peer's side was not run.
+    """
     if benchmark.environment is None:
         return sys.executable
-    folder = Path(".venv-peers") / benchmark.environment
-    python = root / folder / "bin" / "python"
-    if not python.exists():
-        raise NotRunnableError(f"{folder} has not been made")
-    return str(python)
+    python = root / ".venv-peers" / benchmark.environment / "bin" / "python"
+    return str(python) if python.exists() else sys.executable

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.runner import command
 from benchmarks.runner.listing import lines
@@ -36,6 +39,29 @@ def test_no_docs_page_and_no_docstring_starts_a_benchmark_as_a_file():
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *BENCHMARKS.rglob("*.py")]
     started = ("python benchmarks/", "2 benchmarks/", "1 benchmarks/")
     assert not [page for page in pages if any(how in page.read_text() for how in started)]
+
+
+def test_the_page_has_a_row_for_each_benchmark_and_for_no_other():
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| [0-9.]+ \|$", page, re.MULTILINE)
+    assert rows == sorted(registered())
+
+
+def test_the_pages_example_is_a_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "sums.py"
+    path.write_text(program)
+    found = declaration(path)
+    assert found.quick == ("--rounds=3",)
+
+    monkeypatch.delenv(report.RESULT_FILE, raising=False)
+    names: dict[str, Any] = {"__name__": "sums"}
+    exec(compile(program, str(path), "exec"), names)
+    names["main"](found.quick)
+    assert "float64 / float32" in capsys.readouterr().out
 
 
 def test_a_declaration_is_read_without_importing_the_module(tmp_path: Path):

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.processes import started
+from benchmarks.helpers.result import NotRun
 from benchmarks.runner.command import summary
 from benchmarks.runner.registry import registered
 from benchmarks.runner.result_files import Origin, newest
@@ -27,7 +28,7 @@ DECLARED = """
 import os, signal, sys
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
-from benchmarks.helpers.result import Ratio, Result, measured
+from benchmarks.helpers.result import NotRun, Ratio, Result, measured
 
 BENCHMARK = Benchmark(
     name="{name}", question="?", ranks=1, full=("7",), quick=("1",), environment={environment!r}
@@ -37,12 +38,15 @@ HANDS_OVER = """
 values = [float(sys.argv[1])] * 3
 report.hand_over(Result(measured({"ours": values}, "ms"), (Ratio("slow", 2.0, at_most=1.0),)))
 """
+NOT_RUN = """
+report.hand_over(Result((), (), (NotRun("a peer", f"not in {sys.executable}"),)))
+"""
 BODIES = {
     "a_good": HANDS_OVER,
     "b_fails": HANDS_OVER + "raise RuntimeError('after it has handed over')",
     "c_killed": "print('begun', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)",
     "d_silent": "",
-    "e_needs_a_peer": HANDS_OVER,
+    "e_of_a_peer": NOT_RUN,
     "f_good": HANDS_OVER,
 }
 
@@ -54,7 +58,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Benchmar
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name, body in BODIES.items():
-        environment = "nobody_made_this" if name == "e_needs_a_peer" else None
+        environment = "a_peer" if name == "e_of_a_peer" else None
         text = DECLARED.format(name=name, environment=environment) + body
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -77,21 +81,18 @@ def run_all(
     return list(runner.run(list(fakes.values()))), told
 
 
-def test_the_others_run_when_one_fails_dies_or_cannot_run(
-    fakes: dict[str, Benchmark], tmp_path: Path
-):
+def test_the_others_run_when_one_fails_or_dies(fakes: dict[str, Benchmark], tmp_path: Path):
     outcomes, told = run_all(fakes, tmp_path)
 
-    done, failed, not_run = Ending.DONE, Ending.FAILED, Ending.NOT_RUN
-    assert [one.ending for one in outcomes] == [done, failed, failed, failed, not_run, done]
+    done, failed = Ending.DONE, Ending.FAILED
+    assert [one.ending for one in outcomes] == [done, failed, failed, failed, done, done]
     details = {one.benchmark.name: one.detail for one in outcomes}
     assert details["b_fails"].startswith("exit code 1")
     assert "after it has handed over" in details["b_fails"], "the end of its log"
     assert details["c_killed"].startswith("killed by SIGKILL\n    begun")
     assert details["d_silent"].startswith("it ended without handing a result over")
-    assert "nobody_made_this has not been made" in details["e_needs_a_peer"]
     names = [path.name.rpartition("_")[0] for path in sorted((tmp_path / "results").iterdir())]
-    assert names == ["a_good", "f_good"], "those that failed leave no file"
+    assert names == ["a_good", "e_of_a_peer", "f_good"], "those that failed leave no file"
     assert len(told) == 2 * len(fakes)
     assert told[0] == "[1/6] a_good ..."
     assert told[1].startswith("[1/6] a_good done after ")
@@ -123,17 +124,31 @@ def test_quick_runs_have_the_quick_command_line(fakes: dict[str, Benchmark], tmp
     assert outcome.result.measurements[0].values == (1.0, 1.0, 1.0)
 
 
+def test_a_peers_benchmark_runs_in_its_environment_where_that_has_been_made(
+    fakes: dict[str, Benchmark], tmp_path: Path
+):
+    of_a_peer = {"e_of_a_peer": fakes["e_of_a_peer"]}
+    (outcome,), _ = run_all(of_a_peer, tmp_path)
+    assert outcome.result is not None
+    assert outcome.result.not_run == (NotRun("a peer", f"not in {sys.executable}"),)
+
+    python = tmp_path / ".venv-peers" / "a_peer" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (outcome,), _ = run_all(of_a_peer, tmp_path)
+    assert outcome.result is not None
+    assert outcome.result.not_run == (NotRun("a peer", f"not in {python}"),)
+
+
 def test_a_missed_bar_is_printed_plainly_and_is_no_failure(
     fakes: dict[str, Benchmark], tmp_path: Path
 ):
-    outcomes, _ = run_all({name: fakes[name] for name in ("a_good", "e_needs_a_peer")}, tmp_path)
+    outcomes, _ = run_all({name: fakes[name] for name in ("a_good", "e_of_a_peer")}, tmp_path)
     printed = list(summary(outcomes, 90.0))
     (missed,) = (line for line in printed if "MISSED" in line)
     assert missed.split() == ["a_good:", "slow", "2", "<=", "1", "MISSED"]
-    assert any("e_needs_a_peer not run: " in line for line in printed)
-    assert printed[-1] == (
-        "1 benchmarks done, 0 failed, 1 not run; 0 bars met, 1 missed; 1.5 minutes"
-    )
+    assert any(line.startswith("e_of_a_peer: not run: a peer: ") for line in printed)
+    assert printed[-1] == "2 benchmarks done, 0 failed; 0 bars met, 1 missed; 1.5 minutes"
 
 
 def test_the_newest_result_of_each_mode_is_found_among_files_of_other_shapes(tmp_path: Path):
