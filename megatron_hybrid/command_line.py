@@ -45,6 +45,7 @@ COMMANDS = {
     "convert-hf": Command("convert_hf", "import a Hugging Face model, export a run's"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
     "status": Command("run_status", "say how a run is doing"),
+    "timeline": Command("timeline", "show what lanes did in a recorded iteration"),
 }
 
 

@@ -14,8 +14,9 @@ laid side by side.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron.core.json_reading import parse_json
@@ -84,7 +85,6 @@ class Trace:
 
     def to_json(self) -> bytes:
         """The file's content."""
-        events = [*self._names(), *map(self._event, _nested(self.slices))]
         own = {
             "format": _FORMAT,
             "rank": self.rank,
@@ -92,10 +92,7 @@ class Trace:
             "zero_unix_seconds": self.zero,
             "machine": self.machine,
         }
-        # An event a line: the file can be read by people and by line-based tools.
-        lines = ",\n".join(json.dumps(event) for event in events)
-        head = json.dumps({"displayTimeUnit": "ms", _OWN: own})[:-1]
-        return f'{head}, "traceEvents": [\n{lines}\n]}}\n'.encode()
+        return _content({"displayTimeUnit": "ms", _OWN: own}, self._events())
 
     @classmethod
     def from_json(cls, content: bytes) -> Trace:
@@ -116,7 +113,12 @@ class Trace:
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"no timeline: {type(error).__name__}: {error}") from None
 
-    def _names(self) -> Iterable[dict[str, Any]]:
+    def _events(self, shift: float = 0.0) -> Iterator[dict[str, Any]]:
+        """All of the file's, so many seconds later."""
+        moved = (one._replace(begin=one.begin + shift, end=one.end + shift) for one in self.slices)
+        return chain(self._names(), map(self._event, _nested(moved)))
+
+    def _names(self) -> Iterator[dict[str, Any]]:
         process = {"ph": "M", "pid": self.rank, "tid": 0}
         yield {"name": "process_name", **process, "args": {"name": f"rank {self.rank}"}}
         yield {"name": "process_sort_index", **process, "args": {"sort_index": self.rank}}
@@ -142,6 +144,19 @@ class Trace:
             "dur": (end - begin) / 1000,
             "args": args,
         }
+
+
+def merged(traces: Sequence[Trace]) -> bytes:
+    """The ranks of a recording as one Chrome trace, for Perfetto."""
+    first = min(trace.zero for trace in traces)
+    events = chain.from_iterable(trace._events(trace.zero - first) for trace in traces)
+    return _content({"displayTimeUnit": "ms"}, events)
+
+
+def _content(head: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> bytes:
+    # An event a line: the file can be read by people and by line-based tools.
+    lines = ",\n".join(map(json.dumps, events))
+    return f'{json.dumps(head)[:-1]}, "traceEvents": [\n{lines}\n]}}\n'.encode()
 
 
 class _Nested(NamedTuple):

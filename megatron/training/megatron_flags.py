@@ -464,9 +464,10 @@ MEGATRON_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     _remove("--wandb-entity", "Set WANDB_ENTITY in the environment."),
     _remove(
-        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --nvtx-ranges "
-        "--record-memory-history --record-shapes --memory-snapshot-path",
-        "No profiler is built in; run the command under one.",
+        "--profile --profile-ranks --profile-step-* --use-pytorch-profiler --pytorch-profiler-* "
+        "--nvtx-ranges --record-memory-history --record-shapes --memory-snapshot-path",
+        "--profile-lanes 10:12 records lanes and phases; for kernels, run the command under a "
+        "profiler.",
     ),
     _remove("--yaml-cfg", "--config FILE takes these flags' names as keys."),
 )
