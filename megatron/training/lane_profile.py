@@ -86,7 +86,7 @@ class LaneProfile:
 
         coming = range(max(made + 1, self._iterations.start), self._iterations.stop)
         if not coming or coming.start > train_iters:
-            self._warn("will not be recorded", range(self._first_made, train_iters + 1))
+            self._warn("will not be", range(self._first_made, train_iters + 1))
 
     def begin(self, iteration: int) -> None:
         """An iteration begins, and the one before ends. Writes what has been recorded, once it is
@@ -109,7 +109,8 @@ class LaneProfile:
         if self._recorded and not self._is_written:
             self._write(is_final=True)
         if len(self._recorded) < len(self._iterations):
-            self._warn("were not recorded", range(self._first_made, iteration + 1))
+            verb = "was not" if len(self._missing) == 1 else "were not"
+            self._warn(verb, range(self._first_made, iteration + 1))
 
     def _new_recording(self) -> list[Any]:
         """On rank 0: the folder, which is not made yet, and unix seconds near the present."""
@@ -142,14 +143,17 @@ class LaneProfile:
         except OSError as error:
             logger.warning("Could not write %s: %s. Training goes on.", path, error)
             return
-        logger.info("timeline of iterations %s in %s", _shown(self._recorded), path.parent)
+        logger.info("timeline of %s in %s", _shown(self._recorded), path.parent)
 
-    def _warn(self, what: str, made: range) -> None:
-        missing = [number for number in self._iterations if number not in self._recorded]
-        done = f"makes iterations {_shown(made)}" if made else "makes none"
+    @property
+    def _missing(self) -> list[int]:
+        return [number for number in self._iterations if number not in self._recorded]
+
+    def _warn(self, verb: str, made: range) -> None:
+        done = f"makes {_shown(made)}" if made else "makes none"
         if self._rank == 0:
-            text = "--profile-lanes: iterations %s %s, since this start of the run %s."
-            logger.warning(text, _shown(missing), what, done)
+            text = "--profile-lanes: %s %s recorded, since this start of the run %s."
+            logger.warning(text, _shown(self._missing), verb, done)
 
 
 class NoLaneProfile:
@@ -177,7 +181,7 @@ AnyLaneProfile: TypeAlias = LaneProfile | NoLaneProfile
 
 def _shown(numbers: range | list[int]) -> str:
     first, last = numbers[0], numbers[-1]
-    return str(first) if first == last else f"{first} to {last}"
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
 def _machine(device: Device) -> str:
