@@ -49,7 +49,7 @@ from megatron.core.host_memory import format_bytes
 from megatron.core.host_stack import HostPlace, HostStack
 from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
 from megatron.core.lanes import Event, Lane, is_lane_thread
-from megatron.core.timeline import Timeline
+from megatron.core.timeline import AnyTimeline
 from megatron.core.trace_file import ACTIVATIONS
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class ActivationOffload:
         """A step of training is over: `timings` are means over these."""
         self._step = self._timings.begin()
 
-    def record_to(self, timeline: Timeline) -> None:
+    def record_to(self, timeline: AnyTimeline) -> None:
         """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
         self._timings.record_to(timeline, ACTIVATIONS)
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.activation_offload import ActivationOffload
 from megatron.core.device import Device
-from megatron.core.timeline import Timeline
+from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_layout import check_dtype
 from megatron.training.checkpoint.run_state import RunState
 from megatron.training.step import Batch, ForwardStep, Mark, StepInfo, StepResult, unmarked
@@ -109,7 +109,7 @@ class TrainEngine(Protocol):
                 modules.
         """
 
-    def record_to(self, timeline: Timeline) -> None:
+    def record_to(self, timeline: AnyTimeline) -> None:
         """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
         computation waits for. Its phases are told to `mark` of `train_batch`.
 

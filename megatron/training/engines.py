@@ -46,7 +46,7 @@ from megatron.core.optimizer.host_preflight import (
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.options import expect
-from megatron.core.timeline import Timeline
+from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
@@ -214,7 +214,7 @@ class ModuleEngine:
             format_state_memory(optimizer.state_memory(self.model)),
         )
 
-    def record_to(self, timeline: Timeline) -> None:
+    def record_to(self, timeline: AnyTimeline) -> None:
         self.state.optimizer.record_to(timeline)
         if self._activations is not None:
             self._activations.record_to(timeline)

@@ -37,7 +37,7 @@ from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
-from megatron.core.timeline import NO_TIMELINE, AnyTimeline, Timeline
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
 # Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
@@ -214,7 +214,7 @@ class DistributedOptimizer:
             self.optimizer.init_state()
         return state_memory(model, self.optimizer)
 
-    def record_to(self, timeline: Timeline) -> None:
+    def record_to(self, timeline: AnyTimeline) -> None:
         """Shows a timeline what the lanes do, and how long the ranks wait for each other's norm.
 
         RuntimeError for an offloaded optimizer that `build_optimizer` was not asked to record.
