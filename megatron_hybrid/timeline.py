@@ -33,6 +33,7 @@ EXIT_NO_TIMELINE = 2
 _FOLDER = "timelines"  # in a run's folder
 _FILE = re.compile(r"trace_rank([0-9]{1,9})\.json")
 _MOST_BYTES = 1 << 30  # of a file
+_MOST_CHARACTERS = 1000  # of a line: what a file says may be of any length
 _SUFFIXES = (".svg", ".png")
 _MILLISECONDS = 1e3
 _MIB = 1 << 20
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int
     try:
         _run(arguments)
     except (TimelineError, OSError) as error:
-        print(f"{program}: {printable(str(error), 1000)}", file=sys.stderr)
+        print(f"{program}: {printable(str(error), _MOST_CHARACTERS)}", file=sys.stderr)
         return EXIT_NO_TIMELINE
     return 0
 
@@ -76,7 +77,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(as_plain(trace, iteration, shares), indent=1))
     else:
-        print("\n".join(lines_of(trace, iteration, shares)))
+        lines = lines_of(trace, iteration, shares)
+        print("\n".join(printable(line, _MOST_CHARACTERS) for line in lines))
         if draw is not None:
             print(f"drawn in {arguments.output}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron.core.files import Sync, published
 from megatron.core.trace_file import (
     ACTIVATIONS,
     CHECKPOINT,
@@ -100,11 +102,16 @@ def draw(trace: Trace, iteration: int, path: Path, *, theme: str = "light") -> N
         "font.family": "DejaVu Sans",
         "hatch.linewidth": 0.9,
         "axes.unicode_minus": False,
+        "text.parse_math": False,  # a machine's name may have dollar signs
     }
     with mpl.rc_context(settings):
         figure = _Picture(trace, iteration, THEMES[theme]).figure()
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=160, metadata=metadata, facecolor=THEMES[theme].background)
+        kind, background = path.suffix.removeprefix("."), THEMES[theme].background
+        metadata = {"Date": None} if kind == "svg" else {"Software": None}
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=160, metadata=metadata, facecolor=background)
+    with published(path, Sync.NOTHING) as stream:
+        stream.write(picture.getbuffer())
 
 
 class _Picture:

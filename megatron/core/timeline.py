@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 RANKS = "ranks"  # what is waited for in a collective of the computation's own
 
+# What the phases of a training step are called where they are drawn.
+_PHASES = {"batch": "data", "agree": "norm"}
 _ON_THREADS = (HOST, CHECKPOINT, DISK)  # rows of threads, on any device
 _NOTHING = nullcontext()
 
@@ -100,7 +102,8 @@ class Timeline:
         """A phase of the computation begins, and the one before ends."""
         if self._is_open:
             self._end_phase()
-            self._phase = self._begin(Slice(COMPUTE, PHASE, str(name), 0, 0, self._iteration))
+            shown = _PHASES.get(name, str(name))
+            self._phase = self._begin(Slice(COMPUTE, PHASE, shown, 0, 0, self._iteration))
 
     def timed(self, row: str, name: str, work: Callable[[], T], nbytes: int = 0) -> Callable[[], T]:
         """The work, which is recorded if the timeline is open when it begins."""
@@ -154,6 +157,12 @@ class Timeline:
         if len(known) < len(dated) and not is_final:
             return None
         return sorted(known, key=lambda one: (one.begin, -one.end))
+
+    def synchronize(self) -> None:
+        """Blocks this thread until what it has issued so far is done, and can be dated."""
+        self._device.event().synchronize()
+        if self._origin.event is not None:
+            self._origin.event.synchronize()
 
     def forget(self) -> None:
         """Drops what has been recorded."""

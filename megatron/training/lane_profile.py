@@ -24,7 +24,6 @@ from megatron.core.files import Sync, published
 from megatron.core.options import ConfigError
 from megatron.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from megatron.core.trace_file import Trace
-from megatron.training.health.phases import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,6 @@ REPORT = "report"  # a phase of the timeline alone: logging, and deciding how to
 
 _MOST_ITERATIONS = 100  # each takes some kilobytes a layer, in memory and on disk
 _PATTERN = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
-# What phases are called where they are drawn.
-_NAMES = {Phase.BATCH: "data", Phase.AGREE: "norm"}
 
 
 def iterations_of(text: str) -> range:
@@ -99,14 +96,16 @@ class LaneProfile:
             self.timeline.end_iteration()
             self._write(is_final=False)
 
-    def phase(self, phase: Phase | str) -> None:
+    def phase(self, phase: str) -> None:
         """A phase of the main thread begins."""
-        self.timeline.phase(_NAMES.get(phase, str(phase)) if isinstance(phase, Phase) else phase)
+        self.timeline.phase(phase)
 
     def finish(self, iteration: int) -> None:
         """The run ends after this iteration. Writes what has not been, as far as it is complete."""
         self.timeline.end_iteration()
         if self._recorded and not self._is_written:
+            # Nothing more will wait for the end of the last iteration.
+            self.timeline.synchronize()
             self._write(is_final=True)
         if len(self._recorded) < len(self._iterations):
             verb = "was not" if len(self._missing) == 1 else "were not"
@@ -167,7 +166,7 @@ class NoLaneProfile:
     def begin(self, iteration: int) -> None:
         """Nobody asks."""
 
-    def phase(self, phase: Phase | str) -> None:
+    def phase(self, phase: str) -> None:
         """Nobody asks."""
 
     def finish(self, iteration: int) -> None:

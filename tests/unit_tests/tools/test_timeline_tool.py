@@ -138,7 +138,7 @@ def test_merged_ranks_are_one_trace(
     assert {event["pid"] for event in events} == {0, 1}
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.wide)])
 def test_the_picture_shows_rows_shares_and_what_it_is_of(
     recording: Path, tmp_path: Path, theme: str, capsys: pytest.CaptureFixture[str]
 ):

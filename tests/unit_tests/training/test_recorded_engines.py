@@ -85,7 +85,7 @@ def test_every_lane_is_shown_inside_its_iteration_with_what_it_moved() -> None:
     (whole,) = (one for one in slices if one.kind == ITERATION)
     assert all(whole.begin <= one.begin and one.end <= whole.end for one in slices)
     phases = [one.name for one in slices if one.kind == PHASE]
-    assert phases == [*["batch", "forward", "backward"] * 2, "agree", "step"]
+    assert phases == [*["data", "forward", "backward"] * 2, "norm", "step"]
     waits = {one.name for one in slices if one.kind == WAIT}
     assert {"wait for gather", "wait for reduce", "wait for ranks", "wait for d2h"} <= waits
 
