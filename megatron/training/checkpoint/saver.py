@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Ret
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dtypes import DTYPES
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import CHECKPOINT
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -264,7 +265,8 @@ class Saver:
     def _finish(self) -> CheckpointError | None:
         try:
             if self._manager is not None:
-                self._manager.finish()
+                with self._timeline.waiting(CHECKPOINT):
+                    self._manager.finish()
         except CheckpointError as failure:
             return failure
         return None
