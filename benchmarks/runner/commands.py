@@ -1,21 +1,15 @@
-"""A benchmark's process: its command, and that it ends when the runner does."""
+"""How a benchmark is started."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.helpers.benchmark import Benchmark
-
-# torchrun gives its ranks 30 s to end before it kills them; alone it could not, once killed.
-_GRACE_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 35.0}
 
 
 class NotRunnableError(Exception):
@@ -23,7 +17,7 @@ class NotRunnableError(Exception):
 
 
 class Command(NamedTuple):
-    """How a benchmark is started."""
+    """A command line with its environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -56,41 +50,3 @@ def _interpreter(benchmark: Benchmark, root: Path) -> str:
     if not python.exists():
         raise NotRunnableError(f"{folder} has not been made")
     return str(python)
-
-
-@contextmanager
-def started(command: Command, root: Path, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, in a session of its own, of which nothing is left after the block."""
-    process = subprocess.Popen(
-        command.words,
-        cwd=root,
-        env=command.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks first, so that temporary folders are removed, and torchrun ends its ranks."""
-    try:
-        for sent, grace in _GRACE_SECONDS.items():
-            if process.poll() is not None:
-                break
-            _signal_group(process, sent)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(grace)
-    finally:
-        # Also once the process is gone: ranks that it has started may still be there.
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
