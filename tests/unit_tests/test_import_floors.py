@@ -276,6 +276,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.expert_load",
         "megatron.training.log_lines",
         "megatron.training.lane_profile",
+        "megatron.training.progress_bar",
         "megatron.training.metrics",
         "megatron.training.checkpoint.run_state",
         "megatron.training.checkpoint.hf_layout",
