@@ -32,6 +32,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
 from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.inject import InjectConfig, check_paths
+from megatron.training.lane_profile import FOLDER
 from megatron.training.metrics import NO_FILE, LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
@@ -184,6 +185,13 @@ class RunConfig:
         return store.root if store.is_rename_atomic else None
 
     @property
+    def timelines_dir(self) -> str | None:
+        """The folder of what `--profile-lanes` records; None: there is none."""
+        if self.logging.profile_lanes_dir is not None or self.events_dir is None:
+            return self.logging.profile_lanes_dir
+        return str(Path(self.events_dir) / FOLDER)
+
+    @property
     def metrics_jsonl(self) -> str | None:
         """The file that gets the run's metrics; None: there is none."""
         given, folder = self.logging.metrics_jsonl, self.events_dir
@@ -209,7 +217,8 @@ class RunConfig:
             self.training.train_iters,
             self.training.compute_dtype,
             self.training.seed,
-            records_timings=self.logging.timing_log_level > 0,
+            records_timings=self.logging.timing_log_level > 0
+            or self.logging.profile_lanes is not None,
             ckpt_format=self.checkpoint.ckpt_format,
             execution=self.execution,
         )
@@ -307,6 +316,12 @@ class RunConfig:
             "a share for training, or --skip-train",
             self.data.split,
         )
+
+        if self.logging.profile_lanes is not None:
+            lanes = "--profile-lanes"
+            expect(not self.training.skip_train, lanes, "training", "--skip-train")
+            places = "--profile-lanes-dir, --events-dir or a --save of the file system"
+            expect(self.timelines_dir is not None, lanes, places, None)
 
         checkpoint = self.checkpoint
         recovers = checkpoint.save is not None and self.recover.recover_mode != "off"

@@ -20,6 +20,7 @@ from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
 from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.jsonl import JsonLines
+from megatron.training.lane_profile import iterations_of
 from megatron.training.log_lines import (
     Interval,
     Memory,
@@ -79,6 +80,18 @@ class LoggingConfig:
         "remote store",
         may_change=True,
     )
+    profile_lanes: str | None = option(
+        None,
+        "record a timeline of lanes and phases in these iterations, as in a Python slice: 20:23 is "
+        "20, 21 and 22 (docs/timeline.md)",
+        may_change=True,
+    )
+    profile_lanes_dir: str | None = option(
+        None,
+        "folder for timelines; default: timelines/ in that of the event log",
+        requires="profile_lanes",
+        may_change=True,
+    )
     tensorboard_dir: str | None = option(None, "folder for TensorBoard", may_change=True)
     wandb_project: str | None = option(
         None, "Weights & Biases project; needs the extra wandb", noun="a name"
@@ -98,13 +111,12 @@ class LoggingConfig:
                 "'megatron-hybrid[wandb]'), got none."
             )
 
-        if self.events_dir is not None:
-            expect(
-                "://" not in self.events_dir,
-                "--events-dir",
-                "a folder of the file system",
-                self.events_dir,
-            )
+        if self.profile_lanes is not None:
+            iterations_of(self.profile_lanes)
+        folders = {"--events-dir": self.events_dir, "--profile-lanes-dir": self.profile_lanes_dir}
+        for flag, folder in folders.items():
+            if folder is not None:
+                expect("://" not in folder, flag, "a folder of the file system", folder)
 
     @property
     def is_short(self) -> bool:
