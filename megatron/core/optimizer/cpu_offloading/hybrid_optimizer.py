@@ -203,8 +203,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Steps nothing. A plan holds the gradients, whose values may still change.
 
-        Raises:
-            As `step` does.
+        It raises what `step` raises.
         """
         inputs = self._step_inputs()
         check_whole(inputs.gradients)
