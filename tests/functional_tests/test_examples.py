@@ -79,9 +79,9 @@ def test_the_commands_for_fine_tuning_run_as_they_stand(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"lm loss: (\d+\.\d+E[+-]\d+)", done.stdout)]
-    assert len(losses) == 5, "two on text, two on conversations, one of a checkpoint's weights"
+    assert len(losses) == 6, "two of each training that logs, and its validation"
     assert losses[1] < losses[0] < 8, "random weights of 1000 tokens begin with 6.9"
-    assert losses[3] < losses[2], "also where only answers are learned"
+    assert losses[4] < losses[3] < losses[1], "conversations begin with what text has taught"
     for name in ("tiny", "chats"):
         assert (tmp_path / "exports" / name / WEIGHTS_FILE).exists()
     assert "--- prompt: 'A checkpoint'" in done.stdout
