@@ -273,6 +273,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.run_info",
         "megatron.training.expert_load",
         "megatron.training.log_lines",
+        "megatron.training.progress_bar",
         "megatron.training.metrics",
         "megatron.training.checkpoint.run_state",
         "megatron.training.checkpoint.hf_layout",
