@@ -25,7 +25,7 @@ pytestmark = pytest.mark.docs
 
 PATIENCE = 1800.0  # seconds that a block may take: installs and a training on a busy machine
 FAILED = "<<this has failed>>"
-README_COMMAND = re.compile(r"^(?:make|torchrun|\.venv/bin/\w+|megatron-hybrid) ")
+_QUIET = {"VIRTUAL_ENV_DISABLE_PROMPT": "1"}
 
 
 class Shell:
@@ -148,7 +148,7 @@ def _environment() -> Mapping[str, str]:
     kept = ("HOME", "LANG", "LC_ALL", "PATH", "USER", "TMPDIR")
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     own = {name: os.environ[name] for name in kept if name in os.environ}
-    return {**own, **pip, "TERM": "xterm", "REPOSITORY": str(ROOT)}
+    return {**own, **pip, "TERM": "xterm", "REPOSITORY": str(ROOT), **_QUIET}
 
 
 def test_the_tutorial_does_what_it_says(desk: Desk) -> None:
@@ -159,46 +159,9 @@ def test_the_tutorial_does_what_it_says(desk: Desk) -> None:
 
 
 def test_the_commands_of_the_readme_run(desk: Desk) -> None:
-    def type_(commands: str, line: int = 0) -> None:
-        desk.type(Typed(line, commands, False, None, None, ()))
-
-    type_('git clone --quiet "$REPOSITORY" clone\ncd clone\nexport PATH="$PWD/.venv/bin:$PATH"')
-    prepare = PREPARED
-    for line, command in readme_commands((ROOT / "README.md").read_text()):
-        if not command.startswith("make "):
-            type_(prepare)  # needs what `make pretrain` has installed
-            prepare = ":"
-        type_(command, line)
-
-
-# What the README takes for granted: texts, and a configuration for them.
-PREPARED = """
-mkdir my_texts
-for page in docs/*.md; do cp "$page" "my_texts/$(basename "$page" .md).txt"; done
-sed -e 's/^data-path:.*/data-path: data\\/mine_text_document/' \\
-    -e 's/^tokenizer-model:.*/tokenizer-model: data\\/mine_tokenizer.json/' \\
-    -e 's/^train-iters:.*/train-iters: 20/' -e 's/^lr-warmup-iters:.*/lr-warmup-iters: 2/' \\
-    -e 's/^split:.*/split: "90,9,1"/' -e 's/^eval-iters:.*/eval-iters: 1/' \\
-    examples/gpt_cpu.yaml > run.yaml
-"""
-
-
-def readme_commands(text: str) -> list[tuple[int, str]]:
-    """The README's commands with their lines, in order.
-
-    Not among them are the tests, which `make test` runs by itself, and outlines of commands, which
-    have dots in the place of arguments.
-    """
-    found: list[tuple[int, str]] = []
-    is_code, command, start = False, "", 0
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.startswith("```"):
-            is_code = not is_code
-        elif is_code and (command or README_COMMAND.match(line)):
-            start = start if command else number
-            command += line + "\n"
-            if not line.endswith("\\"):
-                if not command.startswith("make test") and "..." not in command:
-                    found.append((start, command))
-                command = ""
-    return found
+    """In a clone, where who reads a README is."""
+    clone = 'git clone --quiet "$REPOSITORY" clone && cd clone'
+    blocks = typed_blocks((ROOT / "README.md").read_text())
+    assert any("make pretrain" in block.commands for block in blocks)
+    for commands in (clone, *(block.commands for block in blocks)):
+        desk.type(Typed(0, commands, False, None, None, ()))
