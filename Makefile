@@ -27,7 +27,7 @@ help:
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
 	@echo "make docs       build the site from docs/ and check its links"
-	@echo "make test-docs  type the commands of the README and the tutorial in fresh clones: 20 minutes"
+	@echo "make test-docs  type the README's and the tutorial's commands in fresh clones, build the site"
 	@echo "make check      lint, format, types, import floors"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
@@ -93,9 +93,9 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open site/index.html; with its search: $(BIN)/python -m http.server --directory site"
 
-# Clones the last commit, and makes an environment for each page.
-test-docs: install
-	$(BIN)/python -m pytest -m docs tests/functional_tests/test_typed_pages.py
+# Clones the last commit, and makes an environment for each page whose commands it types.
+test-docs: $(VENV)/.installed-docs
+	$(BIN)/python -m pytest -m docs
 
 # Installs nothing: a machine with a GPU may have no network, and its own torch.
 gpu-check:

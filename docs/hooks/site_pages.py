@@ -20,6 +20,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+_INLINE_CODE = re.compile(r"<code>[^<]*</code>")
+_FLAG = re.compile(r"--[a-z][\w-]*")
 _FENCE = re.compile(r"^ *(```|~~~)")
 _LANGUAGES = {".sbatch": "bash", ".sh": "bash", ".yml": "yaml", ".h": "cpp", "Makefile": "make"}
 _NOT_SEARCHED = "---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n"
@@ -55,6 +57,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             there = posixpath.relpath(_page(source), here or ".")
             markdown = markdown.replace(f"]({link}", f"]({there}")
     return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks the flags in inline code, so that no line ends within one: tables are full of them."""
+    del page, config, files
+    return _INLINE_CODE.sub(
+        lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html
+    )
 
 
 def _root(config: MkDocsConfig) -> Path:

@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
 _CODE = re.compile(r"`+[^`]*`+")
 _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?(?P<target>[^)>\s]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_HTML_LINK = re.compile(r"(?:src|srcset|href)=\"(?P<target>[^\"\s]+)\"")
 _ELSEWHERE = re.compile(r"^[a-z][a-z0-9+.-]*:")
 
 
@@ -49,7 +50,8 @@ def links(markdown: str) -> list[Link]:
     """Links of a page to files and headings of the project."""
     found = []
     for number, line in text_lines(markdown):
-        for match in _LINK.finditer(_CODE.sub("code", line)):
+        text = _CODE.sub("code", line)
+        for match in (*_LINK.finditer(text), *_HTML_LINK.finditer(text)):
             if not _ELSEWHERE.match(match["target"]):
                 found.append(Link(number, match["target"]))
     return found
@@ -94,12 +96,14 @@ def test_broken_links_are_found_and_code_is_not_looked_at(tmp_path: Path) -> Non
         "[e](other.md#twice-1) `[f](code.md)`\n"
         "```\n[g](code.md)\n```\n"
         "[h](missing.md) [i](other.md#three) [j](../outside.md)\n"
+        '<img alt="k" src="missing.svg">\n'
     )
     (tmp_path.parent / "outside.md").touch()
     assert broken(page, tmp_path) == [
         "page.md:7: missing.md: no such file",
         "page.md:7: other.md#three: no such heading",
         "page.md:7: ../outside.md: no such file",
+        "page.md:8: missing.svg: no such file",
     ]
 
 

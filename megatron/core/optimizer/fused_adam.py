@@ -76,7 +76,7 @@ class FusedStep(NamedTuple):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """See the module's docstring.
+    """Adam and AdamW; the module's docstring says over what, and whose arithmetic it is.
 
     `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
 
