@@ -4,17 +4,19 @@ mean what the tables say. test_documentation.py runs their programs.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megatron.training.arguments import build_parser, parse_config
 from megatron.training.config import RunConfig
 from megatron.training.tokenizer import train_bpe
-from tests.helpers.doc_commands import DOCS, commands_in
+from tests.helpers.doc_commands import DOCS, commands_in, section_of
 
 PAGES = ("coming-from-deepspeed.md", "coming-from-torchtitan.md")
 ELSEWHERE = {"--max-restarts", "--nnodes", "--safe_serialization"}  # torchrun's, DeepSpeed's
@@ -96,3 +98,11 @@ def test_the_command_for_a_configuration_of_deepspeed_says_the_same(folder: Path
 def test_the_command_for_what_torchtitan_has_saved_is_understood(folder: Path) -> None:
     config = config_of(PAGES[1], folder)
     assert config.checkpoint.load_dcp == "outputs/checkpoint/step-1000"
+
+
+def test_the_section_on_fsdp2_names_all_that_fsdp2_offers() -> None:
+    section = section_of("coming-from.md", "PyTorch FSDP2")
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    assert len(methods) > 10
+    arguments = inspect.signature(fully_shard).parameters
+    assert [name for name in (*methods, *arguments) if name not in section] == []
