@@ -104,16 +104,14 @@ def missing_lines(shown: str, output: str) -> list[str]:
     """The lines of a block of output that a command has not printed, in the order shown.
 
     Figures, and words that contain one, differ from run to run: any figure stands for any other.
-    `...` on a line of its own stands for lines that the page leaves out, as do gaps without it; at
-    the end of a line, for the rest of the line.
+    Lines may be missing between those shown. `...` in a line stands for anything.
     """
     printed = [_without_figures(line) for line in re.split(r"[\r\n]+", _ESCAPES.sub("", output))]
     missing, position = [], 0
     for line in shown.splitlines():
-        wanted = _without_figures(line.removesuffix("..."))
-        if not wanted:
-            continue
-        found = next((i for i in range(position, len(printed)) if wanted in printed[i]), None)
+        parts = [_without_figures(part) for part in line.split("...")]
+        wanted = re.compile(".*".join(re.escape(part) for part in parts))
+        found = next((i for i in range(position, len(printed)) if wanted.search(printed[i])), None)
         if found is None:
             missing.append(line)
         else:

@@ -72,7 +72,8 @@ def test_a_title_of_another_form_is_refused_with_its_line(fence: str) -> None:
         ("took 0.07 s; no save failed", "took 1 min 7 s; no save failed"),
         ("main weights  -  7.67 MiB", "main weights       -   1.2 GiB"),
         ("bf16 compute over...", "bf16 compute over fp32 main weights"),
-        ("first\n...\nlast", "first\nsecond\nlast"),
+        ("in iteration 76...: it will end", "in iteration 76, forward: it will end"),
+        ("first\n\nlast", "first\nsecond\nlast"),
         ("shown", "\x1b[2K\rshown\r\n"),
     ],
 )
@@ -86,6 +87,7 @@ def test_figures_and_lines_left_out_may_differ(shown: str, printed: str) -> None
         ("loss 7.4688", "lost 7.4688", ["loss 7.4688"]),
         ("second\nfirst", "first\nsecond", ["first"]),
         ("a\na", "a\nb", ["a"]),
+        ("a ... c", "a b", ["a ... c"]),
     ],
 )
 def test_other_words_another_order_and_too_few_lines_are_missed(
