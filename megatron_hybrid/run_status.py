@@ -444,7 +444,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"age of a heartbeat whose run counts as dead; default {STALE_SECONDS:.0f}",
     )
     parser.add_argument(
-        "--html", type=_page_path, metavar="FILE", help="write a page about the run to FILE.html"
+        "--html", type=_page_path, metavar="FILE", help="write a page about the run, NAME.html"
     )
     parser.add_argument(
         "--watch",
@@ -452,7 +452,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const=WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"look again, every {WATCH_SECONDS:.0f} s or so often, until the run has ended",
+        help=f"look again until the run has ended; default: every {WATCH_SECONDS:.0f} s",
     )
     return parser.parse_args(argv)
 

@@ -54,10 +54,12 @@ class ProgressBar:
         self._iteration = start_iteration
         self._numbers = ""
         self._eta = ""
+        self._is_paused = False
         self._width = 0  # of the longest text so far: the bar beside it keeps its own
         self._bar = tqdm(
             total=train_iters,
             initial=start_iteration,
+            file=sys.stderr,
             disable=not (is_wanted and sys.stderr.isatty()),
             dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}",
@@ -85,11 +87,13 @@ class ProgressBar:
     def shows(self, activity: str) -> None:
         """What the run does instead of stepping, in the place of the time left."""
         if not self._bar.disable:
+            self._is_paused = True
             self._show(activity)
 
     def resumes(self) -> None:
-        """The run steps again."""
-        if not self._bar.disable and self._iteration < self._train_iters:
+        """The run steps again, if it did something else."""
+        if self._is_paused and self._iteration < self._train_iters:
+            self._is_paused = False
             self._show(self._eta or _FIRST)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ h3 { font-size: 14px; font-weight: 600; margin: 0; }
 .tile span { display: block; color: var(--muted); font-size: 13px; }
 .tile b { display: block; font-size: 23px; font-weight: 600; letter-spacing: -0.01em;
   line-height: 1.3; }
-.tile small { color: var(--muted); font-size: 13px; }
+.tile small { display: block; color: var(--muted); font-size: 13px; white-space: nowrap; }
 progress { appearance: none; display: block; width: 100%; height: 5px; border: 0; margin: 5px 0 3px;
   border-radius: 3px; overflow: hidden; background: var(--hair); }
 progress::-webkit-progress-bar { background: var(--hair); }
@@ -167,6 +167,7 @@ SCRIPT = """
   for (const { svg, data } of charts) {
     const follow = (event) => {
       const box = svg.getBoundingClientRect();
+      if (!box.width) return;
       const x = (event.clientX - box.left) / box.width * data.width;
       const [first, last] = data.domain, [left, right] = data.plot;
       const share = Math.min(1, Math.max(0, (x - left) / (right - left)));

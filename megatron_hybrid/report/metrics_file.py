@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,20 +80,14 @@ class _Table:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._keys = ("iteration", *names)
-        self._rows: list[tuple[Any, ...]] = []
         self._chunks: list[Numbers] = []  # [rows, 1 + columns]
         self._num_rows = 0
         self.is_cut = False
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """One more line of the file."""
-        self._rows.append(tuple(map(record.get, self._keys)))
-
-    def flush(self) -> None:
-        """Turns the rows into numbers; forgets the oldest ones if there are too many."""
-        if not self._rows:
-            return
-        chunk, self._rows = _numbers(self._rows), []
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """The next ones. Forgets the oldest if there are too many."""
+        keys = self._keys
+        chunk = _numbers([tuple(map(record.get, keys)) for record in records])
         iterations = chunk[:, 0]
         is_plausible = (iterations >= 0) & (iterations <= _MOST_ITERATION) & (iterations % 1 == 0)
         chunk = chunk[is_plausible]
@@ -174,10 +168,7 @@ class MetricsReader:
             return
 
         whole = lines[:-1] if self._skips_line else [self._rest + first, *lines[:-1]]
-        for record in _records([line for line in whole if line]):
-            self._add(record)
-        for table in self._tables.values():
-            table.flush()
+        self._add(_records([line for line in whole if line]))
         self._rest, self._skips_line = b"", False
         self._keep(lines[-1])
 
@@ -187,12 +178,17 @@ class MetricsReader:
         if self._skips_line or len(self._rest) > MOST_LINE_BYTES:
             self._rest, self._skips_line = b"", True
 
-    def _add(self, record: dict[str, Any]) -> None:
-        kind = record.get("kind")
-        name = record.get("split") if kind == "eval" else kind
-        table = self._tables.get(name) if isinstance(name, str) else None
-        if table is not None:
-            table.add(record)
+    def _add(self, records: Iterable[dict[str, Any]]) -> None:
+        by_table: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tables}
+        for record in records:
+            kind = record.get("kind")
+            name = record.get("split") if kind == "eval" else kind
+            if isinstance(name, str) and name in by_table:
+                by_table[name].append(record)
+
+        for name, found in by_table.items():
+            if found:
+                self._tables[name].add(found)
 
 
 def _records(lines: list[bytes]) -> list[dict[str, Any]]:

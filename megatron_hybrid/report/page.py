@@ -149,9 +149,9 @@ def _progress_tile(progress: Mapping[str, Any], duration: Callable[[float], str]
         return _tile("Iteration", f"{iteration:,}")
     left = progress["seconds_left"]
     bar = f'<progress max="{total}" value="{min(iteration, total)}"></progress>'
-    rest = f"{100 * iteration / total:.0f} % of {total:,}"
-    rest += "" if left is None else f", {_escape(duration(left))} left"
-    return _tile("Iteration", f"{iteration:,}", f"{bar}<small>{rest}</small>")
+    more = f"{bar}<small>{100 * iteration / total:.0f} % of {total:,}</small>"
+    more += "" if left is None else f"<small>{_escape(duration(left))} left</small>"
+    return _tile("Iteration", f"{iteration:,}", more)
 
 
 def _tile(name: str, text: str, more: str = "") -> str:
@@ -194,7 +194,8 @@ def _figure(drawing: Drawing, marks: Sequence[Mark], name: str, classes: str) ->
     """A chart with its title and key, which says the last values until the script says others."""
     chart = drawing.chart
     last = max(int(curve.last[-1]) for curve in chart.curves)
-    scale = " <small>logarithmic</small>" if drawing.y.is_logarithmic else ""
+    notes = [chart.unit.strip(), "logarithmic" if drawing.y.is_logarithmic else ""]
+    note = ", ".join(note for note in notes if note)
     keys = "".join(
         f'<span class="key"><i class="swatch c{line.color}"></i>{line.name} '
         f"<b>{reading(chart, line.curve, -1) if len(line.curve) else _NONE}</b></span>"
@@ -202,7 +203,8 @@ def _figure(drawing: Drawing, marks: Sequence[Mark], name: str, classes: str) ->
     )
     return (
         f'<figure class="card{classes}" data-chart="{name}">'
-        f'<figcaption><h3>{chart.title}{scale}</h3><span class="at">iteration {last:,}</span>'
+        f"<figcaption><h3>{chart.title} <small>{note}</small></h3>"
+        f'<span class="at">iteration {last:,}</span>'
         f'<div class="keys">{keys}</div></figcaption>'
         f"{svg_of(drawing, marks)}</figure>"
     )
