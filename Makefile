@@ -115,4 +115,4 @@ clean-runs:
 	rm -rf runs
 
 clean: clean-runs
-	rm -rf data build site exports *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf data build site *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis
