@@ -17,7 +17,7 @@ PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reo
 # Where `make test-matrix` makes its environments.
 MATRIX_DIR ?= .venv-matrix
 
-.PHONY: help install data pretrain generate test test-fast test-all test-matrix peer gpu-check check format clean-runs clean
+.PHONY: help install data pretrain generate test test-fast test-all test-matrix test-docs docs peer gpu-check check format clean-runs clean
 
 help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
@@ -26,6 +26,8 @@ help:
 	@echo "make test-fast  a few minutes' worth of them, from every room"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
+	@echo "make docs       build the site from docs/ and check its links"
+	@echo "make test-docs  type the README's and the tutorial's commands in fresh clones, build the site"
 	@echo "make check      lint, format, types, import floors"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
@@ -82,6 +84,19 @@ peer: install .venv-peer/.installed
 test-matrix:
 	$(RUN) $(PYTHON) tests/matrix.py --environments $(MATRIX_DIR) $(ARGS)
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint requirements/constraints.txt --editable '.[docs]'
+	touch $@
+
+# The variable silences an advertisement of mkdocs-material's.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+
+# Clones the last commit, and makes an environment for each page whose commands it types.
+test-docs: $(VENV)/.installed-docs
+	$(BIN)/python -m pytest -m docs
+
 # Installs nothing: a machine with a GPU may have no network, and its own torch.
 gpu-check:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_check $(ARGS)
@@ -100,4 +115,4 @@ clean-runs:
 	rm -rf runs
 
 clean: clean-runs
-	rm -rf data build *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf data build site *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis
