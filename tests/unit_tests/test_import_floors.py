@@ -70,6 +70,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.layer",
         "megatron.core.transformer.expert_bias",
         "megatron.core.models.gpt.flops",
+        "megatron.core.models.gpt.activations",
         "megatron.core.models.gpt.output_layer",
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.compiled_layers",

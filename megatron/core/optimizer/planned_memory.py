@@ -189,7 +189,8 @@ class _Planner:
         """States of a group that is stepped on the device."""
         memory = group.memory
         if self._has_flat_states:
-            for name, dtype in self._flat_states(memory.main_dtype).items():
+            # Parameter groups have main weights of their own, whatever their dtype.
+            for name, dtype in self._moments().items():
                 self._add(name, memory.optimizer_numel * dtype.itemsize)
             return
         for numel in _local_numels(group, rank):
@@ -213,8 +214,11 @@ class _Planner:
             if id(parameter) in on_host:
                 self._add_wrapped_states(self._host, share.numel, parameter.dtype)
             elif self._has_flat_states:
-                for name, dtype in self._flat_states(parameter.dtype).items():
+                for name, dtype in self._moments().items():
                     self._add(name, share.numel * dtype.itemsize)
+                # Beside an offloaded optimizer, 16-bit parameters have fp32 main weights apart.
+                if plan is not None and itemsize < torch.float32.itemsize:
+                    self._add(MAIN, share.numel * torch.float32.itemsize)
             else:
                 self._add_wrapped_states(self._device, share.numel, parameter.dtype)
 
@@ -268,17 +272,10 @@ class _Planner:
         """Whether the device's optimizer is our AdamW."""
         return self._config.optimizer == "adam" and self._config.gpu_optimizer in ("auto", "native")
 
-    def _flat_states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Of our AdamW on the device, for parameters of `dtype`, by name."""
-        config = self._config
-        states = {
-            "exp_avg": DTYPES[config.exp_avg_dtype],
-            "exp_avg_sq": DTYPES[config.exp_avg_sq_dtype],
-        }
-        # Beside an offloaded optimizer, 16-bit parameters have fp32 main weights of their own.
-        if config.optimizer_cpu_offload and dtype.itemsize < torch.float32.itemsize:
-            states[MAIN] = torch.float32
-        return states
+    def _moments(self) -> dict[str, torch.dtype]:
+        """Of our AdamW on the device, by name."""
+        dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
+        return {name: DTYPES[dtype] for name, dtype in zip(_MOMENTS, dtypes, strict=True)}
 
     def _add_wrapped_states(self, side: dict[str, int], numel: int, dtype: torch.dtype) -> None:
         """States that an optimizer of PyTorch's, or another package's, makes of each parameter."""

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron.core.distributed.megatron_fsdp as megatron_fsdp
 from megatron.core.distributed.units import sharding_units
-from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import plan_offload
