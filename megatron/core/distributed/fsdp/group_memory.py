@@ -15,10 +15,12 @@ Every rank's piece of a buffer is as long as any other's, so this is what each r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
@@ -140,17 +142,30 @@ class GroupMemory:
 
     @property
     def reduced_nbytes(self) -> int:
-        """That this rank sends where the gradients are reduced once, over all axes."""
-        if not self.requires_grad:
-            return 0
+        """That this rank sends where the gradients of one microbatch are reduced."""
+        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype)).itemsize
+        ranks = self._num_ranks(is_deferred=False)
         whole = self._numel(self.placements.in_use)
-        ranks = 1
-        for size, is_kept in zip(self.mesh_shape, self.placements.is_kept, strict=True):
-            ranks *= 1 if is_kept else size
-        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype))
+        return whole * (ranks - 1) // ranks * sent if self.requires_grad else 0
+
+    @property
+    def reduced_last_nbytes(self) -> int:
+        """That this rank sends once a step, over the axes whose reduction is deferred."""
+        if not self.partial_grads_nbytes:
+            return 0
+        ranks = self._num_ranks(is_deferred=True)
         # A replicated result travels twice: reduced in parts, which are then gathered.
-        is_cut = self.optimizer_numel < whole
-        return (1 if is_cut else 2) * whole * (ranks - 1) // ranks * sent.itemsize
+        is_cut = self.optimizer_numel < self._numel(self.placements.gradient)
+        return (1 if is_cut else 2) * self.partial_grads_nbytes * (ranks - 1) // ranks
+
+    def _num_ranks(self, *, is_deferred: bool) -> int:
+        """Along the axes that are reduced over, in each microbatch or after the last one."""
+        axes = zip(self.mesh_shape, self.placements.is_kept, self.placements.gradient, strict=True)
+        return math.prod(
+            size
+            for size, is_kept, placement in axes
+            if not is_kept and isinstance(placement, Partial) == is_deferred
+        )
 
     def local_numel(self, tensor: int, coordinate: tuple[int, ...]) -> int:
         """Elements of one tensor that the rank at `coordinate` updates, without padding."""

@@ -106,9 +106,14 @@ def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:
     sizes = sizes_for(batch.device_kind)
     chunk = min(max(1, sizes.chunk // vocab_size), batch.num_tokens) * vocab_size
     piece = min(max(1, sizes.piece // vocab_size) * vocab_size, chunk)
-    gradients = vocab_size * hidden_size * _FP32 + batch.num_tokens * hidden_size * batch.itemsize
-    # The piece in fp32, and what one operation makes of it.
-    return gradients + chunk * batch.itemsize + 2 * piece * _FP32
+    # Logits, a piece of them in fp32, and what one operation makes of that.
+    logits = chunk * batch.itemsize + 2 * piece * _FP32
+
+    # Backward makes the weight's gradient of the one in fp32, which it may be itself.
+    weight = vocab_size * hidden_size
+    of_backward = 0 if batch.itemsize == _FP32 else weight * batch.itemsize
+    gradients = weight * _FP32 + batch.num_tokens * hidden_size * batch.itemsize
+    return gradients + max(logits, of_backward)
 
 
 def _layer(spec: LayerSpec, hidden_size: int, batch: Microbatch) -> int:

@@ -1,0 +1,211 @@
+"""How long a training step takes: from what it moves and computes, and a machine's rates.
+
+    forward     layer by layer; gathers run beside it, and so does the host's pass over the last
+                step's gradients in the first microbatch's forward, which is all that can hide it:
+                the pass begins when the norm is known
+    backward    gathers and reductions beside it; in the last microbatch's, gradients go down
+    step        the device's pass over what is not in host memory; then, unless the next forward
+                begins at once, everything that is still under way on the host
+
+Where the device is the host's own cores nothing runs beside anything else, and times add up.
+Standard library only: the first minutes on a new machine (tools/gpu_check) use it without torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Overlap(enum.Enum):
+    """What runs beside the computation of an offloaded optimizer's work."""
+
+    NONE = "nothing"
+    TRANSFERS = "transfers"  # --overlap-cpu-optimizer-d2h-h2d
+    FORWARD = "transfers and the next forward"  # --overlap-optimizer-with-forward too
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank reaches, a second, while the other ranks of its machine do the same.
+
+    Attributes:
+        flops: in forward and backward.
+        device_bytes: read and written by the optimizer's pass on the device.
+        link_bytes: between device and host, each way.
+        host_bytes: read and written by the optimizer's pass in host memory.
+        interconnect_bytes: that a rank sends, or receives, in collectives; None: these are not
+            counted.
+        device_is_host: whether the device is the host's own cores, so that nothing is hidden.
+    """
+
+    flops: float
+    device_bytes: float
+    link_bytes: float
+    host_bytes: float
+    interconnect_bytes: float | None = None
+    device_is_host: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of one rank.
+
+    Attributes:
+        forward_flops, backward_flops: of one microbatch.
+        host_pass: bytes that the optimizer reads and writes in host memory.
+        device_pass: the same on the device.
+        down, up: bytes of gradients on their way to the host, and of weights back.
+        gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
+            microbatch.
+        gathered_once, reduced_once: the same once a step.
+        exchanged: bytes of tokens that travel to experts and back in each microbatch, for which the
+            computation waits.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    num_microbatches: int
+    host_pass: float = 0.0
+    device_pass: float = 0.0
+    down: float = 0.0
+    up: float = 0.0
+    gathered_forward: float = 0.0
+    gathered_backward: float = 0.0
+    reduced: float = 0.0
+    gathered_once: float = 0.0
+    reduced_once: float = 0.0
+    exchanged: float = 0.0
+    overlap: Overlap = Overlap.FORWARD
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, and what they consist of.
+
+    Attributes:
+        compute: forward and backward of all microbatches.
+        device_pass, host_pass, down, up, collectives: how long each takes by itself.
+        exposed_host: what the computation waits for the host's pass, and for weights on their way
+            up where these take longer.
+        exposed_link: what it waits for gradients on their way down.
+        exposed_collectives: what it waits for other ranks' weights and gradients.
+    """
+
+    compute: float
+    device_pass: float
+    host_pass: float
+    down: float
+    up: float
+    collectives: float
+    exposed_host: float
+    exposed_link: float
+    exposed_collectives: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the step's seconds add up from, by name."""
+        is_of_link = self.up > self.host_pass
+        return {
+            "compute": self.compute,
+            "host pass": 0.0 if is_of_link else self.exposed_host,
+            "link": self.exposed_link + (self.exposed_host if is_of_link else 0.0),
+            "device pass": self.device_pass,
+            "interconnect": self.exposed_collectives,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most of the step."""
+        parts = self.parts
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def hides_offloading(self) -> bool:
+        """Whether the computation waits for nothing that is there only because of offloading."""
+        return self.exposed_host == 0.0 and self.exposed_link == 0.0
+
+
+def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> StepTime:
+    """The time of a step.
+
+    Args:
+        compute: seconds of forward and backward of the whole step, where they were measured.
+    """
+    flops = (work.forward_flops + work.backward_flops) * work.num_microbatches
+    compute = flops / machine.flops if compute is None else compute
+    microbatch = compute / work.num_microbatches
+    total = work.forward_flops + work.backward_flops
+    forward = microbatch * (work.forward_flops / total if total else 0.0)
+    backward = microbatch - forward
+
+    host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
+    down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    exposed_host, exposed_link = _exposed_offload(
+        work.overlap, machine.device_is_host, host_pass, down, up, forward, backward
+    )
+    collectives, exposed_collectives = _collectives(work, machine, forward, backward)
+    return StepTime(
+        compute=compute,
+        device_pass=device_pass / machine.device_bytes,
+        host_pass=host_pass,
+        down=down,
+        up=up,
+        collectives=collectives,
+        exposed_host=exposed_host,
+        exposed_link=exposed_link,
+        exposed_collectives=exposed_collectives,
+    )
+
+
+def _exposed_offload(
+    overlap: Overlap,
+    device_is_host: bool,
+    host_pass: float,
+    down: float,
+    up: float,
+    forward: float,
+    backward: float,
+) -> tuple[float, float]:
+    """What the computation waits for the host's pass and weights on their way up, and for gradients
+    on their way down.
+    """
+    if device_is_host or overlap is Overlap.NONE:
+        return host_pass, down + up
+    exposed_link = max(0.0, down - backward)
+    # A group's weights go up while the next one is updated.
+    after_the_norm = max(host_pass, up)
+    if overlap is Overlap.FORWARD:
+        after_the_norm = max(0.0, after_the_norm - forward)
+    return after_the_norm, exposed_link
+
+
+def _collectives(
+    work: Work, machine: Machine, forward: float, backward: float
+) -> tuple[float, float]:
+    """How long collectives take by themselves, and what the computation waits for them."""
+    if machine.interconnect_bytes is None:
+        return 0.0, 0.0
+
+    rate, count = machine.interconnect_bytes, work.num_microbatches
+    in_forward, in_backward = (
+        work.gathered_forward / rate,
+        (work.gathered_backward + work.reduced) / rate,
+    )
+    # Weights that are gathered once are so in the first forward; gradients that are reduced once
+    # are so in the last backward.
+    once_forward, once_backward = work.gathered_once / rate, work.reduced_once / rate
+    exchanged = count * work.exchanged / rate
+    seconds = count * (in_forward + in_backward) + once_forward + once_backward + exchanged
+    if machine.device_is_host:
+        return seconds, seconds
+
+    exposed = exchanged
+    exposed += (count - 1) * (max(0.0, in_forward - forward) + max(0.0, in_backward - backward))
+    exposed += max(0.0, in_forward + once_forward - forward)
+    exposed += max(0.0, in_backward + once_backward - backward)
+    return seconds, exposed
