@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -49,10 +49,10 @@ from megatron.core.transformer.spec import LayerSpec, ModelSpec
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import Machine
 
-_SECONDS = 0.4  # for each thing that is measured, at least two repetitions
+_SECONDS = 0.25  # for each thing that is measured, and three repetitions at least
 _LEAST_TOKENS = 64
-_PASS_NUMEL = 1 << 24  # elements: larger than caches
-_COPY_NBYTES = 1 << 26
+_PASS_NUMEL = 1 << 23  # elements: larger than caches
+_COPY_NBYTES = 1 << 25
 _DISK_NBYTES = 1 << 26
 _TIMEOUT = timedelta(minutes=5)
 
@@ -64,7 +64,7 @@ class Measured(NamedTuple):
     disk_bytes: float | None  # of all ranks together; None: it was not measured
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """What every process is told."""
 
     spec: ModelSpec
@@ -80,7 +80,7 @@ class _Job(NamedTuple):
     folder: str | None
 
 
-class _Rates(NamedTuple):
+class Rates(NamedTuple):
     """Of one rank, a second."""
 
     compute: float  # FLOP
@@ -100,9 +100,16 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
     Raises:
         RuntimeError: from a process that failed, with what went wrong.
     """
+    rates = _on_processes(job_of(run, folder))
+    disk = min(one.disk for one in rates) * run.world_size
+    return Measured(machine_of(rates, run.device_kind), disk or None)
+
+
+def job_of(run: PlannedRun, folder: str | None = None) -> Job:
+    """What each rank measures for a run."""
     config = run.config
     optimizer = config.optimizer
-    job = _Job(
+    return Job(
         run.spec,
         run.model.vocab_size,
         config.training.micro_batch_size,
@@ -115,22 +122,36 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
         run.device_kind,
         folder,
     )
-    # The slowest rank is the one that a step waits for.
-    rates = _Rates(*(min(values) for values in zip(*_on_processes(job), strict=True)))
-    machine = Machine(
-        flops=rates.compute,
-        device_bytes=rates.device_pass,
-        link_bytes=rates.link,
-        host_bytes=rates.host_pass,
-        interconnect_bytes=rates.interconnect or None,
-        device_is_host=run.device_kind == "cpu",
+
+
+def machine_of(rates: Sequence[Rates], device_kind: str) -> Machine:
+    """What every rank reaches: the slowest one is the one that a step waits for."""
+    least = Rates(*(min(values) for values in zip(*rates, strict=True)))
+    return Machine(
+        flops=least.compute,
+        device_bytes=least.device_pass,
+        link_bytes=least.link,
+        host_bytes=least.host_pass,
+        interconnect_bytes=least.interconnect or None,
+        device_is_host=device_kind == "cpu",
     )
-    return Measured(machine, rates.disk * run.world_size or None)
 
 
-def _on_processes(job: _Job) -> list[_Rates]:
+def rates_of_rank(job: Job, device: Device) -> Rates:
+    """Measures on this rank. All ranks of the default process group call it together."""
+    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _disk]
+    found = []
+    for step in steps:
+        # Memory of one measurement must not be missing in the next.
+        gc.collect()
+        dist.barrier()
+        found.append(step(job, device))
+    return Rates(*found)
+
+
+def _on_processes(job: Job) -> list[Rates]:
     results: Any = mp.get_context("spawn").Queue()
-    found: list[_Rates] = []
+    found: list[Rates] = []
     with tempfile.TemporaryDirectory(prefix="plan-measure-") as folder:
         context = mp.spawn(  # type: ignore[no-untyped-call]  # torch declares it without types
             _serve, (job, str(Path(folder) / "store"), results), nprocs=job.num_ranks, join=False
@@ -144,7 +165,7 @@ def _on_processes(job: _Job) -> list[_Rates]:
     return found
 
 
-def _serve(rank: int, job: _Job, store: str, results: Any) -> None:
+def _serve(rank: int, job: Job, store: str, results: Any) -> None:
     # As torchrun starts the ranks of a machine: each with one thread of torch's.
     if job.num_ranks > 1 and job.device_kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -158,21 +179,10 @@ def _serve(rank: int, job: _Job, store: str, results: Any) -> None:
         timeout=_TIMEOUT,
     )
     try:
-        results.put(_rates(job, device))
+        results.put(rates_of_rank(job, device))
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _rates(job: _Job, device: Device) -> _Rates:
-    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _disk]
-    found = []
-    for step in steps:
-        # Memory of one measurement must not be missing in the next.
-        gc.collect()
-        dist.barrier()
-        found.append(step(job, device))
-    return _Rates(*found)
 
 
 def _timed(work: Callable[[], object], device: Device) -> float:
@@ -190,7 +200,7 @@ def _timed(work: Callable[[], object], device: Device) -> float:
 # Computation
 
 
-def _compute(job: _Job, device: Device) -> float:
+def _compute(job: Job, device: Device) -> float:
     """FLOP a second over a microbatch of the whole model."""
     kinds = Counter(job.spec.layers)
     seconds = sum(
@@ -202,7 +212,7 @@ def _compute(job: _Job, device: Device) -> float:
     return flops * repeated / seconds
 
 
-def _layer_seconds(job: _Job, layer: LayerSpec, device: Device) -> float:
+def _layer_seconds(job: Job, layer: LayerSpec, device: Device) -> float:
     """Forward and backward of one layer over a microbatch, as many tokens at a time as fit."""
     spec = job.spec
     one = ModelSpec(
@@ -234,7 +244,7 @@ def _layer_seconds(job: _Job, layer: LayerSpec, device: Device) -> float:
     return _seconds_of_microbatch(job, device, work)
 
 
-def _loss_seconds(job: _Job, device: Device) -> float:
+def _loss_seconds(job: Job, device: Device) -> float:
     """The output projection and the loss, forward and backward, over a microbatch."""
     weight = nn.Parameter(
         torch.randn(
@@ -267,7 +277,7 @@ def _loss_seconds(job: _Job, device: Device) -> float:
 
 
 def _seconds_of_microbatch(
-    job: _Job, device: Device, work: Callable[[int, int], Callable[[], object]]
+    job: Job, device: Device, work: Callable[[int, int], Callable[[], object]]
 ) -> float:
     """The seconds of a whole microbatch, from those of as many tokens as are quick enough.
 
@@ -294,7 +304,7 @@ def _seconds_of_microbatch(
 # Memory
 
 
-def _device_pass(job: _Job, device: Device) -> float:
+def _device_pass(job: Job, device: Device) -> float:
     """Bytes that our AdamW reads and writes a second on the device."""
     parameter = nn.Parameter(torch.zeros(_PASS_NUMEL, device=device.torch_device))
     parameter.grad = torch.zeros_like(parameter)
@@ -305,7 +315,7 @@ def _device_pass(job: _Job, device: Device) -> float:
     return nbytes / _timed(optimizer.step, device)
 
 
-def _host_pass(job: _Job, device: Device) -> float:
+def _host_pass(job: Job, device: Device) -> float:
     """Bytes that the pass reads and writes a second in host memory."""
     exp_avg, exp_avg_sq = job.moment_dtypes
     if exp_avg != exp_avg_sq or exp_avg not in (torch.float32, torch.bfloat16):
@@ -336,7 +346,7 @@ def _slab(device: Device, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tenso
     return slab.tensor(0, _PASS_NUMEL, dtype)
 
 
-def _link(job: _Job, device: Device) -> float:
+def _link(job: Job, device: Device) -> float:
     """Bytes a second between host and device, in the slower direction."""
     del job
     on_host = _slab(device, torch.float32, is_pinned=True).zero_()
@@ -346,7 +356,7 @@ def _link(job: _Job, device: Device) -> float:
     return on_host.nbytes / max(down, up)
 
 
-def _interconnect(job: _Job, device: Device) -> float:
+def _interconnect(job: Job, device: Device) -> float:
     """Bytes that a rank sends, or receives, a second, in all-gathers and reduce-scatters."""
     if job.num_ranks == 1:
         return 0.0
@@ -372,7 +382,7 @@ def _interconnect(job: _Job, device: Device) -> float:
     return 2 * count * (whole.nbytes - own.nbytes) / seconds
 
 
-def _disk(job: _Job, device: Device) -> float:
+def _disk(job: Job, device: Device) -> float:
     """Bytes a second that this rank writes beside the others."""
     del device
     if job.folder is None:
