@@ -5,8 +5,9 @@ beside those of real training.
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.plan_accuracy
 
 Two sizes of a Llama-shaped model in bf16, each with the optimizer on the device and with half and
-all of it in host memory. A round measures this machine's rates as `--measure` does and then steps of
-each run, size by size in an order drawn anew: what a busy machine does to one, it does to the other. Peaks are those of what torch allocates in a step, over what is there at rest.
+all of it in host memory. A round measures this machine's rates as `--measure` does and then
+steps of each run, size by size in an order drawn anew: what a busy machine does to one, it does to
+the other. Peaks are those of what torch allocates in a step, over what is there at rest.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def measure_times(runs: dict[str, Run], device: Device, num_rounds: int) -> list
             run = runs[name]
             predicted = step_time(work_of(run.plan, run.fraction), machine).seconds
             # The first step finds caches full of what was measured before.
-            found[name] = (predicted, min(run.step() for _ in range(3)))
+            found[name] = (predicted, statistics.median(run.step() for _ in range(3)))
         return found
 
     works = {size: partial(once, names) for size, names in sizes.items()}

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.core.device import DeviceConfig
+from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron_hybrid.plan.answer import Answer, Limits, answer
@@ -167,7 +168,7 @@ def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
     named = dict(pairwise(words)).get("--device", "auto")
     if named != "auto":
         return named
-    return DeviceConfig().kind if is_measured else "cuda"
+    return DeviceConfig().kind if is_measured else kinds_of_accelerators()[0]
 
 
 def _machine(
@@ -184,21 +185,18 @@ def _machine(
             )
         return None
 
-    own = None if measured is None else measured.machine
+    # What is not given is as measured; without that, only what is given is counted.
+    own = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured.machine
     host = rates["host_bandwidth"]
     return Machine(
-        flops=_first(rates["flops"], own and own.flops),
-        device_bytes=_first(rates["gpu_bandwidth"], own and own.device_bytes, math.inf),
-        link_bytes=_first(rates["link"], own and own.link_bytes),
+        flops=rates["flops"] or own.flops,
+        device_bytes=rates["gpu_bandwidth"] or own.device_bytes,
+        link_bytes=rates["link"] or own.link_bytes,
         # The machine's, which its ranks share.
-        host_bytes=_first(host and host / world_size, own and own.host_bytes),
-        interconnect_bytes=rates["interconnect"] or (own and own.interconnect_bytes),
-        device_is_host=own is not None and own.device_is_host,
+        host_bytes=own.host_bytes if host is None else host / world_size,
+        interconnect_bytes=rates["interconnect"] or own.interconnect_bytes,
+        device_is_host=own.device_is_host,
     )
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
 
 
 def _rates(arguments: argparse.Namespace) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ measure at the same time, phase by phase.
 from __future__ import annotations
 
 import gc
+import multiprocessing as mp
 import os
 import queue
 import statistics
@@ -30,8 +31,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed import FileStore
+from torch.multiprocessing.spawn import start_processes
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import collectives
@@ -153,8 +155,12 @@ def _on_processes(job: Job) -> list[Rates]:
     results: Any = mp.get_context("spawn").Queue()
     found: list[Rates] = []
     with tempfile.TemporaryDirectory(prefix="plan-measure-") as folder:
-        context = mp.spawn(  # type: ignore[no-untyped-call]  # torch declares it without types
-            _serve, (job, str(Path(folder) / "store"), results), nprocs=job.num_ranks, join=False
+        context = start_processes(
+            _serve,
+            (job, str(Path(folder) / "store"), results),
+            nprocs=job.num_ranks,
+            join=False,
+            start_method="spawn",
         )
         while len(found) < job.num_ranks:
             with suppress(queue.Empty):
@@ -173,7 +179,7 @@ def _serve(rank: int, job: Job, store: str, results: Any) -> None:
     device.make_current()
     dist.init_process_group(
         device.collective_backend,
-        store=dist.FileStore(store, job.num_ranks),
+        store=FileStore(store, job.num_ranks),
         rank=rank,
         world_size=job.num_ranks,
         timeout=_TIMEOUT,

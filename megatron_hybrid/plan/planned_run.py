@@ -317,7 +317,8 @@ def _shortest(low: float, high: float) -> float:
     of these.
     """
     for digits in range(2, 17):
-        rounded = int(high * 10**digits) / 10**digits
+        scale = 10.0**digits
+        rounded = int(high * scale) / scale
         if low < rounded <= high:
             return rounded
     return high

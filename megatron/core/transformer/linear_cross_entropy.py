@@ -51,7 +51,7 @@ _CPU = Sizes(1 << 25, 1 << 19)
 ACCELERATOR = Sizes(1 << 27, 1 << 24)
 
 # Elements of the weight's gradient that change their dtype at a time.
-_BLOCK_NUMEL = 1 << 22
+BLOCK_NUMEL = 1 << 22
 
 _SMALLEST_WEIGHT = 2.0**-100
 
@@ -182,7 +182,7 @@ class _Gradients(NamedTuple):
             else:
                 # Not at once: the product in fp32 would be as large as the gradient.
                 out = torch.empty_like(gradient, dtype=like.dtype)
-                for rows in _slices(len(out), _BLOCK_NUMEL // max(1, out.shape[1])):
+                for rows in _slices(len(out), BLOCK_NUMEL // max(1, out.shape[1])):
                     torch.mul(gradient[rows], factor, out=out[rows])
             found.append(out.view(like.shape))
         return found
@@ -361,12 +361,12 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
         return
-    for rows in _slices(len(total), max(1, _BLOCK_NUMEL // total.shape[1])):
+    for rows in _slices(len(total), max(1, BLOCK_NUMEL // total.shape[1])):
         total[rows] += logits[:, rows].t() @ hidden
 
 
 def sizes_for(device_kind: str) -> Sizes:
-    """How much is done at a time on a device of this kind: "cpu", "cuda", ..."""
+    """How much is done at a time on a device of this kind."""
     return _CPU if device_kind == "cpu" else ACCELERATOR
 
 

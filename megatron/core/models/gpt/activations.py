@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.transformer.delta_rule import state_nbytes
-from megatron.core.transformer.linear_cross_entropy import sizes_for
+from megatron.core.transformer.linear_cross_entropy import BLOCK_NUMEL, sizes_for
 from megatron.core.transformer.spec import (
     AttentionSpec,
     DenseSpec,
@@ -37,8 +37,8 @@ class Microbatch:
         size: sequences.
         seq_length: tokens of each.
         itemsize: bytes of an element of the compute dtype.
-        device_kind: "cpu", "cuda", ...: where torch composes RMSNorm of single operations, the norm
-            keeps two fp32 tensors instead of its input.
+        device_kind: `Device.kind`. On the CPU torch composes RMSNorm of single operations, and the
+            norm keeps two fp32 tensors instead of its input.
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
     """
 
@@ -106,12 +106,14 @@ def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:
     sizes = sizes_for(batch.device_kind)
     chunk = min(max(1, sizes.chunk // vocab_size), batch.num_tokens) * vocab_size
     piece = min(max(1, sizes.piece // vocab_size) * vocab_size, chunk)
-    # Logits, a piece of them in fp32, and what one operation makes of that.
-    logits = chunk * batch.itemsize + 2 * piece * _FP32
+    weight, is_narrow = vocab_size * hidden_size, batch.itemsize < _FP32
+    # Logits; then a piece of them in fp32 and what one operation makes of that, or a product that
+    # is added to the weight's gradient.
+    product = min(weight, BLOCK_NUMEL) * batch.itemsize if is_narrow else 0
+    logits = chunk * batch.itemsize + max(2 * piece * _FP32, product)
 
     # Backward makes the weight's gradient of the one in fp32, which it may be itself.
-    weight = vocab_size * hidden_size
-    of_backward = 0 if batch.itemsize == _FP32 else weight * batch.itemsize
+    of_backward = weight * batch.itemsize if is_narrow else 0
     gradients = weight * _FP32 + batch.num_tokens * hidden_size * batch.itemsize
     return gradients + max(logits, of_backward)
 
