@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from megatron.core.device import Device
@@ -179,7 +178,7 @@ def _serve(rank: int, job: Job, store: str, results: Any) -> None:
     device.make_current()
     dist.init_process_group(
         device.collective_backend,
-        store=FileStore(store, job.num_ranks),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=job.num_ranks,
         timeout=_TIMEOUT,

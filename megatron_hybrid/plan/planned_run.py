@@ -242,7 +242,7 @@ class PlannedRun:
             self.spec, self.model.vocab_size, self.microbatch, granularity
         )
         room = config.execution.nbytes_of_host
-        on_host = min(room, sum(activations.layers[:-1]))  # the last layer's stay
+        on_host = min(room, sum(activations.layers[:-2]))  # the last two stay
         return RunMemory(states, activations, on_host, room, self._in_use(states, config))
 
     def _in_use(self, states: PlannedMemory, config: RunConfig) -> InUse:

@@ -10,9 +10,9 @@ from megatron.core.options import ConfigError
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _NUMBER = r"(\d+(?:\.\d+)?)\s?"
-_SIZE = re.compile(_NUMBER + r"((?:[KMGTP]i?)?)B")
-_RATE = re.compile(_NUMBER + r"((?:[KMGTP]i?)?)B/s")
-_FLOPS = re.compile(_NUMBER + r"([KMGTP]?)(?:FLOP/s|FLOPS)")
+_SIZE = re.compile(_NUMBER + r"((?:[KMGTP]i?)?)B", re.ASCII)
+_RATE = re.compile(_NUMBER + r"((?:[KMGTP]i?)?)B/s", re.ASCII)
+_FLOPS = re.compile(_NUMBER + r"([KMGTP]?)(?:FLOP/s|FLOPS)", re.ASCII)
 
 
 def parse_size(text: str, flag: str) -> int:

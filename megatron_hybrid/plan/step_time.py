@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Overlap(enum.Enum):
@@ -145,67 +146,86 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
 
     host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
     down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    collectives = _Collectives.of(work, machine)
+    first = max(forward, collectives.first_forward)
+    last = max(backward, collectives.last_backward)
     exposed_host, exposed_link = _exposed_offload(
-        work.overlap, machine.device_is_host, host_pass, down, up, forward, backward
+        Overlap.NONE if machine.device_is_host else work.overlap, host_pass, down, up, first, last
     )
-    collectives, exposed_collectives = _collectives(work, machine, forward, backward)
     return StepTime(
         compute=compute,
         device_pass=device_pass / machine.device_bytes,
         host_pass=host_pass,
         down=down,
         up=up,
-        collectives=collectives,
+        collectives=collectives.seconds(work.num_microbatches),
         exposed_host=exposed_host,
         exposed_link=exposed_link,
-        exposed_collectives=exposed_collectives,
+        exposed_collectives=collectives.exposed(
+            work.num_microbatches, forward, backward, device_is_host=machine.device_is_host
+        ),
     )
 
 
 def _exposed_offload(
-    overlap: Overlap,
-    device_is_host: bool,
-    host_pass: float,
-    down: float,
-    up: float,
-    forward: float,
-    backward: float,
+    overlap: Overlap, host_pass: float, down: float, up: float, first: float, last: float
 ) -> tuple[float, float]:
     """What the computation waits for the host's pass and weights on their way up, and for gradients
     on their way down.
+
+    Args:
+        first: seconds of the first forward, with what it waits for in collectives.
+        last: of the last backward, likewise.
     """
-    if device_is_host or overlap is Overlap.NONE:
+    if overlap is Overlap.NONE:
         return host_pass, down + up
-    exposed_link = max(0.0, down - backward)
     # A group's weights go up while the next one is updated.
     after_the_norm = max(host_pass, up)
     if overlap is Overlap.FORWARD:
-        after_the_norm = max(0.0, after_the_norm - forward)
-    return after_the_norm, exposed_link
+        after_the_norm = max(0.0, after_the_norm - first)
+    return after_the_norm, max(0.0, down - last)
 
 
-def _collectives(
-    work: Work, machine: Machine, forward: float, backward: float
-) -> tuple[float, float]:
-    """How long collectives take by themselves, and what the computation waits for them."""
-    if machine.interconnect_bytes is None:
-        return 0.0, 0.0
+class _Collectives(NamedTuple):
+    """Seconds of collectives by themselves, in what they run beside.
 
-    rate, count = machine.interconnect_bytes, work.num_microbatches
-    in_forward, in_backward = (
-        work.gathered_forward / rate,
-        (work.gathered_backward + work.reduced) / rate,
-    )
-    # Weights that are gathered once are so in the first forward; gradients that are reduced once
-    # are so in the last backward.
-    once_forward, once_backward = work.gathered_once / rate, work.reduced_once / rate
-    exchanged = count * work.exchanged / rate
-    seconds = count * (in_forward + in_backward) + once_forward + once_backward + exchanged
-    if machine.device_is_host:
-        return seconds, seconds
+    Weights that are gathered once a step are so in the first forward, and gradients that are
+    reduced once in the last backward.
+    """
 
-    exposed = exchanged
-    exposed += (count - 1) * (max(0.0, in_forward - forward) + max(0.0, in_backward - backward))
-    exposed += max(0.0, in_forward + once_forward - forward)
-    exposed += max(0.0, in_backward + once_backward - backward)
-    return seconds, exposed
+    forward: float
+    backward: float
+    first_forward: float
+    last_backward: float
+    exchange: float  # of tokens, of all microbatches
+
+    @classmethod
+    def of(cls, work: Work, machine: Machine) -> _Collectives:
+        rate = machine.interconnect_bytes
+        if rate is None:
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
+        forward = work.gathered_forward / rate
+        backward = (work.gathered_backward + work.reduced) / rate
+        return cls(
+            forward,
+            backward,
+            forward + work.gathered_once / rate,
+            backward + work.reduced_once / rate,
+            work.num_microbatches * work.exchanged / rate,
+        )
+
+    def seconds(self, num_microbatches: int) -> float:
+        """Of a step."""
+        others = (num_microbatches - 1) * (self.forward + self.backward)
+        return others + self.first_forward + self.last_backward + self.exchange
+
+    def exposed(
+        self, num_microbatches: int, forward: float, backward: float, *, device_is_host: bool
+    ) -> float:
+        """What the computation waits for them in a step."""
+        if device_is_host:
+            return self.seconds(num_microbatches)
+        others = max(0.0, self.forward - forward) + max(0.0, self.backward - backward)
+        exposed = (num_microbatches - 1) * others + self.exchange
+        exposed += max(0.0, self.first_forward - forward)
+        return exposed + max(0.0, self.last_backward - backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -73,12 +73,13 @@ BF16_MOMENTS = {
 }
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A run: its model, how it is sharded, and its optimizer."""
 
     model: TransformerConfig = DENSE
-    parallel: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
+    parallel: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     compute_dtype: str = "bf16"
     freeze: tuple[str, ...] = ()
 
@@ -88,7 +89,7 @@ class Case(NamedTuple):
         parallel = self.parallel
         if not parallel.get("use_torch_fsdp2"):
             parallel = {"megatron_fsdp_main_grads_dtype": "auto", **parallel}
-        return self._replace(parallel=parallel, optimizer={**offload, **options})
+        return replace(self, parallel=parallel, optimizer={**offload, **options})
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -218,11 +219,6 @@ def _check(case: Case, world_size: int) -> None:
         assert seen.asked == sum(row.host for row in seen.found.values())
 
 
-def _ranks(case: Case, world_size: int) -> int:
-    """As many ranks as asked, or as the case takes."""
-    return 2 * world_size if case.parallel.get("expert_model_parallel_size") else world_size
-
-
 @pytest.mark.parametrize("case", CHEAP.values(), ids=CHEAP)
 def test_a_plan_is_the_memory_of_a_run_to_the_byte(case):
     _check(case, 2)
@@ -250,5 +246,5 @@ def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
     case = Case(parallel={"use_megatron_fsdp": False}, compute_dtype="fp32")
     if fraction is not None:
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-        case = case._replace(optimizer=offload)
+        case = replace(case, optimizer=offload)
     _check(case, 1)
