@@ -290,7 +290,8 @@ def test_quantities_are_read_as_they_are_written(parse, text, value):
 
 @pytest.mark.parametrize("parse", [parse_size, parse_rate, parse_flops])
 @pytest.mark.parametrize(
-    "text", ["", "80", "GB", "-80GB", "0GB", "80gb", "80GB/h", "nanGB", "1e3GB", "\uff180GB", "80 GB "]
+    "text",
+    ["", "80", "GB", "-80GB", "0GB", "80gb", "80GB/h", "nanGB", "1e3GB", "\uff180GB", "80 GB "],
 )
 def test_other_quantities_are_refused(parse, text):
     with pytest.raises(ConfigError, match=r"^--flag: expected "):
