@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,10 @@ from pathlib import Path
 
 from megatron.core.device import DeviceConfig
 from megatron.core.drivers import kinds_of_accelerators
+from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_config
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure
 from megatron_hybrid.plan.planned_run import PlannedRun, with_defaults
@@ -83,12 +84,10 @@ def build_parser(program: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
     """Plans. Returns the exit code: 2 for flags that cannot be used, and for what cannot fit."""
     given = list(sys.argv[1:] if argv is None else argv)
-    # A run's messages are about the run: nothing is set up here, and stdout is the plan's.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     arguments, flags = build_parser(program).parse_known_args(given)
     try:
         found = plan(arguments, flags)
-    except ConfigError as error:
+    except (ConfigError, HostMemoryError) as error:
         lines = error.lines if isinstance(error, ConfigError) else (str(error),)
         text = "\n  ".join(printable(line, _MOST_CHARACTERS) for line in lines)
         print(f"{program}: {text}", file=sys.stderr)
@@ -103,6 +102,7 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
 
     Raises:
         ConfigError: for flags that cannot be used, and for a run that does not fit.
+        HostMemoryError: for a layer that is too large to be measured here.
     """
     world_size = _whole_number(arguments.gpus, "--gpus")
     limits = Limits(
@@ -144,8 +144,7 @@ def _sequences(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """The sequences of a step of so many tokens."""
     tokens = _whole_number(arguments.tokens_per_step, "--tokens-per-step")
     # The length may come from a file: the run without a batch size knows it.
-    world_size = _whole_number(arguments.gpus, "--gpus")
-    length = PlannedRun(flags, world_size, "cpu").config.data.seq_length
+    length = parse_config(flags, _whole_number(arguments.gpus, "--gpus")).data.seq_length
     if tokens % length:
         raise ConfigError(
             f"--tokens-per-step: expected a multiple of the sequence length {length}, got {tokens}."

@@ -36,8 +36,9 @@ from torch.multiprocessing.spawn import start_processes
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import collectives
+from megatron.core.distributed.units import sharding_units
 from megatron.core.dtypes import DTYPES
-from megatron.core.host_memory import HostSlab
+from megatron.core.host_memory import HostNeed, HostSlab, check_host_memory
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import TransformerBlock
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -51,6 +52,7 @@ from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import Machine
 
 _SECONDS = 0.25  # for each thing that is measured, and three repetitions at least
+_LONG = 1.0  # seconds, beside which it does not matter that something is the first of its kind
 _LEAST_TOKENS = 64
 _PASS_NUMEL = 1 << 23  # elements: larger than caches
 _COPY_NBYTES = 1 << 25
@@ -99,8 +101,12 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
         folder: where a file may be written for a moment; None: the disk is not measured.
 
     Raises:
+        HostMemoryError: if this machine has no room for what is measured.
         RuntimeError: from a process that failed, with what went wrong.
     """
+    if run.device_kind == "cpu":
+        need = HostNeed("a layer to measure", _layer_nbytes(run), is_pinned=False)
+        check_host_memory([need], num_local_ranks=run.world_size)
     rates = _on_processes(job_of(run, folder))
     disk = min(one.disk for one in rates) * run.world_size
     return Measured(machine_of(rates, run.device_kind), disk or None)
@@ -136,6 +142,16 @@ def machine_of(rates: Sequence[Rates], device_kind: str) -> Machine:
         interconnect_bytes=least.interconnect or None,
         device_is_host=device_kind == "cpu",
     )
+
+
+def _layer_nbytes(run: PlannedRun) -> int:
+    """Of the largest layer, or the head: drawn in fp32, then in the compute dtype, with gradients
+    and, of the head, their sum in fp32.
+    """
+    numels = [sum(p.numel() for p in unit.parameters()) for unit in sharding_units(run.model)]
+    numels.append(run.model.vocab_size * run.spec.hidden_size)
+    itemsize = run.states(run.config).compute_dtype.itemsize
+    return max(numels) * (2 * torch.float32.itemsize + 2 * itemsize)
 
 
 def rates_of_rank(job: Job, device: Device) -> Rates:
@@ -223,9 +239,9 @@ def _layer_seconds(job: Job, layer: LayerSpec, device: Device) -> float:
     one = ModelSpec(
         **{name: getattr(spec, name) for name in vars(spec) if name != "layers"}, layers=(layer,)
     )
-    block = TransformerBlock(one, job.recompute_granularity).to(
-        device.torch_device, job.compute_dtype
-    )
+    with device.torch_device:
+        block = TransformerBlock(one, job.recompute_granularity)
+    block.to(job.compute_dtype)
 
     def work(num_sequences: int, length: int) -> Callable[[], object]:
         hidden = torch.randn(
@@ -290,20 +306,30 @@ def _seconds_of_microbatch(
     """
     few = min(_LEAST_TOKENS, job.seq_length)
     probe = work(1, few)
-    probe()
-    start = time.perf_counter()
-    probe()
-    device.event().synchronize()
-    per_token = (time.perf_counter() - start) / few
+    seconds = _slowest(probe, device)
+    if seconds < _LONG:
+        # The first one has loaded libraries and taken memory.
+        seconds = _slowest(probe, device)
 
-    # All ranks must measure the same, or some would be done while others still work.
-    slowest = torch.tensor(per_token, dtype=torch.float64, device=device.torch_device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    affordable = max(few, int(_SECONDS / float(slowest)))
+    affordable = max(few, int(_SECONDS * few / seconds))
     length = min(job.seq_length, affordable)
     num_sequences = max(1, min(job.size, affordable // length))
-    seconds = _timed(work(num_sequences, length), device)
+    if affordable > few:
+        seconds = _timed(work(num_sequences, length), device)
     return seconds * (job.size * job.seq_length) / (num_sequences * length)
+
+
+def _slowest(work: Callable[[], object], device: Device) -> float:
+    """Seconds of one call on the slowest rank: all must decide alike what to measure next, or some
+    would be done while others still work.
+    """
+    start = time.perf_counter()
+    work()
+    device.event().synchronize()
+    elapsed = time.perf_counter() - start
+    slowest = torch.tensor(elapsed, dtype=torch.float64, device=device.torch_device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 # Memory

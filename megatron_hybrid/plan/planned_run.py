@@ -135,10 +135,7 @@ class PlannedRun:
         self.offloaded: RunConfig | None = self.config
         self.refusal = ""
         if not self.config.optimizer.optimizer_cpu_offload:
-            try:
-                self.offloaded = parse_config([*argv, *OFFLOADING], world_size)
-            except ConfigError as error:
-                self.offloaded, self.refusal = None, str(error)
+            self.offloaded, self.refusal = _offloaded(argv, world_size)
 
         settings = self.config.tokenizer
         tokenizer = build_tokenizer(settings, rows_of=self.config.checkpoint.hf_model)
@@ -287,6 +284,19 @@ class PlannedRun:
         layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(self.model)]
         root, two = self.numel - sum(layers), _largest_two(layers)
         return InUse(root * itemsize, (root + two) * (itemsize + torch.float32.itemsize))
+
+
+def _offloaded(argv: Sequence[str], world_size: int) -> tuple[RunConfig | None, str]:
+    """The run with its optimizer in host memory, with every overlap that its engine has; or None,
+    and why these flags do not allow it.
+    """
+    refusal = ""
+    for flags in (OFFLOADING, OFFLOADING[:-1]):
+        try:
+            return parse_config([*argv, *flags], world_size), ""
+        except ConfigError as error:
+            refusal = str(error)
+    return None, refusal
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
