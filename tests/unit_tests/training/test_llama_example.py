@@ -82,12 +82,16 @@ def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
     planned = plan_memory(model_of(config), config.engine().states(1, pins_memory=True), plan)
     needs = {need.what: need.nbytes for need in planned.host_needs}
     expected = {
-        "main weights, fp32": needs.pop("main weights"),
-        "gradients, bf16": needs.pop("gradients"),
-        "moments, fp32": needs.pop("moments"),
+        "main weights, fp32": 4 * plan.host_numel,
+        "gradients, bf16": 2 * plan.host_numel,
+        "moments, fp32": 8 * plan.host_numel,
     }
-    assert needs == {}, "new weights share the gradients' memory"
     assert rows()[1] == shown(expected)
+    # New weights share the gradients' memory; what aligns rows in a buffer comes on top.
+    for what, nbytes in expected.items():
+        asked = needs.pop(what.split(",")[0])
+        assert nbytes < asked < 1.001 * nbytes
+    assert needs == {}
 
 
 def test_the_memory_of_the_card_it_names_adds_up(config):

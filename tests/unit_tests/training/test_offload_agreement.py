@@ -46,9 +46,7 @@ TOTAL = sum(parameter.numel() for parameter in Model().parameters())
 
 
 def _figures(name: str) -> list[tuple[int, ...]]:
-    """At each fraction: elements asked for, planned, held, and main weights reported, in
-    elements.
-    """
+    """At each fraction: main weights asked for, planned, held and reported, in elements."""
     asked: list[HostNeed] = []
     original = engines.check_memory_on_all_ranks
 
@@ -85,7 +83,8 @@ def _figures(name: str) -> list[tuple[int, ...]]:
 def test_layers_of_two_dtypes_are_planned_once_for_everybody(name):
     (found,) = run_ranks(1, _figures, name)
     for fraction, (asked, planned, held, reported) in zip(FRACTIONS, found, strict=True):
-        assert asked == planned == held, fraction
+        assert planned == held, fraction
+        assert asked == reported, "a run asks for what it takes"
         assert planned >= fraction * TOTAL
         # Arrays that begin on a cache line are padded.
         assert planned <= reported <= planned + 64 * 11, fraction
