@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.processes import started
 from benchmarks.helpers.report import RESULT_FILE
 from benchmarks.helpers.result import Result
+from benchmarks.runner.commands import Command
 from benchmarks.runner.places import ROOT
-from benchmarks.runner.process import Command, NotRunnableError, started
 from benchmarks.runner.result_files import Origin, write_result
 
 _TAIL_LINES = 12
@@ -26,7 +27,6 @@ class Ending(Enum):
 
     DONE = "done"
     FAILED = "FAILED"
-    NOT_RUN = "not run"
 
 
 class Outcome(NamedTuple):
@@ -85,11 +85,7 @@ class Runner:
 
     def _run_one(self, benchmark: Benchmark) -> Outcome:
         arguments = benchmark.quick if self._origin.mode == "quick" else benchmark.full
-        try:
-            command = Command.of(benchmark, arguments, self._package, self._root)
-        except NotRunnableError as error:
-            return Outcome(benchmark, Ending.NOT_RUN, 0.0, str(error))
-
+        command = Command.of(benchmark, arguments, self._package, self._root)
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{benchmark.name}.log"
         with tempfile.TemporaryDirectory(prefix="benchmark-result-") as folder:
@@ -113,7 +109,7 @@ class Runner:
         environment = {**command.environment, RESULT_FILE: str(handed_over)}
         with (
             log.open("wb") as stream,
-            started(command._replace(environment=environment), self._root, stream) as process,
+            started(command.words, self._root, environment, stream) as process,
         ):
             return process.wait()
 

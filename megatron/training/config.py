@@ -60,7 +60,9 @@ class TrainingConfig:
         1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1
     )
     eval_interval: int | None = option(
-        1000, "iterations between evaluations on the validation split", at_least=1
+        None,
+        "iterations between evaluations on the validation split (default: only after the training)",
+        at_least=1,
     )
     eval_iters: int = option(
         100, "global batches in an evaluation; 0 evaluates nothing", at_least=0, ceiling=2**32
