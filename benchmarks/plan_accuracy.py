@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
     question="The step time and the peak memory that the planner predicts against those of "
     "training",
     ranks=2,
-    full=("--rounds=15",),
+    full=("--rounds=9",),
     quick=("--hidden", "128", "192", "--layers=3", "--rounds=3"),
 )
 
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args(argv)
 
     with launched() as (launch, device):

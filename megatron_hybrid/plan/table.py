@@ -31,8 +31,8 @@ def _header(answer: Answer) -> list[str]:
         precision += f" over {config.optimizer.main_params_dtype} main weights"
     batch = f"{config.training.micro_batch_size} x {config.data.seq_length:,} tokens"
     return [
-        f"{run.numel:,} parameters, {precision}, {config.parallel.engine} on {run.world_size} "
-        "rank(s)",
+        f"{run.numel:,} parameters, {precision}",
+        f"{config.parallel.engine} on {run.world_size} rank(s)",
         f"a step: {run.tokens_per_step:,} tokens, {run.num_microbatches} microbatch(es) of {batch} "
         "on each rank",
     ]
