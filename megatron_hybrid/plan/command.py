@@ -194,6 +194,7 @@ def _machine(
         # The machine's, which its ranks share.
         host_bytes=own.host_bytes if host is None else host / world_size,
         interconnect_bytes=rates["interconnect"] or own.interconnect_bytes,
+        collective_seconds=own.collective_seconds,
         device_is_host=own.device_is_host,
     )
 

@@ -91,6 +91,7 @@ class Rates(NamedTuple):
     host_pass: float
     link: float
     interconnect: float  # 0: there is one rank
+    collectives: float  # without bytes to speak of; 0: there is one rank
     disk: float  # 0: not measured
 
 
@@ -140,6 +141,7 @@ def machine_of(rates: Sequence[Rates], device_kind: str) -> Machine:
         link_bytes=least.link,
         host_bytes=least.host_pass,
         interconnect_bytes=least.interconnect or None,
+        collective_seconds=1 / least.collectives if least.collectives else 0.0,
         device_is_host=device_kind == "cpu",
     )
 
@@ -156,7 +158,7 @@ def _layer_nbytes(run: PlannedRun) -> int:
 
 def rates_of_rank(job: Job, device: Device) -> Rates:
     """Measures on this rank. All ranks of the default process group call it together."""
-    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _disk]
+    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives, _disk]
     found = []
     for step in steps:
         # Memory of one measurement must not be missing in the next.
@@ -391,26 +393,38 @@ def _interconnect(job: Job, device: Device) -> float:
     """Bytes that a rank sends, or receives, a second, in all-gathers and reduce-scatters."""
     if job.num_ranks == 1:
         return 0.0
+    numel = _COPY_NBYTES // job.compute_dtype.itemsize // job.num_ranks
+    nbytes = 2 * numel * (job.num_ranks - 1) * job.compute_dtype.itemsize
+    return nbytes / _exchange_seconds(job, device, numel, count=3)
+
+
+def _collectives(job: Job, device: Device) -> float:
+    """All-gathers and reduce-scatters of next to nothing a second."""
+    if job.num_ranks == 1:
+        return 0.0
+    return 2 / _exchange_seconds(job, device, 1, count=20)
+
+
+def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> float:
+    """Of an all-gather and a reduce-scatter of `numel` elements a rank, as the engine does them."""
     group, dtype = dist.group.WORLD, job.compute_dtype
     assert group is not None, "of all ranks"
-    numel = _COPY_NBYTES // dtype.itemsize // job.num_ranks
     own = torch.zeros(numel, dtype=dtype, device=device.torch_device)
     whole = torch.zeros(numel * job.num_ranks, dtype=dtype, device=device.torch_device)
-    how = collectives.Reduction(is_average=True)
+    how, note = collectives.Reduction(is_average=True), [0]
 
     def exchange() -> None:
-        collectives.all_gather(whole, own, group)
-        collectives.reduce_scatter(own, whole, group, how)
+        collectives.all_gather(whole, own, group, note=note)
+        collectives.reduce_scatter(own, whole, group, how, note=note)
 
-    # A loop of a fixed length: all ranks must take part in every collective.
+    # A fixed number of times: all ranks must take part in every collective.
     exchange()
     dist.barrier()
-    start, count = time.perf_counter(), 3
+    start = time.perf_counter()
     for _ in range(count):
         exchange()
     device.event().synchronize()
-    seconds = time.perf_counter() - start
-    return 2 * count * (whole.nbytes - own.nbytes) / seconds
+    return (time.perf_counter() - start) / count
 
 
 def _disk(job: Job, device: Device) -> float:

@@ -37,6 +37,7 @@ class Machine:
         host_bytes: read and written by the optimizer's pass in host memory.
         interconnect_bytes: that a rank sends, or receives, in collectives; None: these are not
             counted.
+        collective_seconds: what a collective takes besides its bytes.
         device_is_host: whether the device is the host's own cores, so that nothing is hidden.
     """
 
@@ -45,6 +46,7 @@ class Machine:
     link_bytes: float
     host_bytes: float
     interconnect_bytes: float | None = None
+    collective_seconds: float = 0.0
     device_is_host: bool = False
 
 
@@ -62,6 +64,8 @@ class Work:
         gathered_once, reduced_once: the same once a step.
         exchanged: bytes of tokens that travel to experts and back in each microbatch, for which the
             computation waits.
+        collectives_forward, collectives_backward, exchanges: how many of each there are in a
+            microbatch.
     """
 
     forward_flops: float
@@ -77,6 +81,9 @@ class Work:
     gathered_once: float = 0.0
     reduced_once: float = 0.0
     exchanged: float = 0.0
+    collectives_forward: int = 0
+    collectives_backward: int = 0
+    exchanges: int = 0
     overlap: Overlap = Overlap.FORWARD
 
 
@@ -204,14 +211,17 @@ class _Collectives(NamedTuple):
         rate = machine.interconnect_bytes
         if rate is None:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0)
-        forward = work.gathered_forward / rate
-        backward = (work.gathered_backward + work.reduced) / rate
+        each = machine.collective_seconds
+        forward = work.gathered_forward / rate + each * work.collectives_forward
+        moved = work.gathered_backward + work.reduced
+        backward = moved / rate + each * work.collectives_backward
+        exchange = work.exchanged / rate + each * work.exchanges
         return cls(
             forward,
             backward,
             forward + work.gathered_once / rate,
             backward + work.reduced_once / rate,
-            work.num_microbatches * work.exchanged / rate,
+            work.num_microbatches * exchange,
         )
 
     def seconds(self, num_microbatches: int) -> float:

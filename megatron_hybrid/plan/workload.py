@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,30 +128,34 @@ def _overlap(optimizer: OptimizerConfig) -> Overlap:
     return Overlap.FORWARD if optimizer.overlap_optimizer_with_forward else Overlap.TRANSFERS
 
 
-def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, float]:
-    """Bytes that this rank receives or sends in collectives."""
+def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
+    """Bytes that this rank receives or sends in collectives, and how many these are."""
     states, config = run.memory(fraction).states, run.at(fraction)
-    moved = dict.fromkeys(
-        ("gathered_forward", "gathered_backward", "reduced", "gathered_once", "reduced_once"), 0.0
-    )
+    moved: dict[str, Any] = Counter()
     for unit, _, memory in states.groups:
         if not memory.is_gathered_per_use:
             moved["gathered_once"] += memory.gathered_nbytes
         else:
             moved["gathered_forward"] += memory.gathered_nbytes
+            moved["collectives_forward"] += 1
             # The root module keeps its weights between forward and backward.
             if config.parallel.megatron_fsdp_reshard_after_forward and unit is not run.model:
                 moved["gathered_backward"] += memory.gathered_nbytes
-        moved["reduced"] += memory.reduced_nbytes
+                moved["collectives_backward"] += 1
+        if memory.reduced_nbytes:
+            moved["reduced"] += memory.reduced_nbytes
+            moved["collectives_backward"] += 1
         moved["reduced_once"] += memory.reduced_last_nbytes
-    moved["exchanged"] = _exchanged(run)
+    if config.parallel.expert_model_parallel_size > 1:
+        moved["exchanged"] = _exchanged(run)
+        moved["exchanges"] = 4 * len(run.spec.mixtures)
     if states.groups or not config.parallel.use_torch_fsdp2:
-        return moved
+        return {**moved}
 
     # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
     others = run.numel * (run.world_size - 1) / run.world_size
     gathered = others * run.states(config).compute_dtype.itemsize
-    return moved | {
+    return {
         "gathered_forward": gathered,
         "gathered_backward": gathered,
         "reduced": others * torch.float32.itemsize,

@@ -69,6 +69,13 @@ def test_collectives_are_counted_if_the_interconnect_is_known():
     assert tokens.exposed_collectives == 2.0, "nothing hides the way of tokens"
 
 
+def test_many_small_collectives_take_their_time():
+    known = replace(MACHINE, interconnect_bytes=10.0, collective_seconds=0.5)
+    work = replace(WORK, collectives_forward=4, collectives_backward=6, exchanges=1)
+    # Two seconds beside a forward of one, three beside a backward of two, and a half, four times.
+    assert step_time(work, known).exposed_collectives == 4 * (1.0 + 1.0 + 0.5)
+
+
 def test_a_host_that_is_the_device_hides_nothing():
     work = replace(WORK, host_pass=50.0, down=10.0, up=10.0, reduced=10.0, device_pass=1000.0)
     shared = replace(MACHINE, device_is_host=True, interconnect_bytes=10.0)
@@ -100,7 +107,14 @@ WORKS = st.builds(
 )
 RATES = st.floats(1.0, 1e6)
 MACHINES = st.builds(
-    Machine, RATES, RATES, RATES, RATES, st.one_of(st.none(), RATES), st.booleans()
+    Machine,
+    RATES,
+    RATES,
+    RATES,
+    RATES,
+    st.one_of(st.none(), RATES),
+    st.floats(0.0, 1.0),
+    st.booleans(),
 )
 GROWING = ("host_pass", "device_pass", "down", "up", "reduced", "gathered_once", "exchanged")
 
