@@ -196,7 +196,11 @@ def measure(
     gc.unfreeze()
     medians = report.medians(times)
     ratios = (
-        Ratio(f"{group}: {DCP[kind]} / {OURS[kind]}", medians[DCP[kind]] / medians[OURS[kind]])
+        Ratio(
+            f"{group}: {DCP[kind]} / {OURS[kind]}",
+            medians[DCP[kind]] / medians[OURS[kind]],
+            at_least=1.0,
+        )
         for kind in kinds
         if DCP[kind] in medians
     )

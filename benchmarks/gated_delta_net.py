@@ -157,7 +157,7 @@ def ratios(medians: dict[tuple[str, int], float], lengths: Sequence[int]) -> Ite
     for name, other in PAIRS.items():
         for length in lengths:
             ratio = medians[other, length] / medians[name, length]
-            yield Ratio(f"{length} tokens: {other} / {name}", ratio)
+            yield Ratio(f"{length} tokens: {other} / {name}", ratio, at_least=1.0)
     for name in (name for pair in PAIRS.items() for name in pair):
         growth = medians[name, lengths[-1]] / medians[name, lengths[0]]
         yield Ratio(f"{name}: time per token, {lengths[-1]} / {lengths[0]} tokens", growth)

@@ -175,9 +175,9 @@ def ratios(medians: dict[str, float]) -> tuple[Ratio, ...]:
     added = medians[IN_ORDER] - medians[NO_OPTIMIZER]
     hidden = medians[IN_ORDER] - medians[OVERLAPPED]
     return (
-        Ratio(f"{FSDP2} / {OVERLAPPED}", medians[FSDP2] / medians[OVERLAPPED]),
-        Ratio(f"{OVERLAPPED} / {DEVICE}", medians[OVERLAPPED] / medians[DEVICE]),
-        Ratio("share of what offloading adds that is hidden", hidden / added),
+        Ratio(f"{FSDP2} / {OVERLAPPED}", medians[FSDP2] / medians[OVERLAPPED], at_least=1.2),
+        Ratio(f"{OVERLAPPED} / {DEVICE}", medians[OVERLAPPED] / medians[DEVICE], at_most=1.1),
+        Ratio("share of what offloading adds that is hidden", hidden / added, at_least=0.8),
     )
 
 

@@ -194,7 +194,7 @@ def measure(sides: dict[str, Step], group: str, num_rounds: int) -> Comparison:
     pairs = report.interleaved(works, num_rounds, warm_up=WARM_UP, seed=SEED)
     cpu, clock = ({name: [one[i] for one in own] for name, own in pairs.items()} for i in (0, 1))
     ratios = (
-        Ratio(f"{group}: {unit}, {OURS} / {PLAIN}", medians[OURS] / medians[PLAIN])
+        Ratio(f"{group}: {unit}, {OURS} / {PLAIN}", medians[OURS] / medians[PLAIN], at_most=1.05)
         for unit, medians in (("CPU ms", report.medians(cpu)), ("ms", report.medians(clock)))
     )
     return Comparison((*measured(cpu, "CPU ms", group), *measured(clock, "ms", group)), (*ratios,))

@@ -151,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             Measurement(name, when, "ms", tuple(values)) for (name, when), values in times.items()
         ),
         tuple(
-            Ratio(f"{name}: {AFTER} / {BEFORE}", medians[name, AFTER] / medians[name, BEFORE])
+            Ratio(
+                f"{name}: {AFTER} / {BEFORE}",
+                medians[name, AFTER] / medians[name, BEFORE],
+                at_least=2.0,
+            )
             for name in built
         ),
         settings=report.settings_of(arguments),

@@ -81,8 +81,8 @@ def measure(
     group = str(dtype).removeprefix("torch.")
     medians = report.medians(times)
     ratios = (
-        Ratio(f"{group}: {name} / {BLOCKS}", medians[name] / medians[BLOCKS])
-        for name in (MASK, NO_WINDOW)
+        Ratio(f"{group}: {name} / {BLOCKS}", medians[name] / medians[BLOCKS], at_least=bar)
+        for name, bar in ((MASK, 2.0), (NO_WINDOW, None))
     )
     return measured(times, "ms", group), tuple(ratios)
 

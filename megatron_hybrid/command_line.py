@@ -49,6 +49,7 @@ COMMANDS = {
         "megatron_flags", "rewrite a launch script of Megatron-LM's for this program"
     ),
     "status": Command("run_status", "say how a run is doing"),
+    "timeline": Command("timeline", "show what lanes did in a recorded iteration"),
 }
 
 

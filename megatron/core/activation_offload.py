@@ -49,6 +49,8 @@ from megatron.core.host_memory import format_bytes
 from megatron.core.host_stack import HostPlace, HostStack
 from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
 from megatron.core.lanes import Event, Lane, is_lane_thread
+from megatron.core.timeline import AnyTimeline
+from megatron.core.trace_file import ACTIVATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +154,10 @@ class ActivationOffload:
         """A step of training is over: `timings` are means over these."""
         self._step = self._timings.begin()
 
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
+        self._timings.record_to(timeline, ACTIVATIONS)
+
     def timings(self) -> LaneTimings | None:
         """Means over the steps since the last call; None if there are none, or nothing records."""
         return self._timings.collect()
@@ -217,7 +223,9 @@ class ActivationOffload:
             for host, own in moving:
                 host.copy_(own, non_blocking=True)
 
-        return self._down.enqueue(self._step.timed(D2H, send), [self._device.event()])
+        nbytes = sum(own.nbytes for _, own in moving)
+        work = self._step.timed(D2H, send, nbytes, "activations")
+        return self._down.enqueue(work, [self._device.event()])
 
     def bring_up(self, storages: Sequence[_Storage]) -> Event:
         """Begins to copy storages back, into new memory of the device."""
@@ -235,7 +243,9 @@ class ActivationOffload:
             for own, host in moving:
                 own.copy_(host, non_blocking=True)
 
-        event = self._up.enqueue(self._step.timed(H2D, bring), [self._device.event()])
+        nbytes = sum(own.nbytes for own, _ in moving)
+        work = self._step.timed(H2D, bring, nbytes, "activations")
+        event = self._up.enqueue(work, [self._device.event()])
         for storage, (own, _) in zip(storages, moving, strict=True):
             storage.come_to(own)
         return event

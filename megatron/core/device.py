@@ -21,7 +21,7 @@ from megatron.core import numa
 from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
 from megatron.core.lanes import Event, Lane, StreamEvent, StreamLane, ThreadEvent, ThreadLane
 from megatron.core.options import ConfigError, check_options, option
-from megatron.core.spans import ClockSpan, Span, StreamSpan
+from megatron.core.spans import ClockSpan, Origin, Span, StreamClock, StreamSpan
 
 _CPU = "cpu"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -227,6 +227,12 @@ class Device:
             clock: seconds, for the CPU. An accelerator has its own.
         """
         return StreamSpan(self._driver, self.index) if self.is_accelerator else ClockSpan(clock)
+
+    def origins(self, clock: Callable[[], float] = time.perf_counter) -> Callable[[], Origin]:
+        """A function that says what time it is, by `clock` and by the device's own."""
+        if self.is_accelerator:
+            return StreamClock(self._driver, self.index, clock)
+        return lambda: Origin(clock())
 
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""

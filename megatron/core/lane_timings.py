@@ -2,7 +2,8 @@
 optimizer, and of offloaded activations, which have no `host`.
 
 An optimizer's step begins with its gradients' way down and ends with its weights on the device,
-which may be in the middle of the next forward. Recording reads clocks and waits for nothing.
+which may be in the middle of the next forward. Recording reads clocks and waits for nothing. The
+spans that are added up here are also those of a `Timeline`, if the recorder has one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from megatron.core import trace_file
 from megatron.core.device import Device
 from megatron.core.lanes import Event, RelayedEvent
 from megatron.core.spans import ClockSpan, Span
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
-D2H, HOST, H2D = LANES = ("d2h", "host", "h2d")
+D2H, HOST, H2D = LANES = (trace_file.D2H, trace_file.HOST, trace_file.H2D)
 
 
 class LaneTimings(NamedTuple):
@@ -40,25 +44,54 @@ class LaneTimings(NamedTuple):
         return self.host_bytes / self.host if self.host_bytes and self.host else None
 
 
+@dataclass
+class _Rows:
+    """Where the spans of a recorder go besides its sums."""
+
+    timeline: AnyTimeline = NO_TIMELINE
+    prefix: str = ""  # of the rows' names
+
+    def note(self, lane: str, name: str, span: Span, nbytes: int, *, is_wait: bool) -> None:
+        """Work of a lane begins; a wait, if the thread that computes does it itself."""
+        self.timeline.note(self.prefix + lane, name, span, nbytes)
+        if is_wait:
+            self.timeline.note_wait(self.prefix + lane, span, name)
+
+    def note_wait(self, lane: str, span: Span) -> None:
+        """The computation begins to wait for a lane."""
+        self.timeline.note_wait(self.prefix + lane, span)
+
+
 class StepTimings:
     """The spans of one step: made where work is queued, filled in where it is done."""
 
-    def __init__(self, device: Device, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, device: Device, clock: Callable[[], float], rows: _Rows, *, has_lanes: bool
+    ) -> None:
         self._device = device
         self._clock = clock
+        self._rows = rows
+        self._has_lanes = has_lanes
         self._spans: list[tuple[str, Span]] = []
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
 
     def timed(
-        self, lane: str, work: Callable[[], object], host_bytes: int = 0
+        self, lane: str, work: Callable[[], object], nbytes: int = 0, name: str = ""
     ) -> Callable[[], object]:
-        """The work, timed on the lane where it will be done; an update with the bytes it moves."""
+        """The work, timed on the lane where it will be done.
+
+        Args:
+            nbytes: that it moves.
+            name: of what it is about.
+        """
         span = self._span(lane)
         self._spans.append((lane, span))
-        self._host_bytes += host_bytes
+        self._host_bytes += nbytes if lane == HOST else 0
+        rows, is_wait = self._rows, not self._has_lanes
 
         def work_in_span() -> object:
+            rows.note(lane, name, span, nbytes, is_wait=is_wait)
             with span:
                 return work()
 
@@ -69,6 +102,7 @@ class StepTimings:
         """Around a wait for what a lane does: this thread's or, on a GPU, its current stream's."""
         span = self._span(lane)
         self._waits.append((lane, span))
+        self._rows.note_wait(lane, span)
         with span:
             yield
 
@@ -145,11 +179,20 @@ class TimingRecorder:
         self._has_lanes = has_lanes
         self._clock = clock
         self._lock = threading.Lock()
-        self._coming = StepTimings(device, clock)
+        self._rows = _Rows()
+        self._coming = self._new_step()
         self._current: StepTimings | None = None
         self._ended: deque[StepTimings] = deque()
         self._sums: dict[str, float] = {}
         self._num_steps = 0
+
+    def record_to(self, timeline: AnyTimeline, prefix: str = "") -> None:
+        """From now on, spans go to rows of a timeline, too.
+
+        Args:
+            prefix: of the rows' names.
+        """
+        self._rows.timeline, self._rows.prefix = timeline, prefix
 
     @property
     def coming(self) -> StepTimings:
@@ -161,7 +204,7 @@ class TimingRecorder:
         """The coming step begins; nothing waits any more for the one before."""
         with self._lock:
             self._end()
-            self._current, self._coming = self._coming, StepTimings(self._device, self._clock)
+            self._current, self._coming = self._coming, self._new_step()
             return self._current
 
     def end(self) -> None:
@@ -186,6 +229,9 @@ class TimingRecorder:
             waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d
         )
 
+    def _new_step(self) -> StepTimings:
+        return StepTimings(self._device, self._clock, self._rows, has_lanes=self._has_lanes)
+
     def _end(self) -> None:
         if self._current is not None:
             self._ended.append(self._current)
@@ -202,6 +248,12 @@ class TimingRecorder:
 
 class NoTimings:
     """A recorder that records nothing, and each of its steps."""
+
+    def record_to(self, timeline: AnyTimeline, prefix: str = "") -> None:  # noqa: ARG002
+        """RuntimeError: there are no spans."""
+        raise RuntimeError(
+            "Expected records_timings=True, whose spans a timeline shows, got what records nothing."
+        )
 
     @property
     def coming(self) -> NoTimings:
@@ -220,7 +272,8 @@ class NoTimings:
         self,
         lane: str,  # noqa: ARG002 (as StepTimings has it)
         work: Callable[[], object],
-        host_bytes: int = 0,  # noqa: ARG002
+        nbytes: int = 0,  # noqa: ARG002
+        name: str = "",  # noqa: ARG002
     ) -> Callable[[], object]:
         return work
 

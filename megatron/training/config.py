@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.config import GPTDatasetConfig
@@ -29,8 +30,10 @@ from megatron.core.options import (
 )
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
+from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.inject import InjectConfig, check_paths
-from megatron.training.metrics import LoggingConfig
+from megatron.training.lane_profile import FOLDER
+from megatron.training.metrics import NO_FILE, LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
 
@@ -181,6 +184,30 @@ class RunConfig:
         store = open_store(save)
         return store.root if store.is_rename_atomic else None
 
+    @property
+    def timelines_dir(self) -> str | None:
+        """The folder of what `--profile-lanes` records; None: there is none."""
+        if self.logging.profile_lanes_dir is not None or self.events_dir is None:
+            return self.logging.profile_lanes_dir
+        return str(Path(self.events_dir) / FOLDER)
+
+    @property
+    def metrics_jsonl(self) -> str | None:
+        """The file that gets the run's metrics; None: there is none."""
+        given, folder = self.logging.metrics_jsonl, self.events_dir
+        if given is not None:
+            return None if given == NO_FILE else given
+        return None if folder is None else str(Path(folder) / METRICS_FILE)
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not their defaults, by field, as plain data."""
+        values = self.values()
+        return {
+            field.name: values[field.name]
+            for _, section in self.sections()
+            for field in given_options(section)
+        }
+
     def engine(self) -> EngineConfig:
         """The part of it that an engine needs."""
         return EngineConfig(
@@ -190,7 +217,8 @@ class RunConfig:
             self.training.train_iters,
             self.training.compute_dtype,
             self.training.seed,
-            records_timings=self.logging.timing_log_level > 0,
+            records_timings=self.logging.timing_log_level > 0
+            or self.logging.profile_lanes is not None,
             ckpt_format=self.checkpoint.ckpt_format,
             execution=self.execution,
         )
@@ -288,6 +316,12 @@ class RunConfig:
             "a share for training, or --skip-train",
             self.data.split,
         )
+
+        if self.logging.profile_lanes is not None:
+            lanes = "--profile-lanes"
+            expect(not self.training.skip_train, lanes, "training", "--skip-train")
+            places = "--profile-lanes-dir, --events-dir or a --save of the file system"
+            expect(self.timelines_dir is not None, lanes, places, None)
 
         checkpoint = self.checkpoint
         recovers = checkpoint.save is not None and self.recover.recover_mode != "off"

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.activation_offload import ActivationOffload
 from megatron.core.device import Device
+from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_layout import check_dtype
 from megatron.training.checkpoint.run_state import RunState
 from megatron.training.step import Batch, ForwardStep, Mark, StepInfo, StepResult, unmarked
@@ -106,6 +107,14 @@ class TrainEngine(Protocol):
                 equal; or a function that builds one, which is called under the meta device.
                 Parameters on meta get their initial weights from the `reset_parameters` of their
                 modules.
+        """
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
+        computation waits for. Its phases are told to `mark` of `train_batch`.
+
+        RuntimeError if the optimizer or the activations are offloaded and record nothing
+        (`EngineConfig.records_timings`).
         """
 
     def train_batch(

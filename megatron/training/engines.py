@@ -41,6 +41,7 @@ from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.options import expect
+from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
@@ -212,6 +213,14 @@ class ModuleEngine:
             "memory of rank 0, at rest:\n%s",
             format_state_memory(optimizer.state_memory(self.model)),
         )
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        self.state.optimizer.record_to(timeline)
+        if self._activations is not None:
+            self._activations.record_to(timeline)
+        context = megatron_fsdp.context_of(self.model)
+        if context is not None:
+            context.record_to(timeline)
 
     def train_batch(
         self,

@@ -21,6 +21,7 @@ from megatron.training.engine import TrainEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase
+from megatron.training.lane_profile import NO_LANE_PROFILE, REPORT, AnyLaneProfile
 from megatron.training.metrics import Metrics
 from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepInfo, StepResult
 from megatron.training.stop import Stop, StopConditions, Votes
@@ -62,6 +63,7 @@ class Loop:
         mark: called as each phase begins: tells the watchdog, and injects faults that are due.
         data: identifies the training data in checkpoints.
         evaluated: the last evaluation: its iteration, and the loss by split.
+        profile: records a timeline of some iterations.
     """
 
     engine: TrainEngine
@@ -77,6 +79,7 @@ class Loop:
     mark: Callable[[Phase, int], None]
     data: dict[str, Any]
     evaluated: dict[str, Any]
+    profile: AnyLaneProfile = NO_LANE_PROFILE
 
     def train(self, train_data: SampleDataset, valid_data: SampleDataset | None) -> Stop | None:
         """Trains; saves at intervals and at the end.
@@ -95,13 +98,15 @@ class Loop:
         batches = self._microbatches(train_data, step_info.consumed_samples, num_samples)
         self.saver.prepare(self.engine)
         self.watch.takes_long_while(lambda: self.saver.is_saving)
+        self.profile.prepare(step_info.iteration, train_iters)
         if valid_data is not None and self._is_evaluation_missing():
             self.evaluate(valid_data, "validation")
 
         stop: Stop | None = None
         first, start = step_info.iteration + 1, time.perf_counter()
-        self.metrics.resume_clock()
         while step_info.iteration < train_iters and stop is None:
+            self.profile.begin(step_info.iteration + 1)
+            self.metrics.resume_clock()
             result = self._step(batches)
             if step_info.iteration == first:
                 self._write(EventKind.STEP, seconds=time.perf_counter() - start)
@@ -110,11 +115,11 @@ class Loop:
             if evaluates and valid_data is not None:
                 self.evaluate(valid_data, "validation")
             self._save(save)
-            self.metrics.resume_clock()
 
         # With --overlap-optimizer-with-forward the last step may still be under way on the host.
         self.engine.state.optimizer.synchronize()
         iteration = step_info.iteration
+        self.profile.finish(iteration)
         if stop is None:
             logger.info("training ended at iteration %d", iteration)
         else:
@@ -138,18 +143,18 @@ class Loop:
         and reports the loss.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
+        num_microbatches = num_iters * self.config.num_microbatches(self.engine.mesh.size())
         self.mark(Phase.EVALUATE, iteration)
 
         def batches() -> Iterator[Batch]:
             num_samples = num_iters * self.config.global_batch_size
-            for batch in self._microbatches(dataset, 0, num_samples):
+            for number, batch in enumerate(self._microbatches(dataset, 0, num_samples)):
                 self.watch.mark(Phase.EVALUATE, iteration)
+                self.metrics.shows(f"{split} {100 * number // num_microbatches}%")
                 yield batch
 
         loss = self.engine.eval_batch(
-            batches(),
-            self.forward_step,
-            num_microbatches=num_iters * self.config.num_microbatches(self.engine.mesh.size()),
+            batches(), self.forward_step, num_microbatches=num_microbatches
         )
         self.metrics.evaluation(split, loss, iteration)
         self.evaluated.update({"iteration": iteration, split: loss})
@@ -171,6 +176,7 @@ class Loop:
             mark=lambda phase: self.mark(phase, number),
         )
 
+        self.profile.phase(REPORT)
         self._report(result)
         if config.training.check_for_nan_in_loss and not result.is_finite:
             raise NonFiniteLossError(number, result.bad_ranks, result.total_loss)
@@ -207,18 +213,25 @@ class Loop:
         if result.is_skipped:
             self._write(EventKind.SKIP, grad_norm=result.grad_norm)
         if is_due(step_info, self.config.logging.log_interval):
-            timings = self.engine.state.optimizer.timings()
-            if timings is not None:
-                self.metrics.timings(timings, step_info.iteration)
-            activations = self.engine.activations
-            timings = None if activations is None else activations.timings()
-            if timings is not None:
-                self.metrics.activation_timings(timings, step_info.iteration)
+            self._report_timings(step_info.iteration)
+
+    def _report_timings(self, iteration: int) -> None:
+        # A timeline needs the same spans, but asks for no lines in the log.
+        if not self.config.logging.timing_log_level:
+            return
+        timings = self.engine.state.optimizer.timings()
+        if timings is not None:
+            self.metrics.timings(timings, iteration)
+        activations = self.engine.activations
+        timings = None if activations is None else activations.timings()
+        if timings is not None:
+            self.metrics.activation_timings(timings, iteration)
 
     def _save(self, save: Save) -> None:
         if save is Save.NOTHING:
             return
         self.mark(Phase.SAVE, self._iteration)
+        self.metrics.shows("saving")
         match save:
             case Save.BEGIN:
                 self.saver.save(self.engine, self._info())

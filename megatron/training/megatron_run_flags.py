@@ -187,9 +187,10 @@ RUN_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     remove("--wandb-entity", "Set WANDB_ENTITY in the environment."),
     remove(
-        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --nvtx-ranges "
-        "--record-memory-history --record-shapes --memory-snapshot-path",
-        "No profiler is built in; run the command under one.",
+        "--profile --profile-ranks --profile-step-* --use-pytorch-profiler --pytorch-profiler-* "
+        "--nvtx-ranges --record-memory-history --record-shapes --memory-snapshot-path",
+        "--profile-lanes 10:12 records lanes and phases; for kernels, run the command under a "
+        "profiler.",
     ),
     remove("--yaml-cfg", "--config FILE takes these flags' names as keys."),
 )

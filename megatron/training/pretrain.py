@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ from megatron.training.health.interrupts import OnInterrupt
 from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
+from megatron.training.lane_profile import (
+    NO_LANE_PROFILE,
+    AnyLaneProfile,
+    LaneProfile,
+    iterations_of,
+)
 from megatron.training.launch import Launch, process_group
 from megatron.training.log_lines import Memory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
@@ -120,7 +127,7 @@ def pretrain(
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
-            _tell_start(events, launch, must_work=config.logging.events_dir is not None)
+            _tell_start(events, launch, config)
 
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
@@ -130,10 +137,13 @@ def pretrain(
             return outcome
 
 
-def _tell_start(events: EventLog, launch: Launch, *, must_work: bool) -> None:
-    """Begins the event log. ConfigError, if it must work and cannot be written."""
-    if must_work:
+def _tell_start(events: EventLog, launch: Launch, config: RunConfig) -> None:
+    """Begins the event log. ConfigError for a folder that the user named and that cannot be
+    written.
+    """
+    if config.logging.events_dir is not None:
         events.require_folder()
+    metrics = config.metrics_jsonl
     events.write(
         EventKind.START,
         iteration=None,
@@ -142,6 +152,8 @@ def _tell_start(events: EventLog, launch: Launch, *, must_work: bool) -> None:
         host=socket.gethostname(),
         command=sys.argv,
         max_restarts=_max_restarts(),
+        metrics=None if metrics is None else str(Path(metrics).absolute()),
+        settings=config.given(),
     )
 
 
@@ -170,6 +182,7 @@ class _Run:
         self._injections = Injections(
             config.inject, rank=launch.rank, restart=launch.restart_count, events=events
         )
+        self._profile = self._lane_profile()
 
     def run(self) -> Outcome:
         """Builds the engine, resumes, and trains."""
@@ -177,6 +190,8 @@ class _Run:
         logger.info("%s", describe(config))
         engine = self._built_engine()
         loaded = self._resume(engine)
+        if isinstance(self._profile, LaneProfile):
+            engine.record_to(self._profile.timeline)
         step_info = engine.state.step_info
         self._watch.status(iteration=step_info.iteration, train_iters=config.training.train_iters)
 
@@ -223,6 +238,18 @@ class _Run:
             resumer.prepare_folder(engine, loaded)
         return loaded
 
+    def _lane_profile(self) -> AnyLaneProfile:
+        iterations, folder = self._config.logging.profile_lanes, self._config.timelines_dir
+        if iterations is None or folder is None:
+            return NO_LANE_PROFILE
+        return LaneProfile(
+            iterations_of(iterations),
+            Path(folder),
+            self._device,
+            rank=self._launch.rank,
+            world_size=self._launch.world_size,
+        )
+
     def _saver(self) -> Saver:
         return Saver(
             self._config,
@@ -230,6 +257,7 @@ class _Run:
             num_local_ranks=self._launch.local_world_size,
             events=self._events,
             wrap_store=self._injections.store,
+            timeline=self._profile.timeline,
         )
 
     def _loop(
@@ -256,6 +284,7 @@ class _Run:
             self._mark,
             data=_described(self._config, train_data, info),
             evaluated=_evaluated(engine.state.step_info, info),
+            profile=self._profile,
         )
 
     @contextmanager
@@ -307,7 +336,8 @@ class _Run:
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
     def _mark(self, phase: Phase, iteration: int) -> None:
-        """Tells the watchdog that a phase begins, and injects the faults that are due in it."""
+        """Tells timeline and watchdog that a phase begins, and injects the faults that are due."""
+        self._profile.phase(phase)
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
 
@@ -331,7 +361,11 @@ class _Run:
             rates,
             config.logging,
             build_sinks(
-                config.logging, config.values(), step_info.iteration, state if continues else None
+                config.logging,
+                config.values(),
+                step_info.iteration,
+                state if continues else None,
+                config.metrics_jsonl,
             )
             if is_first
             else [],

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
+from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
@@ -302,7 +303,7 @@ def _agree_and_plan(
     own_votes = votes()
     context = context_of(model)
     digest = 0 if context is None else context.history.digest
-    shared = _agree(told, measures, own_votes, mesh, digest)
+    shared = _agree(told, measures, own_votes, mesh, digest, optimizer.timeline)
 
     # While the device still computes the norm: after the transfer it would wait for Python.
     planned = _plan(optimizer)
@@ -319,6 +320,7 @@ def _agree(
     own_votes: Sequence[float],
     mesh: DeviceMesh,
     digest: int = 0,
+    timeline: AnyTimeline = NO_TIMELINE,
 ) -> torch.Tensor:
     """Scalars for `_read`, the same on every rank; on the device.
 
@@ -336,7 +338,8 @@ def _agree(
         row[mesh.get_local_rank()].fill_(number)
 
     shared = torch.cat([told.room, torch.stack([is_bad, *votes]), digests.flatten()])
-    with issuing("all-reduce of the step's loss and votes", shared):
+    name = "all-reduce of the step's loss and votes"
+    with timeline.waiting(RANKS), issuing(name, shared):
         dist.all_reduce(shared, group=mesh.get_group())
     known = [measure.to(loss.device).reshape(1) for measure in measures if measure is not None]
     return torch.cat([shared, *known])

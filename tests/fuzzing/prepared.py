@@ -1,4 +1,4 @@
-"""Files that somebody has prepared: programs where data belongs, lies about sizes and places."""
+"""Malicious files: programs where data belongs, lies about sizes and places."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from megatron.core.drivers import driver_of, kinds_of_accelerators
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
+from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 
 _ROW_NUMEL = 256
 # What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB.
@@ -51,7 +52,9 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     return _squared_norm_of_all([tensor])
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], timeline: AnyTimeline = NO_TIMELINE
+) -> torch.Tensor:
     """The L2 norm of all gradients, every element counted once however it is sharded or replicated.
 
     One all-reduce of one scalar for each set of mesh axes that shard gradients: one in all, on a
@@ -65,7 +68,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         NotImplementedError: for a gradient that is a partial sum, or not sharded evenly enough to
             be added up.
     """
-    return _sum_over_gradients(parameters, _squared_norm_of_all).sqrt()
+    return _sum_over_gradients(parameters, _squared_norm_of_all, timeline).sqrt()
 
 
 def num_zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,9 @@ def num_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return _num_zeros_of_all([tensor])
 
 
-def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def global_num_zeros(
+    parameters: Iterable[nn.Parameter], timeline: AnyTimeline = NO_TIMELINE
+) -> torch.Tensor:
     """How many elements of all gradients are zero, every element counted once however it is sharded
     or replicated.
 
@@ -86,7 +91,7 @@ def global_num_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     Raises:
         NotImplementedError: as `global_grad_norm`.
     """
-    return _sum_over_gradients(parameters, _num_zeros_of_all)
+    return _sum_over_gradients(parameters, _num_zeros_of_all, timeline)
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,7 +115,9 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -> torch.Tensor:
+def _sum_over_gradients(
+    parameters: Iterable[nn.Parameter], measure: _Measure, timeline: AnyTimeline
+) -> torch.Tensor:
     """The sum over all gradients of what `measure` says of the local parts.
 
     A parameter that is given twice, being tied, counts once.
@@ -134,7 +141,8 @@ def _sum_over_gradients(parameters: Iterable[nn.Parameter], measure: _Measure) -
     for (mesh, axes), local in sharded.items():
         total = _measure_by_device(local, measure)
         for axis in axes:
-            with issuing("all-reduce of a measure of the gradients", total):
+            name = "all-reduce of a measure of the gradients"
+            with timeline.waiting(RANKS), issuing(name, total):
                 dist.all_reduce(total, group=mesh.get_group(axis))
         totals.append(total)
     return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.float64)

@@ -36,6 +36,7 @@ from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
 # Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
 try:
@@ -68,6 +69,7 @@ class DistributedOptimizer:
     Attributes:
         optimizer: the one behind, for checkpoints.
         loss_scaler: how the loss of the next step is scaled, for checkpoints; None: not at all.
+        timeline: see `record_to`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class DistributedOptimizer:
             )
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
+        self.timeline: AnyTimeline = NO_TIMELINE
         self._clip_grad = clip_grad
         self._counts_zeros = counts_zeros
 
@@ -129,11 +132,13 @@ class DistributedOptimizer:
 
         Not finite where a scaled gradient is not.
         """
-        return global_grad_norm(self._parameters()) / self.loss_scale
+        return global_grad_norm(self._parameters(), self.timeline) / self.loss_scale
 
     def num_zeros(self) -> torch.Tensor | None:
         """How many elements of all gradients are zero; None unless `counts_zeros` was set."""
-        return global_num_zeros(self._parameters()) if self._counts_zeros else None
+        if not self._counts_zeros:
+            return None
+        return global_num_zeros(self._parameters(), self.timeline)
 
     def plan_step(self) -> PlannedStep | None:
         """Plans the next step, while the caller waits for the device to compute the norm.
@@ -207,6 +212,15 @@ class DistributedOptimizer:
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.init_state()
         return state_memory(model, self.optimizer)
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """Shows a timeline what the lanes do, and how long the ranks wait for each other's norm.
+
+        RuntimeError for an offloaded optimizer that `build_optimizer` was not asked to record.
+        """
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            self.optimizer.record_to(timeline)
+        self.timeline = timeline
 
     def timings(self) -> LaneTimings | None:
         """How long the offloaded optimizer's lanes took in the steps completed since the last call.

@@ -26,6 +26,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dtypes import DTYPES
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import CHECKPOINT
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -79,12 +81,14 @@ class Saver:
         num_local_ranks: int,
         events: EventLog,
         wrap_store: Callable[[Store], Store] = lambda store: store,
+        timeline: AnyTimeline = NO_TIMELINE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             num_local_ranks: ranks on this machine, which share the memory that saves stage in.
             wrap_store: wraps the store that is written to, for fault injection.
+            timeline: is shown what saves do.
             clock: seconds that only grow.
         """
         self._config = config
@@ -92,6 +96,7 @@ class Saver:
         self._num_local_ranks = num_local_ranks
         self._events = events
         self._wrap_store = wrap_store
+        self._timeline = timeline
         self._clock = clock
         self._manager: CheckpointManager | None = None
         self._export: HfExport | None = None
@@ -124,6 +129,7 @@ class Saver:
                 num_local_ranks=self._num_local_ranks,
                 on_published=self._on_published,
                 on_failed=self._on_failed,
+                timeline=self._timeline,
             )
         elif swept := on_first_rank(store.sweep, f"sweeping {store.root}"):
             logger.warning(
@@ -259,7 +265,8 @@ class Saver:
     def _finish(self) -> CheckpointError | None:
         try:
             if self._manager is not None:
-                self._manager.finish()
+                with self._timeline.waiting(CHECKPOINT):
+                    self._manager.finish()
         except CheckpointError as failure:
             return failure
         return None

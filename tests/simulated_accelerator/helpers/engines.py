@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-def make_engine(name: str, kind: str) -> ModuleEngine:
+def make_engine(name: str, kind: str, *, records_timings: bool = False) -> ModuleEngine:
     """The engine of this case, on this rank's device."""
     case, world_size = CASES[name], dist.get_world_size()
     device = Device(kind, dist.get_rank() if kind != "cpu" else 0)
@@ -117,6 +117,7 @@ def make_engine(name: str, kind: str) -> ModuleEngine:
         case.parallel,
         train_iters=99,
         compute_dtype=case.dtype,
+        records_timings=records_timings,
         execution=case.execution,
     )
     engine = build_engine(config, device, build_mesh(kind, world_size), num_local_ranks=world_size)

@@ -82,7 +82,7 @@ def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
         step = recorder.begin()
         step.timed(D2H, clock.taking(0.5))()
         for part in (1.0, host - 1.0):
-            step.timed(HOST, clock.taking(part), host_bytes=20)()
+            step.timed(HOST, clock.taking(part), nbytes=20)()
         step.timed(H2D, clock.taking(0.25))()
         with step.waiting(D2H):
             clock.now += 0.75

@@ -44,6 +44,8 @@ from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
 from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import DISK
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +178,18 @@ class DataFileWriter:
             be set at any time.
     """
 
-    def __init__(self, sink: DataSink, pool: BufferPool, disk: Lane) -> None:
+    def __init__(
+        self,
+        sink: DataSink,
+        pool: BufferPool,
+        disk: Lane,
+        timeline: AnyTimeline = NO_TIMELINE,
+    ) -> None:
         """Takes over the sink, and the pool until the file has ended.
 
         Args:
             disk: a host lane. It outlives every error of the disk.
+            timeline: is shown what the disk does.
 
         Raises:
             RuntimeError: if another file has the pool.
@@ -196,6 +205,7 @@ class DataFileWriter:
         self._pool = pool
         self._sink = sink
         self._disk = disk
+        self._timeline = timeline
         self._is_open = True
         self._is_given_up = False
         self._error: BaseException | None = None  # the disk's first
@@ -264,13 +274,23 @@ class DataFileWriter:
         self._check()
         return buffer
 
-    def queue(self, work: Callable[[], None], buffer: memoryview | None = None) -> None:
+    def queue(
+        self,
+        work: Callable[[], None],
+        buffer: memoryview | None = None,
+        *,
+        name: str = "write",
+        nbytes: int = 0,
+    ) -> None:
         """Has the disk's lane work on a file, unless something has failed before.
 
         Args:
             buffer: free again after that.
+            name, nbytes: of the work, and of what it writes, for a timeline.
         """
-        self._queued.append(self._disk.enqueue(partial(self._carry_out, work, buffer)))
+        carry_out = partial(self._carry_out, work, buffer)
+        timed = self._timeline.timed(DISK, name, carry_out, nbytes)
+        self._queued.append(self._disk.enqueue(timed))
 
     def finish(self) -> int:
         """Ends the file, which is then durable. Returns its size in bytes."""
@@ -278,8 +298,8 @@ class DataFileWriter:
         self.is_staging = False
         self._close_span()
         self._queue_spans()
-        close = partial(self._sink.close, self.position)
-        self._wait(self._disk.enqueue(partial(self._attempt, close)))
+        self.queue(partial(self._sink.close, self.position), name="close")
+        self._wait(self._queued[-1])
         self._check()
         self._end()
         return self.position
@@ -343,7 +363,8 @@ class DataFileWriter:
             buffer: free again after that.
         """
         spans, self._spans = self._spans, []
-        self.queue(lambda: self._sink.write(spans), buffer)
+        nbytes = sum(span.nbytes for span in spans)
+        self.queue(lambda: self._sink.write(spans), buffer, nbytes=nbytes)
 
     def _queue_buffer(self) -> None:
         """Hands all that there is to the disk, and takes the next buffer."""

@@ -74,7 +74,7 @@ class ExportWriter:
     def finish(self) -> None:
         """Has all that was written brought to disk, before the data file that is written beside."""
         self._flush()
-        self._beside.queue(self._close_files)
+        self._beside.queue(self._close_files, name="close")
 
     def abort(self) -> None:
         """Lets go of the files, once the lane has. They are not this rank's to delete."""
@@ -108,7 +108,8 @@ class ExportWriter:
         """Hands the current buffer to the disk."""
         if self._buffer is not None:
             write = partial(self._write_out, self._buffer, self._segments)
-            self._beside.queue(write, self._buffer)
+            nbytes = sum(segment.end - segment.begin for segment in self._segments)
+            self._beside.queue(write, self._buffer, nbytes=nbytes)
         self._buffer, self._fill, self._segments = None, 0, []
 
     # On the lane

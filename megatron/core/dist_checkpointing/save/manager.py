@@ -46,6 +46,8 @@ from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_o
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
 from megatron.core.lanes import Event, Lane, is_lane_thread, relay
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import CHECKPOINT
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class CheckpointManager:
         num_local_ranks: int = 1,
         on_published: Callable[[int, float], object] | None = None,
         on_failed: Callable[[int, str], object] | None = None,
+        timeline: AnyTimeline = NO_TIMELINE,
     ) -> None:
         """Does not communicate: any processes with one token are the ranks of a save.
 
@@ -125,6 +128,7 @@ class CheckpointManager:
                 checkpoint, and the seconds that the save took.
             on_failed: called with the iteration of each failed save, and the reason, on the thread
                 that asks for it.
+            timeline: is shown what saves do.
         """
         self.store = store
         self.num_failed = 0
@@ -136,6 +140,7 @@ class CheckpointManager:
         self._timeout_seconds = timeout_seconds
         self._on_published = on_published
         self._on_failed = on_failed
+        self._timeline = timeline
         self._num_saves = 0
         self._last_published: float | None = None
         self._in_flight: _Save | None = None
@@ -238,7 +243,7 @@ class CheckpointManager:
         save = _Save(draft, start)
         contents = contents.frozen()
         content = train_state_bytes(train_state)
-        writer = RankWriter(draft, contents, self._rank, self._pool, self._disk)
+        writer = RankWriter(draft, contents, self._rank, self._pool, self._disk, self._timeline)
         now = self._device.event()  # the device's work up to here has to be done first
         for number, group in enumerate(contents.groups):
             read = relay(self._lane, partial(writer.write_group, number), after=[now])
@@ -246,7 +251,8 @@ class CheckpointManager:
                 group.unit.hold(read)
 
         self._in_flight = save
-        save.done = self._lane.enqueue(lambda: self._end(save, writer, contents, content))
+        end = partial(self._end, save, writer, contents, content)
+        save.done = self._lane.enqueue(self._timeline.timed(CHECKPOINT, "publish", end))
         milliseconds = 1e3 * (time.perf_counter() - start)
         logger.debug("checkpoint %s: %.1f ms until training went on", final, milliseconds)
         if earlier is not None:

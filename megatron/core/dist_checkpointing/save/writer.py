@@ -20,8 +20,9 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, Lane, ThreadEvent
 from megatron.core.shared_file import SharedFile
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import CHECKPOINT
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +182,13 @@ class RankWriter:
     """
 
     def __init__(
-        self, draft: Draft, contents: Contents, rank: int, pool: BufferPool, disk: Lane
+        self,
+        draft: Draft,
+        contents: Contents,
+        rank: int,
+        pool: BufferPool,
+        disk: Lane,
+        timeline: AnyTimeline = NO_TIMELINE,
     ) -> None:
         self.failure: BaseException | None = None
         self.may_be_published = False
@@ -188,6 +197,7 @@ class RankWriter:
         self._rank = rank
         self._pool = pool
         self._disk = disk
+        self._timeline = timeline
         self._files: _Files | None = None
         self._index: Index | None = None  # of this rank's chunks alone
         self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
@@ -222,11 +232,15 @@ class RankWriter:
         if unit is not None and unit.updated is not None:
             unit.updated.synchronize()
 
+        write = partial(self._write_entries, entries, is_awaited=unit is not None)
+        return self._timeline.timed(CHECKPOINT, f"group {number}", write)()
+
+    def _write_entries(self, entries: Sequence[Entry], *, is_awaited: bool) -> Event:
         files, index = self._open()
         for entry in entries:
             for chunk in index.tensors[entry.key].chunks:
                 self._draft.check()
-                self._write_chunk(files, index, entry, chunk, is_awaited=unit is not None)
+                self._write_chunk(files, index, entry, chunk, is_awaited=is_awaited)
         return files.own.read_in_place() or ThreadEvent.done()
 
     def _open(self) -> tuple[_Files, Index]:
@@ -235,7 +249,7 @@ class RankWriter:
             self._draft.check()
             self._index = self._contents.index(self._draft.save_id, self._rank)
             sink = LateSink(self._make_file, self._draft.check)
-            file = DataFileWriter(sink, self._pool, self._disk)
+            file = DataFileWriter(sink, self._pool, self._disk, self._timeline)
             self._files = _Files(file, ExportWriter(file, self._open_shared))
         return self._files, self._index
 

@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event
+from megatron.core.timeline import AnyTimeline
 
 # Numbers contexts by the ranks of their meshes, alike on all of these: notes of different contexts
 # must differ. Not all contexts of the process, of which a rank outside some mesh has fewer.
@@ -328,7 +329,7 @@ class FsdpContext:
 
     def _finish_oldest(self) -> None:
         group, event = self._in_flight[0]
-        event.wait()
+        group.wait_reduced(event)
         self._in_flight.popleft()
         group.release_gradients()
 
@@ -351,6 +352,11 @@ class FsdpContext:
     def _forget_backward(self) -> None:
         self._recomputed = self._prefetched = None
         self._backward = None
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """From now on, shows a timeline gathers, reductions, and waits for them."""
+        for group in _alive(self._groups.values()):
+            group.timeline = timeline
 
     # Agreement
 

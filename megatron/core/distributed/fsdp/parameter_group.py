@@ -37,6 +37,8 @@ from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event
+from megatron.core.timeline import NO_TIMELINE, AnyTimeline
+from megatron.core.trace_file import D2H, GATHER, REDUCE
 
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
@@ -63,6 +65,7 @@ class FsdpParameterGroup:
         requires_grad: whether there are gradients.
         notes: how ranks notice that they are about to do different things.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
+        timeline: is shown gathers, reductions, and waits for them.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -104,6 +107,7 @@ class FsdpParameterGroup:
         self._weights_ready: Event | None = None
         self._reserved: Event | None = None  # after which the full memory may be written to
         self.delivery = Delivery()
+        self.timeline: AnyTimeline = NO_TIMELINE
         self._send_down: Callable[[Event], Event] | None = None
         self._main_grad_read: Event | None = None
 
@@ -231,7 +235,7 @@ class FsdpParameterGroup:
         """Orders what this thread does next after the work of `unshard`."""
         if self._weights_ready is not None:
             gathered, self._weights_ready = self._weights_ready, None
-            self.delivery.wait(gathered)
+            self.delivery.wait(self.timeline.awaited(gathered, GATHER, self._label))
 
     def reshard(self) -> None:
         """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
@@ -289,10 +293,12 @@ class FsdpParameterGroup:
         if self._main_grad_read is not None:
             event, self._main_grad_read = self._main_grad_read, None
             # The last step's gradients may still be on their way down from the same memory.
-            event.wait()
+            self.timeline.awaited(event, D2H, self._label).wait()
 
         work, notes = self.gradients.reduce(self._sharded, is_last)
-        reduced = lane.enqueue(work, [self._device.event()], notes)
+        nbytes = self.gradients.unsharded.local_buffer.nbytes
+        timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
+        reduced = lane.enqueue(timed, [self._device.event()], notes)
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
         return reduced
@@ -302,6 +308,10 @@ class FsdpParameterGroup:
         """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
         return self.gradients.takes_memory_to_reduce(self._sharded)
+
+    def wait_reduced(self, reduced: Event) -> None:
+        """Orders what this thread does next after the work of `reduce`, by its event."""
+        self.timeline.awaited(reduced, REDUCE, self._label).wait()
 
     def release_gradients(self) -> None:
         """Frees what `reduce` has read. Call it after the event that `reduce` returned."""
@@ -318,11 +328,15 @@ class FsdpParameterGroup:
 
     def describe(self, note: Sequence[int]) -> str:
         """In words, what a rank with a note about this group is about to do."""
-        return group_notes.describe(note, self.name or "the model", self.names)
+        return group_notes.describe(note, self._label, self.names)
 
     @property
     def _sharded(self) -> list[nn.Parameter]:
         return [parameter.sharded for parameter in self.fsdp_parameters]
+
+    @property
+    def _label(self) -> str:
+        return self.name or "the model"
 
     @property
     def names(self) -> list[str]:
@@ -438,9 +452,10 @@ class FsdpParameterGroup:
         if ready is None or is_overwritten:
             ready = self._device.event()
         notes = [group_notes.gather_note(self.number)] if self.is_gathered or is_scattered else []
-        self._weights_ready = lane.enqueue(
-            lambda: self._gather(is_stale, is_scattered), [ready, *awaited], notes
-        )
+        work = partial(self._gather, is_stale, is_scattered)
+        nbytes = self.unsharded_weight.local_buffer.nbytes
+        timed = self.timeline.timed(GATHER, self._label, work, nbytes)
+        self._weights_ready = lane.enqueue(timed, [ready, *awaited], notes)
         self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:

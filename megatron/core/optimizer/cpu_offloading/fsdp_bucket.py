@@ -78,7 +78,8 @@ class FsdpBucket(Bucket):
             # but not behind what this thread writes until the worker gets to it.
             is_late = isinstance(lane, IssuingLane)
             fetch = partial(bucket.fetch_early, bucket._main_versions() if is_late else None)
-            return bucket.queue_fetch(lane, timings.coming.timed(D2H, fetch), [reduced])
+            timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
+            return bucket.queue_fetch(lane, timed, [reduced])
 
         self._group.send_main_grad(send_down)
 

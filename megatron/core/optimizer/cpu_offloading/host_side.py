@@ -95,6 +95,7 @@ class HostSide:
             self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
         self.nbytes_by_state = allocator.nbytes_by_state
         self._overlaps_forward = settings.overlaps_forward
+        self._fetches_early = settings.fetches_early
         adam = _host_adam(device, settings) if self.is_flat and buckets else None
 
         allocator.allocate()
@@ -179,9 +180,12 @@ class HostSide:
         # Main weights that are copies may be taken over from the parameters first, and so must not
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
-        fetched = bucket.queue_fetch(self.lanes.d2h, timings.timed(D2H, fetch), before_fetch)
-        work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes)
-        send = timings.timed(H2D, partial(bucket.send, slots))
+        # What was fetched during the backward is not fetched again.
+        nbytes = 0 if self._fetches_early and bucket.is_delivered else bucket.grad.nbytes
+        fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
+        fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
+        work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes, bucket.name)
+        send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
 
         def update() -> Event:
             work()

@@ -46,6 +46,7 @@ from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES, StepInputs
 from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
+from megatron.core.timeline import AnyTimeline
 
 
 class HybridStep(NamedTuple):
@@ -273,6 +274,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """The units of the device side, and one for each bucket."""
         on_host = self._host_side.state_units(self)
         return self._device_side.state_units() + on_host
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
+        self._host_side.timings.record_to(timeline)
 
     def timings(self) -> LaneTimings | None:
         """Means over the steps completed since the last call; None if nothing was recorded.

@@ -1,0 +1,241 @@
+"""`Timeline`: what a rank's lanes and its computation do in chosen iterations, and when.
+
+    timeline = Timeline(device)
+    engine.record_to(timeline)
+
+    timeline.begin_iteration(20)
+    engine.train_batch(microbatches, forward_step, mark=timeline.phase)
+    timeline.end_iteration()
+
+    slices = timeline.slices(zero)          # None while some of the work is still under way
+
+Those who queue work say what it is (`timed`, `note`), the thread that computes says which phase
+begins and what it waits for (`phase`, `waiting`, `awaited`). All of it becomes spans, which read
+clocks and wait for nothing; `lane_timings.py` adds up the same spans. On an accelerator a span lies
+between two events of a stream, and becomes a time of the host's clock only when it is asked for.
+
+What begins while the timeline is open is recorded, also if it was queued before. Without a
+timeline, everybody has `NO_TIMELINE`, which hands back what it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from megatron.core.device import Device
+from megatron.core.lanes import Event
+from megatron.core.spans import ClockSpan, Origin, Span
+from megatron.core.trace_file import (
+    CHECKPOINT,
+    COMPUTE,
+    DISK,
+    HOST,
+    ITERATION,
+    PHASE,
+    WAIT,
+    WORK,
+    Slice,
+)
+
+T = TypeVar("T")
+
+RANKS = "ranks"  # what is waited for in a collective of the computation's own
+
+# What the phases of a training step are called where they are drawn.
+_PHASES = {"batch": "data", "agree": "norm"}
+_ON_THREADS = (HOST, CHECKPOINT, DISK)  # rows of threads, on any device
+_NOTHING = nullcontext()
+
+
+class _Note(NamedTuple):
+    """A slice whose times are not known yet."""
+
+    what: Slice
+    span: Span
+    origin: Origin
+
+    def dated(self, shift: float) -> Slice | None:
+        interval = self.span.interval(self.origin)
+        if interval is None:
+            return None
+        begin, end = interval
+        return self.what._replace(begin=begin + shift, end=end + shift)
+
+
+class Timeline:
+    """See the module's docstring. Any thread may add to it; the one that computes opens it."""
+
+    def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+        self._origins = device.origins(clock)
+        self._origin = Origin(clock())  # of the iteration under way
+        self._iteration = 0
+        self._is_open = False
+        self._notes: list[_Note] = []
+        self._whole: Span | None = None  # the iteration under way
+        self._phase: Span | None = None  # and its phase
+
+    # What is recorded
+
+    def begin_iteration(self, number: int) -> None:
+        """Opens the timeline. The iteration before, if one is open, ends here."""
+        self.end_iteration()
+        # A new one each time: an accelerator says how far events are apart in few digits.
+        self._origin = self._origins()
+        self._iteration = number
+        self._is_open = True
+        self._whole = self._begin(Slice(COMPUTE, ITERATION, f"iteration {number}", 0, 0, number))
+
+    def end_iteration(self) -> None:
+        """Closes the timeline, if it is open. What has begun is still recorded to its end."""
+        self._is_open = False
+        self._end_phase()
+        if self._whole is not None:
+            self._whole.__exit__()
+            self._whole = None
+
+    def phase(self, name: str) -> None:
+        """A phase of the computation begins, and the one before ends."""
+        if self._is_open:
+            self._end_phase()
+            shown = _PHASES.get(name, str(name))
+            self._phase = self._begin(Slice(COMPUTE, PHASE, shown, 0, 0, self._iteration))
+
+    def timed(self, row: str, name: str, work: Callable[[], T], nbytes: int = 0) -> Callable[[], T]:
+        """The work, which is recorded if the timeline is open when it begins."""
+
+        def work_in_span() -> T:
+            if not self._is_open:
+                return work()
+            span = self._span(row)
+            self.note(row, name, span, nbytes)
+            with span:
+                return work()
+
+        return work_in_span
+
+    def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
+        """Records work of a row, whose span is about to begin."""
+        if self._is_open:
+            self._add(Slice(row, WORK, name, 0, 0, self._iteration, nbytes), span)
+
+    def note_wait(self, what: str, span: Span, about: str = "") -> None:
+        """Records a wait of the computation, whose span is about to begin."""
+        if self._is_open:
+            name = f"wait for {what}"
+            self._add(Slice(COMPUTE, WAIT, name, 0, 0, self._iteration, about=about), span)
+
+    def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:
+        """Around a wait of the thread that computes or, on an accelerator, of its stream."""
+        if not self._is_open:
+            return _NOTHING
+        span = self._span(COMPUTE)
+        self.note_wait(what, span, about)
+        return span
+
+    def awaited(self, event: Event, what: str, about: str = "") -> Event:
+        """An event, whose `wait` is recorded as the computation's."""
+        return _Awaited(self, event, what, about) if self._is_open else event
+
+    # What has been recorded
+
+    def slices(self, zero: float, *, is_final: bool = False) -> list[Slice] | None:
+        """All slices so far, by their beginnings. None while some are not over. Does not wait.
+
+        Args:
+            zero: unix seconds, from which they count.
+            is_final: leave out what is not over.
+        """
+        # By both clocks at once. The wall clock may be set while the program runs.
+        shift = time.time() - self._clock() - zero
+        dated = [note.dated(shift) for note in list(self._notes)]
+        known = [one for one in dated if one is not None]
+        if len(known) < len(dated) and not is_final:
+            return None
+        return sorted(known, key=lambda one: (one.begin, -one.end))
+
+    def synchronize(self) -> None:
+        """Blocks this thread until what it has issued so far is done, and can be dated."""
+        self._device.event().synchronize()
+        if self._origin.event is not None:
+            self._origin.event.synchronize()
+
+    def forget(self) -> None:
+        """Drops what has been recorded."""
+        self._notes.clear()
+
+    def _span(self, row: str) -> Span:
+        return ClockSpan(self._clock) if row in _ON_THREADS else self._device.span(self._clock)
+
+    def _begin(self, what: Slice) -> Span:
+        span = self._span(COMPUTE)
+        self._add(what, span)
+        span.__enter__()
+        return span
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__()
+            self._phase = None
+
+    def _add(self, what: Slice, span: Span) -> None:
+        self._notes.append(_Note(what, span, self._origin))
+
+
+class _Awaited:
+    """See `Timeline.awaited`."""
+
+    def __init__(self, timeline: Timeline, event: Event, what: str, about: str) -> None:
+        self._timeline = timeline
+        self._event = event
+        self._what = what
+        self._about = about
+
+    def wait(self) -> None:
+        with self._timeline.waiting(self._what, self._about):
+            self._event.wait()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def is_done(self) -> bool:
+        return self._event.is_done()
+
+
+class NoTimeline:
+    """Records nothing, and makes nothing."""
+
+    __slots__ = ()
+
+    def phase(self, name: str) -> None:
+        """Nobody asks."""
+
+    def timed(
+        self,
+        row: str,  # noqa: ARG002 (as Timeline has it)
+        name: str,  # noqa: ARG002
+        work: Callable[[], T],
+        nbytes: int = 0,  # noqa: ARG002
+    ) -> Callable[[], T]:
+        return work
+
+    def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
+        """Nobody asks."""
+
+    def note_wait(self, what: str, span: Span, about: str = "") -> None:
+        """Nobody asks."""
+
+    def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:  # noqa: ARG002
+        return _NOTHING
+
+    def awaited(self, event: Event, what: str, about: str = "") -> Event:  # noqa: ARG002
+        return event
+
+
+NO_TIMELINE = NoTimeline()
+
+AnyTimeline: TypeAlias = Timeline | NoTimeline

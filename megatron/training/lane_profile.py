@@ -1,0 +1,195 @@
+"""`--profile-lanes 20:23`: a timeline of some iterations, one file a rank.
+
+    runs/gpt/timelines/iterations_20-22/trace_rank0.json
+                                        trace_rank1.json
+
+Each recording has a folder of its own, which rank 0 names when the run begins: `iterations_20-22.2`
+if a start before has recorded the same. A file is written once all that began in the recorded
+iterations is over, and appears as a whole; training goes on if it cannot be written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.files import Sync, published
+from megatron.core.options import ConfigError
+from megatron.core.timeline import NO_TIMELINE, NoTimeline, Timeline
+from megatron.core.trace_file import Trace
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "timelines"  # in the folder of the event log
+REPORT = "report"  # a phase of the timeline alone: logging, and deciding how to go on
+
+_MOST_ITERATIONS = 100  # each takes some kilobytes a layer, in memory and on disk
+_PATTERN = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+
+
+def iterations_of(text: str) -> range:
+    """The iterations that `--profile-lanes` names. ConfigError for anything else."""
+    found = _PATTERN.fullmatch(text)
+    first, stop = (int(number) for number in found.groups()) if found else (0, 0)
+    if not 1 <= first < stop <= first + _MOST_ITERATIONS:
+        raise ConfigError(
+            "--profile-lanes: expected FIRST:STOP, as 20:23 for the iterations 20, 21 and 22, "
+            f"from 1 and at most {_MOST_ITERATIONS} of them, got {text[:40]!r}."
+        )
+    return range(first, stop)
+
+
+class LaneProfile:
+    """Records this rank's part. All ranks have one, or none has."""
+
+    def __init__(
+        self, iterations: range, root: Path, device: Device, *, rank: int, world_size: int
+    ) -> None:
+        """
+        Args:
+            root: the folder of recordings.
+        """
+        self.timeline = Timeline(device)
+        self._iterations = iterations
+        self._root = root
+        self._rank = rank
+        self._world_size = world_size
+        self._machine = _machine(device)
+        self._zero = 0.0
+        self._folder = root
+        self._first_made = 0  # by this start of the run
+        self._recorded: list[int] = []
+        self._is_written = False
+
+    def prepare(self, made: int, train_iters: int) -> None:
+        """Agrees on the recording's folder and clock. All ranks call it together.
+
+        Args:
+            made: iterations before this start of the run.
+
+        Raises:
+            ConfigError: on all ranks, for a folder that cannot be made.
+        """
+        self._first_made = made + 1
+        folder, self._zero = on_first_rank(self._new_recording, "beginning a timeline")
+        self._folder = Path(folder)
+
+        coming = range(max(made + 1, self._iterations.start), self._iterations.stop)
+        if not coming or coming.start > train_iters:
+            self._warn("will not be", range(self._first_made, train_iters + 1))
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins, and the one before ends. Writes what has been recorded, once it is
+        complete.
+        """
+        if iteration in self._iterations:
+            self._recorded.append(iteration)
+            self.timeline.begin_iteration(iteration)
+        elif self._recorded and not self._is_written:
+            self.timeline.end_iteration()
+            self._write(is_final=False)
+
+    def phase(self, phase: str) -> None:
+        """A phase of the main thread begins."""
+        self.timeline.phase(phase)
+
+    def finish(self, iteration: int) -> None:
+        """The run ends after this iteration. Writes what has not been, as far as it is complete."""
+        self.timeline.end_iteration()
+        if self._recorded and not self._is_written:
+            # Nothing more will wait for the end of the last iteration.
+            self.timeline.synchronize()
+            self._write(is_final=True)
+        if len(self._recorded) < len(self._iterations):
+            verb = "was not" if len(self._missing) == 1 else "were not"
+            self._warn(verb, range(self._first_made, iteration + 1))
+
+    def _new_recording(self) -> list[Any]:
+        """On rank 0: the folder, which is not made yet, and unix seconds near the present."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--profile-lanes: expected a folder that can be made, got {self._root} "
+                f"({error.strerror})."
+            ) from None
+
+        name = f"iterations_{self._iterations[0]}-{self._iterations[-1]}"
+        names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+        free = next(each for each in names if not (self._root / each).exists())
+        return [str(self._root / free), float(int(time.time()))]
+
+    def _write(self, *, is_final: bool) -> None:
+        slices = self.timeline.slices(self._zero, is_final=is_final)
+        if slices is None:
+            return  # some work is still under way; later, then
+
+        trace = Trace(self._rank, self._world_size, self._zero, self._machine, tuple(slices))
+        path = self._folder / f"trace_rank{self._rank}.json"
+        self._is_written = True
+        self.timeline.forget()
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with published(path, Sync.NOTHING) as stream:
+                stream.write(trace.to_json())
+        except OSError as error:
+            logger.warning("Could not write %s: %s. Training goes on.", path, error)
+            return
+        logger.info("timeline of %s in %s", _shown(self._recorded), path.parent)
+
+    @property
+    def _missing(self) -> list[int]:
+        return [number for number in self._iterations if number not in self._recorded]
+
+    def _warn(self, verb: str, made: range) -> None:
+        done = f"makes {_shown(made)}" if made else "makes none"
+        if self._rank == 0:
+            text = "--profile-lanes: %s %s recorded, since this start of the run %s."
+            logger.warning(text, _shown(self._missing), verb, done)
+
+
+class NoLaneProfile:
+    """Records nothing."""
+
+    timeline: NoTimeline = NO_TIMELINE
+
+    def prepare(self, made: int, train_iters: int) -> None:
+        """Nobody asks."""
+
+    def begin(self, iteration: int) -> None:
+        """Nobody asks."""
+
+    def phase(self, phase: str) -> None:
+        """Nobody asks."""
+
+    def finish(self, iteration: int) -> None:
+        """Nobody asks."""
+
+
+NO_LANE_PROFILE = NoLaneProfile()
+
+AnyLaneProfile: TypeAlias = LaneProfile | NoLaneProfile
+
+
+def _shown(numbers: range | list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def _machine(device: Device) -> str:
+    """What the ranks of this machine compute on, in a few words."""
+    if device.is_accelerator:
+        return device.description
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, device.description)}, {os.cpu_count()} cores"

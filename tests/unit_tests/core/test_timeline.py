@@ -1,0 +1,203 @@
+"""A timeline says when lanes work and what the computation waits for, and costs nothing when there
+is none.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from megatron.core.device import Device
+from megatron.core.lane_timings import D2H, HOST, NoTimings, TimingRecorder
+from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
+from megatron.core.timeline import NO_TIMELINE, Timeline
+from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
+
+CPU = Device("cpu")
+
+
+class Clock:
+    """Goes on by a number of seconds whenever a piece of work asks for that."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            self.now += seconds
+
+        return work
+
+
+def recorded(timeline: Timeline, clock: Callable[[], float]) -> list[Slice]:
+    """All slices, in seconds since the iteration that was recorded first."""
+    slices = timeline.slices(time.time() - clock())
+    assert slices is not None
+    first = slices[0].begin
+    return [
+        one._replace(begin=round(one.begin - first, 6), end=round(one.end - first, 6))
+        for one in slices
+    ]
+
+
+def test_phases_and_waits_lie_in_their_iteration():
+    clock = Clock()
+    timeline = Timeline(CPU, clock)
+    for number in (20, 21):
+        timeline.begin_iteration(number)
+        timeline.phase("forward")
+        clock.now += 1.0
+        with timeline.waiting("gather", "layers.0"):
+            clock.now += 0.5
+        timeline.phase("backward")
+        clock.now += 2.0
+    timeline.end_iteration()
+    timeline.phase("of an iteration that is not recorded")
+
+    def expected(number: int, begin: float) -> list[Slice]:
+        def slice_of(kind: str, name: str, first: float, last: float, about: str = "") -> Slice:
+            return Slice(COMPUTE, kind, name, begin + first, begin + last, number, about=about)
+
+        return [
+            slice_of(ITERATION, f"iteration {number}", 0.0, 3.5),
+            slice_of(PHASE, "forward", 0.0, 1.5),
+            slice_of(WAIT, "wait for gather", 1.0, 1.5, "layers.0"),
+            slice_of(PHASE, "backward", 1.5, 3.5),
+        ]
+
+    assert recorded(timeline, clock) == [*expected(20, 0.0), *expected(21, 3.5)]
+
+
+def test_work_is_recorded_if_the_timeline_is_open_when_it_begins():
+    clock = Clock()
+    timeline = Timeline(CPU, clock)
+    before, within, after = (
+        timeline.timed(GATHER, name, clock.taking(1.0), 8) for name in ("before", "within", "after")
+    )
+    before()
+    timeline.begin_iteration(3)
+    within()
+    timeline.end_iteration()
+    after()
+    work = [one for one in recorded(timeline, clock) if one.kind == WORK]
+    assert work == [Slice(GATHER, WORK, "within", 0.0, 1.0, 3, 8)]
+
+
+def test_slices_are_there_once_all_of_it_is_over_and_asking_does_not_wait():
+    timeline, gate = Timeline(CPU), threading.Event()
+    lane = CPU.lane("slow")
+    timeline.begin_iteration(1)
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    event = lane.enqueue(timeline.timed(GATHER, "late", work))
+    assert begun.wait(60)
+    timeline.end_iteration()
+    assert timeline.slices(0.0) is None
+    early = timeline.slices(0.0, is_final=True)
+    assert [one.kind for one in early] == [ITERATION], "what is over"
+    gate.set()
+    event.wait()
+    assert {one.name for one in timeline.slices(0.0)} == {"iteration 1", "late"}
+    timeline.forget()
+    assert timeline.slices(0.0) == []
+    lane.close()
+
+
+def test_work_that_fails_is_recorded_and_raises_what_it_raised():
+    timeline = Timeline(CPU)
+    timeline.begin_iteration(1)
+
+    def fail() -> None:
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work"):
+        timeline.timed(GATHER, "failing", fail)()
+    timeline.end_iteration()
+    assert [one.name for one in timeline.slices(0.0) if one.kind == WORK] == ["failing"]
+
+
+def test_without_a_timeline_nothing_is_made():
+    work, event = (lambda: None), CPU.event()
+    assert NO_TIMELINE.timed(GATHER, "layers.0", work, 8) is work
+    assert NO_TIMELINE.awaited(event, GATHER) is event
+    assert NO_TIMELINE.waiting(GATHER) is NO_TIMELINE.waiting(D2H)
+    closed = Timeline(CPU)
+    assert closed.awaited(event, GATHER) is event
+    assert closed.waiting(GATHER) is NO_TIMELINE.waiting(GATHER)
+
+
+def test_delays_show_as_gaps_before_the_work_of_the_lane_that_they_are_injected_into():
+    timeline, lane = Timeline(CPU), CPU.lane("delayed")
+    timeline.begin_iteration(1)
+    with delays(7):
+        events = [lane.enqueue(timeline.timed(GATHER, str(n), lambda: None)) for n in range(5)]
+        timeline.awaited(events[-1], GATHER).wait()
+    timeline.end_iteration()
+    slices = timeline.slices(0.0)
+    generator = random.Random("7:delayed")
+    pauses = [generator.random() * 0.004 for _ in range(5)]
+    work = [one for one in slices if one.kind == WORK]
+    for (before, after), pause in zip(pairwise(work), pauses[1:], strict=True):
+        assert after.begin - before.end >= 0.99 * pause
+    (wait,) = (one for one in slices if one.kind == WAIT)
+    assert wait.end >= work[-1].end
+    assert wait.end - wait.begin > 0.5 * sum(pauses)
+    lane.close()
+
+
+# The recorder of sums
+
+
+def done(work: Callable[[], object]) -> RelayedEvent:
+    lane = InlineLane(CPU)
+    return relay(lane, lambda: lane.enqueue(work))
+
+
+def test_the_spans_that_are_added_up_are_those_of_the_timeline():
+    clock = Clock()
+    recorder, timeline = TimingRecorder(CPU, has_lanes=True, clock=clock), Timeline(CPU, clock)
+    recorder.record_to(timeline, "activations ")
+    step = recorder.begin()
+    timeline.begin_iteration(4)
+    step.timed(D2H, clock.taking(1.0), 64, "layers.1")()
+    with step.waiting(HOST):
+        clock.now += 2.0
+    timeline.end_iteration()
+    step.timed(D2H, clock.taking(4.0), 64, "not recorded")()
+    recorder.end()
+    own = [one for one in recorded(timeline, clock) if one.kind != ITERATION]
+    assert own == [
+        Slice("activations d2h", WORK, "layers.1", 0.0, 1.0, 4, 64),
+        Slice(COMPUTE, WAIT, "wait for activations host", 1.0, 3.0, 4),
+    ]
+    timings = recorder.collect()
+    assert (timings.d2h, timings.waited_host) == (5.0, 2.0)
+
+
+def test_without_lanes_work_is_a_wait_of_the_computation():
+    clock = Clock()
+    recorder, timeline = TimingRecorder(CPU, has_lanes=False, clock=clock), Timeline(CPU, clock)
+    recorder.record_to(timeline)
+    timeline.begin_iteration(1)
+    recorder.begin().timed(HOST, clock.taking(1.0), 8, "layers.1")()
+    timeline.end_iteration()
+    _, work, wait = recorded(timeline, clock)
+    assert (work.row, wait.name) == (HOST, "wait for host")
+    assert (work.begin, work.end) == (wait.begin, wait.end)
+
+
+def test_a_recorder_without_spans_cannot_show_any():
+    with pytest.raises(RuntimeError, match="records_timings=True"):
+        NoTimings().record_to(Timeline(CPU))

@@ -1,0 +1,201 @@
+"""`megatron-hybrid timeline`: what it prints and draws of a trace made by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.trace_file import (
+    COMPUTE,
+    DISK,
+    GATHER,
+    HOST,
+    ITERATION,
+    PHASE,
+    WAIT,
+    WORK,
+    Slice,
+    Trace,
+)
+from megatron_hybrid import timeline
+from megatron_hybrid.command_line import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[3]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def trace_of(rank: int, iterations: tuple[int, ...] = (20, 21)) -> Trace:
+    """Iterations of 100 ms, of which 60 compute and 20 wait."""
+    slices: list[Slice] = []
+    for number, iteration in enumerate(iterations):
+
+        def add(row: str, kind: str, name: str, begin: int, end: int, nbytes: int = 0) -> None:
+            first = 0.1 * number  # noqa: B023  called at once
+            slices.append(
+                Slice(row, kind, name, first + begin / 1e3, first + end / 1e3, iteration, nbytes)  # noqa: B023
+            )
+
+        add(COMPUTE, ITERATION, f"iteration {iteration}", 0, 100)
+        add(COMPUTE, PHASE, "data", 0, 10)
+        add(COMPUTE, PHASE, "forward", 10, 50)
+        add(COMPUTE, WAIT, "wait for gather", 10, 20)
+        add(COMPUTE, PHASE, "backward", 50, 80)
+        add(COMPUTE, PHASE, "norm", 80, 90)
+        add(COMPUTE, WAIT, "wait for ranks", 80, 90)
+        add(GATHER, WORK, "decoder.layers.0", 15, 25, 1 << 20)
+        add(GATHER, WORK, "decoder.layers.1", 25, 45, 1 << 20)
+        add(HOST, WORK, "decoder.layers.0", 90, 95)
+    return Trace(rank, 2, 1.7e9, "a machine, 2 cores", tuple(sorted(slices, key=lambda s: s.begin)))
+
+
+def write(folder: Path, *ranks: int) -> Path:
+    folder.mkdir(parents=True)
+    for rank in ranks:
+        (folder / f"trace_rank{rank}.json").write_bytes(trace_of(rank).to_json())
+    return folder
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    return write(tmp_path / "run" / "timelines" / "iterations_20-21", 0, 1)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert timeline.main([str(word) for word in argv]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert timeline.main([str(word) for word in argv], "timeline") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, "one line"
+    return captured.err
+
+
+def test_shares_are_printed(recording: Path, capsys: pytest.CaptureFixture[str]):
+    lines = shown(capsys, recording).splitlines()
+    assert lines[0].startswith("iteration 21, rank 0 of 2, a machine, 2 cores, 2023-11-14 22:13:20")
+    assert lines[1] == "100.0 ms: computing 60.0%, waiting 20.0%"
+    table = {line[:17].strip(): line[17:].split() for line in lines[4:]}
+    assert table["gather"] == ["30.0", "83.3%", "5.0", "10.0", "2.0"]
+    assert table["host"] == ["5.0", "0.0%", "5.0", "0.0", "-"]
+    assert table["other ranks"] == ["10.0"]
+
+
+def test_json_says_the_same(recording: Path, capsys: pytest.CaptureFixture[str]):
+    found = json.loads(shown(capsys, recording, "--json", "--rank", 1, "--iteration", 20))
+    assert (found["rank"], found["iteration"], found["recorded_iterations"]) == (1, 20, [20, 21])
+    assert found["computing_seconds"] == pytest.approx(0.06)
+    lanes = {lane["lane"]: lane for lane in found["lanes"]}
+    assert lanes["gather"]["hidden_share"] == pytest.approx(25 / 30)
+    assert lanes["gather"]["bytes"] == 2 << 20
+    assert found["phases_seconds"]["forward"] == pytest.approx(0.04)
+
+
+def test_a_run_its_timelines_a_recording_and_files_are_paths(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+):
+    expected = shown(capsys, recording, "--rank", 1)
+    files = sorted(recording.iterdir())
+    for paths in ([recording.parents[1]], [recording.parent], files, files[1:]):
+        assert shown(capsys, *paths, "--rank", 1) == expected
+
+
+def test_of_several_recordings_the_newest_is_shown(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+):
+    later = write(recording.with_name("iterations_20-21.2"), 5)
+    assert "rank 5 of 2" in shown(capsys, later.parents[1])
+
+
+def test_what_is_not_there_is_refused_in_one_line(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert "--rank: expected one of 0, 1, got 7." in refused(capsys, recording, "--rank", 7)
+    assert "--iteration: expected one of 20, 21, got 3." in refused(
+        capsys, recording, "--iteration", 3
+    )
+    assert "without trace_rank0.json" in refused(capsys, tmp_path)
+    assert "No such file" in refused(capsys, tmp_path / "nowhere")
+    (tmp_path / "other.json").write_text("{}")
+    assert "Expected a file that --profile-lanes has written" in refused(
+        capsys, tmp_path / "other.json"
+    )
+    assert "named .svg or .png" in refused(capsys, recording, "--output", tmp_path / "a.pdf")
+
+
+def test_merged_ranks_are_one_trace(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    merged = tmp_path / "all.json"
+    assert "2 ranks in" in shown(capsys, recording, "--merge", merged)
+    events = json.loads(merged.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.wide)])
+def test_the_picture_shows_rows_shares_and_what_it_is_of(
+    recording: Path, tmp_path: Path, theme: str, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.svg"
+    shown(capsys, recording, "--output", path, "--theme", theme)
+    svg = path.read_text()
+    # Texts are drawn as outlines, and matplotlib says in a comment what they are.
+    for text in (
+        "Iteration 21, rank 0 of 2",
+        "a machine, 2 cores  ·  2023-11-14 22:13 UTC  ·  100 ms in all",
+        "60% computing",
+        "83% hidden",
+        "of 30.0 ms, 5.0 ms exposed",
+        "layers.1",
+        *("compute", "gather", "host", "forward", "backward", "waiting"),
+    ):
+        assert f"<!-- {text} -->" in svg, text
+    assert "<!-- checkpoint disk -->" not in svg, "a row without work is left out"
+    assert "#0d1117" in svg if theme == "dark" else "#ffffff" in svg
+
+    shown(capsys, recording, "--output", tmp_path / "again.svg", "--theme", theme)
+    assert (tmp_path / "again.svg").read_bytes() == path.read_bytes()
+
+
+def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("matplotlib")
+    slices = (
+        Slice(COMPUTE, ITERATION, "iteration 1", 0.0, 1e-6, 1),
+        Slice(DISK, WORK, "write", 0.0, 0.0, 1),
+    )
+    file = tmp_path / "trace_rank0.json"
+    file.write_bytes(Trace(0, 1, 0.0, "a machine", slices).to_json())
+    shown(capsys, file, "--output", tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(PNG)
+
+
+def test_without_matplotlib_drawing_is_one_error_and_shares_are_printed(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "megatron_hybrid.timeline_picture", raising=False)
+    message = refused(capsys, recording, "--output", tmp_path / "step.svg")
+    assert "expected the package matplotlib (pip install 'megatron-hybrid[bench]')" in message
+    assert not (tmp_path / "step.svg").exists()
+    assert "gather" in shown(capsys, recording)
+
+
+def test_the_program_has_its_command_and_its_script(recording: Path):
+    assert COMMANDS["timeline"].module == "timeline"
+    script = subprocess.run(
+        [sys.executable, ROOT / "tools" / "timeline.py", recording, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(script.stdout)["iteration"] == 21
