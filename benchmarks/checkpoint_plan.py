@@ -35,7 +35,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from helpers import report
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -44,6 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from benchmarks.helpers import report
 from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
 from megatron.core.dist_checkpointing.plan.chunks import (

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from helpers import report
 
+from benchmarks.helpers import report
 from megatron.core.distributed.fsdp import collectives
 
 MIB = 2**20

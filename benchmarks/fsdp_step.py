@@ -16,8 +16,9 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from helpers import report
-from helpers.steps import (
+
+from benchmarks.helpers import report
+from benchmarks.helpers.steps import (
     SEED,
     Side,
     Stopwatch,
@@ -26,7 +27,6 @@ from helpers.steps import (
     measure,
     model_on_meta,
 )
-
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import transformers
-from helpers import report
 from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from benchmarks.helpers import report
 from megatron.core.transformer.causal_conv import causal_conv_by_torch, causal_conv_in_blocks
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet

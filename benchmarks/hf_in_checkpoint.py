@@ -35,9 +35,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import report
-from helpers.models import swiglu_config
 
+from benchmarks.helpers import report
+from benchmarks.helpers.models import swiglu_config
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect

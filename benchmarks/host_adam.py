@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from helpers import report
 
+from benchmarks.helpers import report
 from megatron.core.device import Device
 from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.kernels import torch_adam

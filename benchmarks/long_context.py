@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers import report
-from helpers.llama import llama_config
-from helpers.memory import peak_bytes
 
+from benchmarks.helpers import report
+from benchmarks.helpers.llama import llama_config
+from benchmarks.helpers.memory import peak_bytes
 from megatron.core.device import Device
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.models.gpt.gpt_model import GPTModel

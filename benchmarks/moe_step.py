@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import report
-from helpers.llama import llama_config
-from helpers.steps import SEED, Side, batch_of, measure
 from torch import Tensor, nn
 
+from benchmarks.helpers import report
+from benchmarks.helpers.llama import llama_config
+from benchmarks.helpers.steps import SEED, Side, batch_of, measure
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig

@@ -25,8 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import report
-from helpers.steps import (
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from benchmarks.helpers import report
+from benchmarks.helpers.steps import (
     SEED,
     Side,
     Stopwatch,
@@ -35,11 +40,6 @@ from helpers.steps import (
     measure,
     model_on_meta,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from helpers import report
-from helpers.memory import peak_bytes
 from torch import Tensor
 
+from benchmarks.helpers import report
+from benchmarks.helpers.memory import peak_bytes
 from megatron.core.transformer.linear_cross_entropy import (
     HeadOptions,
     linear_cross_entropy,

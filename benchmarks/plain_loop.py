@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import report
-from helpers.llama import llama_config
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.helpers import report
+from benchmarks.helpers.llama import llama_config
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh

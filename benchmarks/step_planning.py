@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import report
-from helpers.steps import SEED, add_model_arguments, batch_of, model_on_meta
 from torch import nn
 
+from benchmarks.helpers import report
+from benchmarks.helpers.steps import SEED, add_model_arguments, batch_of, model_on_meta
 from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from helpers import report
 from torch import Tensor
 
+from benchmarks.helpers import report
 from megatron.core.transformer.attention_core import attend
 from megatron.core.transformer.spec import AttentionSpec
 

@@ -1,27 +1,65 @@
-"""What every benchmark shares: interleaved timing, and a result file with the machine in it."""
+"""How a benchmark reads its command line, runs its sides in rounds, and hands its result over."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from datetime import date
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
+from benchmarks.helpers.result import Result
+from benchmarks.helpers.tables import measurement_lines, not_run_lines, ratio_lines
+from benchmarks.helpers.versions import versions
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+# The runner's environment variable: the file in which it expects the result.
+RESULT_FILE = "BENCHMARK_RESULT_FILE"
+
+_T = TypeVar("_T")
 
 
-def schedule(names: list[str], num_rounds: int, seed: int = 0) -> Iterator[str]:
+def parser_of(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks have: the module's docstring as help, and `--output`."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write the result, if anywhere"
+    )
+    return parser
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as a result's settings: without where the result goes."""
+    return {name: value for name, value in vars(arguments).items() if name != "output"}
+
+
+def schedule(names: Sequence[str], num_rounds: int, seed: int = 0) -> Iterator[str]:
     """Every name once a round, in another order each round, the same on every rank."""
     generator = random.Random(seed)
     for _ in range(num_rounds):
-        yield from generator.sample(names, len(names))
+        yield from generator.sample(list(names), len(names))
+
+
+def interleaved(
+    sides: Mapping[str, Callable[[], _T]], num_rounds: int, *, warm_up: int = 0, seed: int = 0
+) -> dict[str, list[_T]]:
+    """What each side returned in each round, the sides in an order drawn anew for each.
+
+    Args:
+        warm_up: Rounds before these, which are not kept.
+    """
+    found: dict[str, list[_T]] = {name: [] for name in sides}
+    order = schedule(list(sides), warm_up + num_rounds, seed)
+    for number, name in enumerate(order):
+        figure = sides[name]()
+        if number >= warm_up * len(sides):
+            found[name].append(figure)
+    return found
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -31,33 +69,28 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each list."""
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": torch.multiprocessing.cpu_count(),
-        "platform": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+def hand_over(result: Result, output: Path | None = None) -> None:
+    """Prints the result, and writes it where the runner expects it or else to `output`.
 
+    A file is there whole or not at all. In a process group only one rank may call this.
+    """
+    ratios = ratio_lines([(ratio.name, ratio) for ratio in result.ratios])
+    lines = [*measurement_lines(result), *ratios, *not_run_lines(result)]
+    print("\n".join(lines), flush=True)
 
-def write(name: str, content: dict[str, Any]) -> Path:
-    """Writes `results/NAME_DATE.json` and returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{date.today().isoformat()}.json"
-    path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
-    return path
+    expected = os.environ.get(RESULT_FILE)
+    path = Path(expected) if expected else output
+    if path is None:
+        return
+
+    content = {"versions": versions(), **result.to_json()}
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

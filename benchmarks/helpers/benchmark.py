@@ -1,0 +1,34 @@
+"""What a benchmark module declares about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The module-level constant `BENCHMARK`.
+
+    Its arguments are literals, because the registry reads them without importing the module:
+    listing takes no torch, and a module may import what this interpreter lacks.
+
+    Attributes:
+        name: The module's name.
+        question: One sentence: what is compared with what.
+        ranks: 1 for a plain process; more for torchrun with so many ranks, one thread each.
+        full: The command line of the full run.
+        quick: The command line of `--quick`.
+        environment: None for this interpreter, or the name of a peer whose environment
+            `.venv-peers/NAME` runs the benchmark where it has been made.
+    """
+
+    name: str
+    question: str
+    ranks: int
+    full: tuple[str, ...]
+    quick: tuple[str, ...]
+    environment: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"Expected at least 1 rank for {self.name}, got {self.ranks}.")

@@ -1,0 +1,158 @@
+"""What a benchmark found, as values and as plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One side of a comparison.
+
+    Attributes:
+        group: What is compared with each other; "" if there is one group only.
+        side: Whose figures these are.
+        unit: "ms", "tokens/s", "MiB", ...; of a unit that ends in "/s", more is faster.
+        values: One a round, in order.
+    """
+
+    group: str
+    side: str
+    unit: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError(f"Expected at least one value of {self.group} {self.side}, got none.")
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def fastest(self) -> float:
+        return max(self.values) if self._is_rate else min(self.values)
+
+    @property
+    def slowest(self) -> float:
+        return min(self.values) if self._is_rate else max(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The first and the third; of a single value, itself twice."""
+        if len(self.values) == 1:
+            return self.values[0], self.values[0]
+        first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def _is_rate(self) -> bool:
+        return self.unit.endswith("/s")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "group": self.group,
+            "side": self.side,
+            "unit": self.unit,
+            "median": self.median,
+            "fastest": self.fastest,
+            "slowest": self.slowest,
+            "quartiles": list(self.quartiles),
+            "values": list(self.values),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
+        return cls(data["group"], data["side"], data["unit"], tuple(data["values"]))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of medians, or another single figure, with the bar that is stated for it."""
+
+    name: str
+    value: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where no bar is stated."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        is_enough = self.at_least is None or self.value >= self.at_least
+        return is_enough and (self.at_most is None or self.value <= self.at_most)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": self.value,
+            "at_least": self.at_least,
+            "at_most": self.at_most,
+            "is_met": self.is_met,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Ratio:
+        return cls(data["name"], data["value"], data["at_least"], data["at_most"])
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A side or a peer that cannot run here."""
+
+    side: str
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"side": self.side, "why": self.why}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NotRun:
+        return cls(data["side"], data["why"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a benchmark found.
+
+    Attributes:
+        settings: Sizes and rounds, as plain data.
+        facts: Anything else worth keeping, as plain data.
+    """
+
+    measurements: tuple[Measurement, ...]
+    ratios: tuple[Ratio, ...]
+    not_run: tuple[NotRun, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def measurement(self, side: str, group: str = "", unit: str | None = None) -> Measurement:
+        """The one of this side, group and, where a side has several, unit. KeyError without it."""
+        for found in self.measurements:
+            if (found.side, found.group) == (side, group) and unit in (None, found.unit):
+                return found
+        raise KeyError(f"{group}, {side}, {unit}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "settings": dict(self.settings),
+            "measurements": [measurement.to_json() for measurement in self.measurements],
+            "ratios": [ratio.to_json() for ratio in self.ratios],
+            "not_run": [side.to_json() for side in self.not_run],
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Result:
+        """From a result file's content, or from what a benchmark handed over."""
+        return cls(
+            tuple(Measurement.from_json(one) for one in data["measurements"]),
+            tuple(Ratio.from_json(one) for one in data["ratios"]),
+            tuple(NotRun.from_json(one) for one in data["not_run"]),
+            data["settings"],
+            data["facts"],
+        )

@@ -1,0 +1,28 @@
+"""The versions of what is compared."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+_DISTRIBUTIONS = (
+    "torch",
+    "megatron-hybrid",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "torchao",
+    "megatron-core",
+)
+
+
+def versions() -> dict[str, str]:
+    """Of this interpreter, and of those distributions that are installed for it."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,91 @@
+"""`python -m benchmarks run`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.helpers.tables import not_run_lines, ratio_lines
+from benchmarks.runner.machine import machine
+from benchmarks.runner.places import LOGS, QUICK_RESULTS, RESULTS, ROOT
+from benchmarks.runner.registry import chosen, registered
+from benchmarks.runner.result_files import Origin
+from benchmarks.runner.revision import Revision
+from benchmarks.runner.running import Ending, Outcome, Runner
+
+_INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 if a benchmark failed, 2 for a command line that cannot be honoured. A bar that is
+    missed is printed, and no failure.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks run", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these; default: all")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="the folder of results; default: benchmarks/results, or runs/benchmarks with --quick",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        benchmarks = chosen(registered(), arguments.names)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+    mode = "quick" if arguments.quick else "full"
+    output = arguments.output or (QUICK_RESULTS if arguments.quick else RESULTS)
+    runner = Runner(
+        Origin(mode, Revision.of(ROOT), machine()),
+        output.resolve(),
+        LOGS,
+        tell=lambda line: print(line, flush=True),
+    )
+    # Like Ctrl-C, an end that is asked for ends the benchmark, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    outcomes: list[Outcome] = []
+    start = time.monotonic()
+    is_whole = True
+    try:
+        outcomes.extend(runner.run(benchmarks))
+    except KeyboardInterrupt:
+        is_whole = False
+    print("\n".join(summary(outcomes, time.monotonic() - start)))
+    if not is_whole:
+        print(f"Interrupted; {len(benchmarks) - len(outcomes)} benchmarks did not run to the end.")
+        return _INTERRUPTED
+    return int(any(outcome.ending is Ending.FAILED for outcome in outcomes))
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
+    """All ratios with their bars, then how many were met, missed, failed and not run."""
+    ratios = [
+        (f"{outcome.benchmark.name}: {ratio.name}", ratio)
+        for outcome in outcomes
+        if outcome.result
+        for ratio in outcome.result.ratios
+    ]
+    yield ""
+    yield from ratio_lines(ratios)
+    for outcome in outcomes:
+        for line in not_run_lines(outcome.result) if outcome.result else ():
+            yield f"{outcome.benchmark.name}: {line}"
+        if outcome.ending is not Ending.DONE:
+            reason = outcome.detail.splitlines()[0]
+            yield f"{outcome.benchmark.name} {outcome.ending.value}: {reason}"
+
+    num_met, num_missed = (sum(ratio.is_met is met for _, ratio in ratios) for met in (True, False))
+    endings = [outcome.ending for outcome in outcomes]
+    yield (
+        f"{endings.count(Ending.DONE)} benchmarks done, {endings.count(Ending.FAILED)} failed, "
+        f"{endings.count(Ending.NOT_RUN)} not run; {num_met} bars met, {num_missed} missed; "
+        f"{seconds / 60:.1f} minutes"
+    )

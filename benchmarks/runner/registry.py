@@ -1,0 +1,78 @@
+"""Which benchmarks there are: the modules of a folder, by what each declares."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.helpers.benchmark import Benchmark
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+
+
+def registered(folder: Path = BENCHMARKS) -> dict[str, Benchmark]:
+    """By name. ValueError for a module that does not declare itself."""
+    modules = sorted(path for path in folder.glob("*.py") if not path.stem.startswith("__"))
+    return {path.stem: declaration(path) for path in modules}
+
+
+def declaration(path: Path) -> Benchmark:
+    """The `BENCHMARK` of a module, which is read and not imported.
+
+    Importing would take seconds for each, and fails for a peer's benchmark wherever that peer is
+    not installed.
+
+    Raises:
+        ValueError: without one, with one that is not made of literals, or under another name.
+    """
+    for statement in ast.parse(path.read_text(), str(path)).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name("BENCHMARK")], value=value):
+                pass
+            case ast.AnnAssign(target=ast.Name("BENCHMARK"), value=value):
+                pass
+            case _:
+                continue
+        found = _from_call(value, path)
+        if found.name != path.stem:
+            raise ValueError(f"Expected the name {path.stem!r} in {path}, got {found.name!r}.")
+        return found
+
+    raise ValueError(f"Expected a module with `BENCHMARK = Benchmark(...)`, got {path}.")
+
+
+def _from_call(value: ast.expr | None, path: Path) -> Benchmark:
+    match value:
+        case ast.Call(func=ast.Name("Benchmark"), args=[], keywords=keywords):
+            pass
+        case _:
+            raise ValueError(
+                f"Expected BENCHMARK in {path} to be Benchmark(...) with keyword arguments."
+            )
+    try:
+        given = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in keywords}
+        return Benchmark(**given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"Expected literals for BENCHMARK in {path}, got: {error}") from error
+
+
+def chosen(known: dict[str, Benchmark], names: Sequence[str]) -> list[Benchmark]:
+    """The named ones in the order of the names, each once, or all. ValueError for unknown names,
+    all of them in one message with those they may have meant.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        guesses = (_with_guesses(name, list(known)) for name in unknown)
+        raise ValueError(
+            f"Expected names of benchmarks, got {'; '.join(guesses)}. "
+            "`python -m benchmarks list` names all."
+        )
+    return [known[name] for name in dict.fromkeys(names or known)]
+
+
+def _with_guesses(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near += [other for other in known if name in other and other not in near]
+    return f"{name!r} (near: {', '.join(near)})" if near else repr(name)
