@@ -1,0 +1,101 @@
+"""DeepSpeed ZeRO-3 with its optimizer offloaded to the CPU, in an environment of its own
+(`make peers`). Imports nothing of this project's package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor
+
+from benchmarks.peers.gpt import build_gpt, decay_groups
+from benchmarks.peers.trainer import Training
+
+TAG = "step"
+
+
+class DeepSpeedTrainer:
+    """Implements `Trainer`."""
+
+    def __init__(self, training: Training) -> None:
+        config = _config(training)
+        model = build_gpt(training.shape, training.seed)
+        optimizer = DeepSpeedCPUAdam(
+            decay_groups(model, training.weight_decay),
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            adamw_mode=True,
+        )
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.settings = {
+            "engine": {"deepspeed": deepspeed.__version__, **config},
+            "optimizer": "DeepSpeedCPUAdam, adamw_mode",
+            "checkpoint": "save_checkpoint",
+        }
+
+    def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._engine(tokens, labels)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def finish_steps(self) -> None:
+        """Nothing is left: its step ends with the optimizer's."""
+
+    def begin_save(self, folder: Path, step: int) -> None:
+        self._engine.save_checkpoint(str(folder), tag=TAG, client_state={"step": step})
+
+    def finish_save(self) -> None:
+        """`save_checkpoint` returns when the files have been written."""
+
+    def load(self, folder: Path) -> int:
+        path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if path is None:
+            raise RuntimeError(f"Expected a checkpoint of DeepSpeed in {folder}, got none.")
+        step: int = state["step"]
+        return step
+
+    def whole_state(self) -> dict[str, Tensor]:
+        whole = {}
+        for name, parameter in self._engine.module.named_parameters():
+            whole[name] = safe_get_full_fp32_param(parameter).clone()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state = safe_get_full_optimizer_state(parameter, kind)
+                if state is not None:  # before the first step there is none
+                    whole[f"{name}.{kind}"] = state.float().clone()
+        return whole
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+def build(training: Training) -> DeepSpeedTrainer:
+    """This rank's trainer."""
+    deepspeed.init_distributed("gloo")
+    return DeepSpeedTrainer(training)
+
+
+def _config(training: Training) -> dict[str, Any]:
+    """DeepSpeed's defaults for ZeRO-3 but for sizes, which are made for large models."""
+    shape = training.shape
+    layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn
+    return {
+        "train_micro_batch_size_per_gpu": shape.micro_batch,
+        "gradient_clipping": training.clip_grad,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": layer,
+            "stage3_prefetch_bucket_size": layer,
+            "stage3_param_persistence_threshold": 10 * shape.hidden,
+        },
+    }

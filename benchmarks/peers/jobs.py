@@ -1,0 +1,203 @@
+"""Jobs: the ranks of a side, as processes that wait to be told what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.peers.environments import ROOT
+from benchmarks.peers.protocol import Channel, ClosedError
+
+_TAIL_LINES = 12
+_STOP_SECONDS = 60.0
+
+
+class JobError(Exception):
+    """A rank failed, ended or hung; the message says which, why, and what it printed last."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the things compared.
+
+    Attributes:
+        name: For people.
+        python: The interpreter of its environment.
+        module: Of `benchmarks.peers`.
+        variables: Of its processes' environment.
+    """
+
+    name: str
+    python: Path
+    module: str
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+class Job:
+    """A context manager: none of its processes is left after the block.
+
+    All ranks get the same commands, and answer together.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        num_ranks: int,
+        training: dict[str, Any],
+        log: Path,
+        *,
+        timeout_seconds: float = 600.0,
+        rank_module: str = "benchmarks.peers.rank",
+    ) -> None:
+        """
+        Args:
+            training: `Training.to_plain()`.
+            log: What the ranks print is added to it.
+            timeout_seconds: For a command, and for the start.
+            rank_module: What a rank runs.
+        """
+        self.side = side
+        self._log = log
+        self._timeout_seconds = timeout_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="benchmark-job-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        command = [str(side.python), "-m", rank_module, "--side", side.module]
+        command += ["--training", json.dumps(training), "--store", f"{self._folder.name}/store"]
+        port = str(_free_port())
+        with log.open("ab") as stream:
+            for rank in range(num_ranks):
+                variables = {**_rank_variables(rank, num_ranks, port), **dict(side.variables)}
+                self._start(command, variables, stream)
+
+    def _start(self, command: list[str], variables: dict[str, str], log: Any) -> None:
+        to_rank, from_rank = os.pipe(), os.pipe()
+        theirs = (to_rank[0], from_rank[1])
+        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+        environment["PATH"] = os.pathsep.join(
+            [str(self.side.python.parent), environment.get("PATH", "")]
+        )
+        self._processes.append(
+            subprocess.Popen(
+                [*command, "--channel", *map(str, theirs)],
+                cwd=ROOT,
+                env=environment,
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+        for descriptor in theirs:
+            os.close(descriptor)
+        self._channels.append(Channel(from_rank[0], to_rank[1]))
+
+    def wait_built(self) -> None:
+        """JobError unless all ranks have built their trainers. Call it before anything else."""
+        self._answers()
+
+    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Each rank's answer. JobError if one gives none."""
+        for number, channel in enumerate(self._channels):
+            try:
+                channel.send({"command": command, **arguments})
+            except ClosedError:
+                raise JobError(self._ended(number)) from None
+        return self._answers()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = []
+        for number, channel in enumerate(self._channels):
+            try:
+                message = channel.receive(self._timeout_seconds)
+            except ClosedError:
+                raise JobError(self._ended(number)) from None
+            except TimeoutError:
+                raise JobError(
+                    f"Expected an answer of {self.side.name} within {self._timeout_seconds:g} s, "
+                    f"got none from rank {number}." + self._tail()
+                ) from None
+            if "error" in message:
+                raise JobError(f"{self.side.name}, rank {number}: {message['error']}")
+            answers.append(message["answer"])
+        return answers
+
+    def _ended(self, number: int) -> str:
+        returned = self._processes[number].wait(_STOP_SECONDS)
+        return (
+            f"Expected {self.side.name} to go on, got rank {number} ended with code {returned}."
+            + self._tail()
+        )
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "".join(f"\n    {line}" for line in lines)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._stop()
+        finally:
+            for process in self._processes:
+                # Also of one that has ended: it may have started others.
+                _kill_group(process)
+                process.wait()
+            for channel in self._channels:
+                channel.close()
+            self._folder.cleanup()
+
+    def _stop(self) -> None:
+        """Lets the ranks end by themselves; whoever does not is killed afterwards."""
+        try:
+            for channel in self._channels:
+                channel.send({"command": "stop"})
+            for process in self._processes:
+                process.wait(_STOP_SECONDS)
+        except (ClosedError, subprocess.TimeoutExpired):
+            return
+
+
+def _rank_variables(rank: int, num_ranks: int, port: str) -> dict[str, str]:
+    """As torchrun sets them, and as DeepSpeed's launcher does (LOCAL_SIZE)."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        # Ranks that share cores slow each other down otherwise.
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
