@@ -14,16 +14,20 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 from benchmarks.peers.gpt import build_gpt, decay_groups
-from benchmarks.peers.trainer import Training
-
-TAG = "step"
+from benchmarks.peers.trainer import MOMENTS, Training
 
 
 class DeepSpeedTrainer:
     """Implements `Trainer`."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, *, loads_universal: bool = False) -> None:
+        """
+        Args:
+            loads_universal: Loads what `deepspeed.checkpoint.ds_to_universal` has converted.
+        """
         config = _config(training)
+        if loads_universal:
+            config["checkpoint"] = {"load_universal": True}
         model = build_gpt(training.shape, training.seed)
         optimizer = DeepSpeedCPUAdam(
             decay_groups(model, training.weight_decay),
@@ -48,27 +52,24 @@ class DeepSpeedTrainer:
     def finish_steps(self) -> None:
         """Nothing is left: its step ends with the optimizer's."""
 
-    def begin_save(self, folder: Path, step: int) -> None:
-        self._engine.save_checkpoint(str(folder), tag=TAG, client_state={"step": step})
+    def begin_save(self, root: Path, step: int) -> None:
+        self._engine.save_checkpoint(str(root), tag=f"step_{step}")
 
     def finish_save(self) -> None:
         """`save_checkpoint` returns when the files have been written."""
 
-    def load(self, folder: Path) -> int:
-        path, state = self._engine.load_checkpoint(str(folder), tag=TAG)
+    def load(self, root: Path, step: int) -> None:
+        path, _ = self._engine.load_checkpoint(str(root), tag=f"step_{step}")
         if path is None:
-            raise RuntimeError(f"Expected a checkpoint of DeepSpeed in {folder}, got none.")
-        step: int = state["step"]
-        return step
+            raise RuntimeError(f"Expected a checkpoint of DeepSpeed in {root}, got none.")
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self, *, with_moments: bool) -> dict[str, Tensor]:
         whole = {}
         for name, parameter in self._engine.module.named_parameters():
             whole[name] = safe_get_full_fp32_param(parameter).clone()
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in MOMENTS if with_moments else ():
                 state = safe_get_full_optimizer_state(parameter, kind)
-                if state is not None:  # before the first step there is none
-                    whole[f"{name}.{kind}"] = state.float().clone()
+                whole[f"{name}.{kind}"] = state.float().clone()
         return whole
 
     def close(self) -> None:

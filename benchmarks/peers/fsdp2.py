@@ -23,20 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers.gpt import build_gpt, decay_groups
-from benchmarks.peers.trainer import Training
+from benchmarks.peers.trainer import MOMENTS, Training
 
 
 class TrainState(Stateful):
-    """Model and optimizer, as DCP's tutorial wraps them, and the step."""
+    """Model and optimizer, as DCP's tutorial wraps them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step}
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
@@ -45,7 +44,6 @@ class TrainState(Stateful):
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizer"],
         )
-        self.step = state_dict["step"]
 
 
 class Fsdp2Trainer:
@@ -104,11 +102,10 @@ class Fsdp2Trainer:
     def finish_steps(self) -> None:
         """Nothing is left: its step is not overlapped with anything."""
 
-    def begin_save(self, folder: Path, step: int) -> None:
-        self._state.step = step
+    def begin_save(self, root: Path, step: int) -> None:
         response = dcp.async_save(
             {"train": self._state},
-            checkpoint_id=folder,
+            checkpoint_id=root / f"step_{step}",
             planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
             process_group=self._save_group,
             async_stager=self._stager,
@@ -121,16 +118,15 @@ class Fsdp2Trainer:
         self._saving.upload_completion.result()
         self._saving = None
 
-    def load(self, folder: Path) -> int:
-        dcp.load({"train": self._state}, checkpoint_id=folder)
-        return self._state.step
+    def load(self, root: Path, step: int) -> None:
+        dcp.load({"train": self._state}, checkpoint_id=root / f"step_{step}")
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self, *, with_moments: bool) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self._model, self._optimizer, options=options)
         whole = dict(model)
         for name, state in optimizer.get("state", {}).items():
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in MOMENTS if with_moments else ():
                 whole[f"{name}.{kind}"] = state[kind]
         return whole
 

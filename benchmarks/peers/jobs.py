@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.peers.environments import ROOT
-from benchmarks.peers.protocol import Channel, ClosedError
+from benchmarks.peers.protocol import Channel, ClosedError, first_ready
 
 _TAIL_LINES = 12
 _STOP_SECONDS = 60.0
@@ -22,6 +24,19 @@ _STOP_SECONDS = 60.0
 
 class JobError(Exception):
     """A rank failed, ended or hung; the message says which, why, and what it printed last."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a checkpoint is converted for another number of ranks.
+
+    Attributes:
+        program: A module of the peer's, which takes `--input_folder` and `--output_folder`.
+        module: Of `benchmarks.peers`; loads the outcome.
+    """
+
+    program: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -33,12 +48,21 @@ class Side:
         python: The interpreter of its environment.
         module: Of `benchmarks.peers`.
         variables: Of its processes' environment.
+        converted: What loads on another number of ranks if `module` itself does not.
     """
 
     name: str
     python: Path
     module: str
     variables: tuple[tuple[str, str], ...] = ()
+    converted: Conversion | None = None
+
+    def environment(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Of a process of this side, with these variables."""
+        # Compilers' helpers of an environment (ninja) are found on the path alone.
+        path = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", "")])
+        own = {"PYTHONPATH": str(ROOT), "PATH": path, **dict(self.variables)}
+        return {**os.environ, **own, **(variables or {})}
 
 
 class Job:
@@ -68,6 +92,7 @@ class Job:
         self._log = log
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="benchmark-job-")
+        self._has_failed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         command = [str(side.python), "-m", rank_module, "--side", side.module]
@@ -75,16 +100,12 @@ class Job:
         port = str(_free_port())
         with log.open("ab") as stream:
             for rank in range(num_ranks):
-                variables = {**_rank_variables(rank, num_ranks, port), **dict(side.variables)}
-                self._start(command, variables, stream)
+                environment = side.environment(_rank_variables(rank, num_ranks, port))
+                self._start(command, environment, stream)
 
-    def _start(self, command: list[str], variables: dict[str, str], log: Any) -> None:
+    def _start(self, command: list[str], environment: dict[str, str], log: IO[bytes]) -> None:
         to_rank, from_rank = os.pipe(), os.pipe()
         theirs = (to_rank[0], from_rank[1])
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
-        environment["PATH"] = os.pathsep.join(
-            [str(self.side.python.parent), environment.get("PATH", "")]
-        )
         self._processes.append(
             subprocess.Popen(
                 [*command, "--channel", *map(str, theirs)],
@@ -111,36 +132,48 @@ class Job:
             try:
                 channel.send({"command": command, **arguments})
             except ClosedError:
-                raise JobError(self._ended(number)) from None
+                raise self._failed(self._ended(number)) from None
         return self._answers()
 
     def _answers(self) -> list[dict[str, Any]]:
-        answers = []
-        for number, channel in enumerate(self._channels):
-            try:
-                message = channel.receive(self._timeout_seconds)
-            except ClosedError:
-                raise JobError(self._ended(number)) from None
-            except TimeoutError:
-                raise JobError(
+        """Of all ranks, whichever comes first: one that fails leaves others waiting for it."""
+        answers: dict[int, dict[str, Any]] = {}
+        pending = dict(zip(self._channels, range(len(self._channels)), strict=True))
+        deadline = time.monotonic() + self._timeout_seconds
+        while pending:
+            ready = first_ready(pending, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failed(
                     f"Expected an answer of {self.side.name} within {self._timeout_seconds:g} s, "
-                    f"got none from rank {number}." + self._tail()
-                ) from None
-            if "error" in message:
-                raise JobError(f"{self.side.name}, rank {number}: {message['error']}")
-            answers.append(message["answer"])
-        return answers
+                    f"got none from rank(s) {sorted(pending.values())}."
+                )
+            for channel in ready:
+                number = pending.pop(channel)
+                answers[number] = self._answer(channel, number)
+        return [answers[number] for number in sorted(answers)]
+
+    def _answer(self, channel: Channel, number: int) -> dict[str, Any]:
+        try:
+            message = channel.receive()
+        except ClosedError:
+            raise self._failed(self._ended(number)) from None
+        if "error" in message:
+            raise self._failed(f"{self.side.name}, rank {number}: {message['error']}")
+        answer: dict[str, Any] = message["answer"]
+        return answer
 
     def _ended(self, number: int) -> str:
-        returned = self._processes[number].wait(_STOP_SECONDS)
-        return (
-            f"Expected {self.side.name} to go on, got rank {number} ended with code {returned}."
-            + self._tail()
-        )
+        try:
+            how = f"ended with code {self._processes[number].wait(_STOP_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            how = "without its pipe"
+        return f"Expected {self.side.name} to go on, got rank {number} {how}."
 
-    def _tail(self) -> str:
+    def _failed(self, message: str) -> JobError:
+        """With what was printed last. From here on the ranks are not asked for anything."""
+        self._has_failed = True
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "".join(f"\n    {line}" for line in lines)
+        return JobError(message + "".join(f"\n    {line}" for line in lines))
 
     def __enter__(self) -> Job:
         return self
@@ -152,7 +185,7 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
+            if error is None and not self._has_failed:
                 self._stop()
         finally:
             for process in self._processes:
@@ -175,13 +208,15 @@ class Job:
 
 
 def _rank_variables(rank: int, num_ranks: int, port: str) -> dict[str, str]:
-    """As torchrun sets them, and as DeepSpeed's launcher does (LOCAL_SIZE)."""
+    """As torchrun sets them, and as DeepSpeed's launcher does (LOCAL_SIZE, CROSS_...)."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "LOCAL_SIZE": str(num_ranks),
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         # Ranks that share cores slow each other down otherwise.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.peers.gpt import build_gpt
-from benchmarks.peers.trainer import Training
+from benchmarks.peers.trainer import MOMENTS, Training
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
@@ -56,11 +56,10 @@ class OurTrainer:
     def finish_steps(self) -> None:
         self._engine.state.optimizer.synchronize()
 
-    def begin_save(self, folder: Path, step: int) -> None:
-        if self._manager is None or self._manager.store.root != str(folder):
-            self._end_manager()
+    def begin_save(self, root: Path, step: int) -> None:
+        if self._manager is None:
             self._manager = CheckpointManager.start(
-                str(folder), self._device, dist.get_rank(), dist.get_world_size()
+                str(root), self._device, dist.get_rank(), dist.get_world_size()
             )
         state = self._engine.state
         contents = state.contents(self._device, with_optim=True)
@@ -70,25 +69,21 @@ class OurTrainer:
         assert self._manager is not None, "a save was begun"
         self._manager.finish()
 
-    def load(self, folder: Path) -> int:
-        (name,) = (path.name for path in folder.glob(checkpoint_name(0).rstrip("0") + "*"))
-        self._engine.load(SaveLoadMeta(str(folder / name), with_optim=True))
-        return self._engine.step_info().iteration
+    def load(self, root: Path, step: int) -> None:
+        path = root / checkpoint_name(step)
+        self._engine.load(SaveLoadMeta(str(path), with_optim=True))
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self, *, with_moments: bool) -> dict[str, Tensor]:
         optimizer = self._engine.state.optimizer
         optimizer.synchronize()
         whole = {}
         for name, parameter in self._engine.model.named_parameters():
             whole[name] = _whole(parameter)
-            for kind in ("exp_avg", "exp_avg_sq"):
+            for kind in MOMENTS if with_moments else ():
                 whole[f"{name}.{kind}"] = _whole(optimizer.optimizer.state[parameter][kind])
         return whole
 
     def close(self) -> None:
-        self._end_manager()
-
-    def _end_manager(self) -> None:
         if self._manager is not None:
             self._manager.close()
 

@@ -9,6 +9,7 @@ import json
 import os
 import select
 import time
+from collections.abc import Collection
 from typing import Any
 
 
@@ -48,7 +49,7 @@ class Channel:
             TimeoutError: If none came in time.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while b"\n" not in self._received:
+        while not self.has_message:
             self._wait(deadline)
             read = os.read(self._incoming, 1 << 16)
             if not read:
@@ -65,6 +66,24 @@ class Channel:
         if not ready:
             raise TimeoutError
 
+    @property
+    def has_message(self) -> bool:
+        """Whether one has come already."""
+        return b"\n" in self._received
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._incoming
+
     def close(self) -> None:
         os.close(self._incoming)
         os.close(self._outgoing)
+
+
+def first_ready(channels: Collection[Channel], timeout_seconds: float) -> list[Channel]:
+    """Those with a message, or of which the other end was closed; none if that took too long."""
+    waiting = [channel for channel in channels if channel.has_message]
+    if waiting:
+        return waiting
+    ready, _, _ = select.select(channels, [], [], timeout_seconds)
+    return ready

@@ -43,7 +43,7 @@ class Rank:
         losses = self._steps(steps)
         return {"seconds": time.perf_counter() - start, "losses": self._means(losses)}
 
-    def save(self, folder: str, steps: int) -> dict[str, Any]:
+    def save(self, root: str, steps: int) -> dict[str, Any]:
         """Saves, and takes so many steps beside it.
 
         Seconds from the beginning: until the call has returned, until the steps are done, and until
@@ -51,7 +51,8 @@ class Rank:
         """
         dist.barrier()
         start = time.perf_counter()
-        self._trainer.begin_save(Path(folder), self._step)
+        saved_after = self._step
+        self._trainer.begin_save(Path(root), saved_after)
         called = time.perf_counter() - start
         losses = self._steps(steps)
         stepped = time.perf_counter() - start
@@ -59,25 +60,27 @@ class Rank:
         self._trainer.finish_save()
         dist.barrier()
         if dist.get_rank() == 0:
-            _flush(Path(folder))
+            _flush(Path(root))
         durable = time.perf_counter() - start
         return {
+            "step": saved_after,
             "called": called,
             "stepped": stepped,
             "durable": durable,
             "losses": self._means(losses),
         }
 
-    def load(self, folder: str) -> dict[str, Any]:
-        """Seconds that it took, and the step that training goes on after."""
+    def load(self, root: str, step: int) -> dict[str, Any]:
+        """Seconds that it took. Training goes on after that step."""
         dist.barrier()
         start = time.perf_counter()
-        self._step = self._trainer.load(Path(folder))
-        return {"seconds": time.perf_counter() - start, "step": self._step}
+        self._trainer.load(Path(root), step)
+        self._step = step
+        return {"seconds": time.perf_counter() - start}
 
-    def write_state(self, path: str) -> dict[str, Any]:
+    def write_state(self, path: str, with_moments: bool = True) -> dict[str, Any]:
         """Writes the whole state to a file, for a comparison."""
-        state = self._trainer.whole_state()
+        state = self._trainer.whole_state(with_moments=with_moments)
         if dist.get_rank() == 0:
             torch.save(state, path)
         return {}
@@ -123,9 +126,9 @@ def serve(rank: Rank, channel: Channel) -> None:
         channel.send({"answer": answer})
 
 
-def _flush(folder: Path) -> None:
+def _flush(root: Path) -> None:
     """Has the disk write what of these files is still in memory alone."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from benchmarks.peers.gpt import Shape
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Training:
@@ -47,20 +49,19 @@ class Trainer(Protocol):
     def finish_steps(self) -> None:
         """Waits for what `step` has left to do in the background."""
 
-    def begin_save(self, folder: Path, step: int) -> None:
-        """Returns as soon as training may go on."""
+    def begin_save(self, root: Path, step: int) -> None:
+        """Begins to save into a new folder of `root`. Returns as soon as training may go on."""
 
     def finish_save(self) -> None:
-        """Waits until the files have been written. Whether they are on the disk, the caller sees
-        to.
-        """
+        """Waits until the files have been written; the caller has the disk write them out."""
 
-    def load(self, folder: Path) -> int:
-        """Loads what was saved in `folder`. Returns the step that it was saved after."""
+    def load(self, root: Path, step: int) -> None:
+        """Loads what was saved in `root` after so many steps."""
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self, *, with_moments: bool) -> dict[str, Tensor]:
         """Main weights by their names in the model, and both moments as `NAME.exp_avg` and
-        `NAME.exp_avg_sq`: whole and in fp32. Only rank 0's is used.
+        `NAME.exp_avg_sq`: whole and in fp32. Only rank 0's is used. Before the first step there may
+        be no moments.
         """
 
     def close(self) -> None:
