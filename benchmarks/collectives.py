@@ -1,28 +1,40 @@
-#!/usr/bin/env python3
 """Our all-gather and reduce-scatter against torch.distributed's, on flat CPU tensors over gloo.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.collectives
 
-Both sides run interleaved in one process group, in an order drawn anew each round. Prints medians
-and ratios and writes them to benchmarks/results.
+Both sides run interleaved in one process group, in an order drawn anew each round.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.helpers import report
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.ranks import launched
+from benchmarks.helpers.result import Measurement, Ratio, Result, measured
 from megatron.core.distributed.fsdp import collectives
 
+BENCHMARK = Benchmark(
+    name="collectives",
+    question="All-gather and reduce-scatter of this project against torch.distributed's, over gloo",
+    ranks=2,
+    full=("--mib", "1", "4", "16", "64", "--rounds=25"),
+    quick=("--mib", "1", "16", "--rounds=5"),
+)
+
 MIB = 2**20
+OURS, TORCH = "ours", "torch"
 
 
-def variants(num_bytes: int) -> dict[str, Callable[[], None]]:
-    """What is compared, by name: the whole tensor has `num_bytes` in fp32, half of that in bf16."""
+def variants(num_bytes: int) -> dict[tuple[str, str], Callable[[], None]]:
+    """What is compared, by operation and side: the whole tensor has `num_bytes` in fp32, half of
+    that in bf16.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     whole = torch.randn(num_bytes // 4 // size * size)
@@ -31,54 +43,57 @@ def variants(num_bytes: int) -> dict[str, Callable[[], None]]:
     mean = collectives.Reduction(is_average=True)
     own = gathered.chunk(size)[rank]
 
-    def widen_then_reduce_with_torch() -> None:
-        dist.reduce_scatter_tensor(part, half.float(), op=dist.ReduceOp.AVG)
+    def scatter(source: torch.Tensor) -> None:
+        collectives.reduce_scatter(part, source, group, mean)
+
+    def scatter_with_torch(source: torch.Tensor) -> None:
+        dist.reduce_scatter_tensor(part, source.float(), op=dist.ReduceOp.AVG)
 
     return {
-        "all_gather fp32, ours": lambda: collectives.all_gather(gathered, own, group),
-        "all_gather fp32, torch": lambda: dist.all_gather_into_tensor(gathered, part),
-        "reduce_scatter fp32, ours": lambda: collectives.reduce_scatter(part, whole, group, mean),
-        "reduce_scatter fp32, torch": lambda: dist.reduce_scatter_tensor(
-            part, whole, op=dist.ReduceOp.AVG
-        ),
-        "reduce_scatter bf16 in fp32, ours": lambda: collectives.reduce_scatter(
-            part, half, group, mean
-        ),
-        "reduce_scatter bf16 in fp32, torch": widen_then_reduce_with_torch,
+        ("all-gather fp32", OURS): lambda: collectives.all_gather(gathered, own, group),
+        ("all-gather fp32", TORCH): lambda: dist.all_gather_into_tensor(gathered, part),
+        ("reduce-scatter fp32", OURS): lambda: scatter(whole),
+        ("reduce-scatter fp32", TORCH): lambda: scatter_with_torch(whole),
+        ("reduce-scatter bf16 in fp32", OURS): lambda: scatter(half),
+        ("reduce-scatter bf16 in fp32", TORCH): lambda: scatter_with_torch(half),
     }
 
 
-def measure(num_bytes: int, num_rounds: int) -> dict[str, float]:
-    """Median milliseconds of each variant. The first three rounds warm up and are not counted."""
-    work = variants(num_bytes)
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for number, name in enumerate(report.schedule(list(work), num_rounds + 3)):
-        dist.barrier()
-        elapsed = report.seconds(work[name])
-        if number >= 3 * len(work):
-            times[name].append(elapsed * 1e3)
-    return report.medians(times)
+def milliseconds(work: Callable[[], None]) -> float:
+    """Of this rank, from when all are ready."""
+    dist.barrier()
+    return report.seconds(work) * 1e3
 
 
-def main() -> None:
+def measure(mib: int, num_rounds: int) -> Iterator[tuple[tuple[Measurement, ...], Ratio]]:
+    """For one size: the two sides of each operation, and their ratio. Three rounds warm up."""
+    works = {key: partial(milliseconds, work) for key, work in variants(mib * MIB).items()}
+    times = report.interleaved(works, num_rounds, warm_up=3)
+    medians = report.medians(times)
+    for operation in dict.fromkeys(operation for operation, _ in times):
+        group = f"{operation}, {mib} MiB"
+        both = {side: times[operation, side] for side in (OURS, TORCH)}
+        ratio = medians[operation, TORCH] / medians[operation, OURS]
+        yield measured(both, "ms", group), Ratio(f"{group}: torch / ours", ratio)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures several sizes; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser_of(__doc__)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    results = {f"{mib} MiB": measure(mib * MIB, arguments.rounds) for mib in arguments.mib}
-    if dist.get_rank() == 0:
-        for size, medians in results.items():
-            for name in (name for name in medians if name.endswith("ours")):
-                ours, theirs = medians[name], medians[name.replace("ours", "torch")]
-                operation = name.removesuffix(", ours")
-                print(
-                    f"{size:>7} {operation:28} ours {ours:7.2f} ms, torch {theirs:7.2f} ms, "
-                    f"{theirs / ours:.2f}x"
-                )
-        print(report.write("collectives", {"ranks": dist.get_world_size(), "median_ms": results}))
-    dist.destroy_process_group()
+    parser.add_argument("--rounds", type=int, default=25)
+    arguments = parser.parse_args(argv)
+
+    with launched() as (launch, _):
+        found = [both for mib in arguments.mib for both in measure(mib, arguments.rounds)]
+    if launch.rank == 0:
+        result = Result(
+            tuple(one for measurements, _ in found for one in measurements),
+            tuple(ratio for _, ratio in found),
+            settings=report.settings_of(arguments),
+            facts={"ranks": launch.world_size},
+        )
+        report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

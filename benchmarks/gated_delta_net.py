@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
 """The gated delta net beside the transformers library's, forward and backward, by length.
 
-    python benchmarks/gated_delta_net.py --threads 1
+    python -m benchmarks.gated_delta_net
 
 Three pairs of sides: the gated delta rule alone, the causal convolution alone (with PyTorch's), and
 the whole module. transformers computes by PyTorch here, as where flash-linear-attention is not
 installed. All sides and lengths run once a round, in an order drawn anew each round.
 
-Prints medians as microseconds of CPU time per token, which with one thread is what they take alone
-on a machine, however busy this one is; their growth from the shortest sequence to the longest; and
-the bytes per token that each side keeps for backward. Writes benchmarks/results.
+Times are microseconds of CPU time per token, which with one thread is what they take alone on a
+machine, however busy this one is. The facts have the bytes per token that each side keeps for
+backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import transformers
@@ -25,12 +25,21 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from benchmarks.helpers import report
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.result import Measurement, Ratio, Result
 from megatron.core.transformer.causal_conv import causal_conv_by_torch, causal_conv_in_blocks
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 
-LENGTHS = (1024, 2048, 4096, 8192)
+BENCHMARK = Benchmark(
+    name="gated_delta_net",
+    question="The gated delta net against the transformers library's, by length",
+    ranks=1,
+    full=("--lengths", "1024", "2048", "8192", "--rounds=5"),
+    quick=("--lengths", "512", "1024", "--rounds=3"),
+)
+
 # Each side of ours, and what it is compared with.
 PAIRS = {
     "rule": "rule, transformers",
@@ -136,84 +145,67 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def measure(sides: dict[str, Callable[[], Tensor]], num_rounds: int) -> dict[str, float]:
-    """Median seconds of CPU time, forward and backward. The first round warms up and is not
-    timed.
-    """
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number, name in enumerate(report.schedule(list(sides), num_rounds + 1)):
-        forward = sides[name]
-        start = time.process_time()
-        forward().sum().backward()
-        if number >= len(sides):
-            times[name].append(time.process_time() - start)
-    return report.medians(times)
+def cpu_seconds(forward: Callable[[], Tensor]) -> float:
+    """CPU time of forward and backward."""
+    start = time.process_time()
+    forward().sum().backward()
+    return time.process_time() - start
 
 
-def show(by_length: dict[int, dict[str, float]], growth: dict[str, float]) -> None:
-    """Prints a table."""
-    print(
-        f"{'CPU us per token':>20}" + "".join(f"{length:9}" for length in by_length) + "   growth"
-    )
-    for name, times_growth in growth.items():
-        row = "".join(f"{medians[name]:9.2f}" for medians in by_length.values())
-        print(f"{name:>20}{row} {times_growth:8.2f}")
+def ratios(medians: dict[tuple[str, int], float], lengths: Sequence[int]) -> Iterator[Ratio]:
+    """How much faster ours are, and how much longer a token takes in the longest sequence."""
     for name, other in PAIRS.items():
-        row = "".join(f"{medians[other] / medians[name]:8.2f}x" for medians in by_length.values())
-        print(f"{name + ', faster by':>20}{row}")
+        for length in lengths:
+            ratio = medians[other, length] / medians[name, length]
+            yield Ratio(f"{length} tokens: {other} / {name}", ratio)
+    for name in (name for pair in PAIRS.items() for name in pair):
+        growth = medians[name, lengths[-1]] / medians[name, lengths[0]]
+        yield Ratio(f"{name}: time per token, {lengths[-1]} / {lengths[0]} tokens", growth)
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures."""
+    parser = report.parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--value-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
 
     nets = modules(arguments)
-    sides = {length: sides_of(arguments, nets, length) for length in LENGTHS}
-    check_pairs(sides[LENGTHS[0]])
+    sides = {length: sides_of(arguments, nets, length) for length in arguments.lengths}
+    check_pairs(sides[arguments.lengths[0]])
     # Lengths are interleaved too: their ratio is one of the results.
-    medians = measure(
-        {
-            f"{name} {length}": forward
-            for length, forwards in sides.items()
-            for name, forward in forwards.items()
-        },
-        arguments.rounds,
-    )
-    by_length = {
-        length: {name: medians[f"{name} {length}"] / length * 1e6 for name in forwards}
+    works = {
+        (name, length): partial(cpu_seconds, forward)
         for length, forwards in sides.items()
+        for name, forward in forwards.items()
     }
-    kept = {name: kept_bytes(forward) / LENGTHS[-1] for name, forward in sides[LENGTHS[-1]].items()}
+    seconds = report.interleaved(works, arguments.rounds, warm_up=1)
+    # In microseconds per token, so that lengths compare.
+    times = {key: [value / key[1] * 1e6 for value in values] for key, values in seconds.items()}
 
-    growth = {name: by_length[LENGTHS[-1]][name] / by_length[LENGTHS[0]][name] for name in kept}
-    show(by_length, growth)
-    print(f"kept for backward, bytes per token of {LENGTHS[-1]}:")
-    for name, num_bytes in kept.items():
-        print(f"{name:>20} {num_bytes:9.0f}")
-    content: dict[str, Any] = {
-        "settings": vars(arguments),
-        "transformers": transformers.__version__,
-        "median_cpu_us_per_token": by_length,
-        "growth": growth,
-        "theirs_over_ours": {
-            name: {length: times[other] / times[name] for length, times in by_length.items()}
-            for name, other in PAIRS.items()
+    longest = arguments.lengths[-1]
+    result = Result(
+        tuple(
+            Measurement(f"{length} tokens", name, "us/token", tuple(values))
+            for (name, length), values in times.items()
+        ),
+        tuple(ratios(report.medians(times), arguments.lengths)),
+        settings=report.settings_of(arguments),
+        facts={
+            "kept_bytes_per_token": {
+                name: kept_bytes(forward) / longest for name, forward in sides[longest].items()
+            }
         },
-        "kept_bytes_per_token": kept,
-    }
-    print(report.write("gated_delta_net", content))
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

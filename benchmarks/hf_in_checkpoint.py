@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `hf/` costs in a checkpoint: saves with and without it, one after the other.
 
-    OMP_NUM_THREADS=1 python benchmarks/hf_in_checkpoint.py --write
+    python -m benchmarks.hf_in_checkpoint
 
 A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host memory (2.4 GB),
 ZeRO-3, digests on.
@@ -16,57 +16,52 @@ For each, in milliseconds and seconds:
     held      until the last group of the optimizer may be stepped again
     done      until the checkpoint is published
 
-Each number is the slowest rank's; variants run in an order drawn anew each round, and medians are
-printed with the smallest and the largest.
+Each number is the slowest rank's; variants run in an order drawn anew each round.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shutil
-import tempfile
+import statistics
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.helpers import report
-from benchmarks.helpers.models import swiglu_config
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.folders import add_folder_arguments, empty, temporary_folders
+from benchmarks.helpers.models import OFFLOADED, llama_config, on_meta, shard
+from benchmarks.helpers.ranks import Figures, on_own_ranks, slowest
+from benchmarks.helpers.result import Measurement, Ratio, Result
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.distributed import megatron_fsdp
-from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.lanes import Event
-from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import (
-    build_optimizer,
-    offloaded_modules,
-    plan_offload,
-)
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 
-NUM_RANKS = 2
-VOCABULARY = 50304
-MOST = 1.3  # times what a save without hf/ takes
-DTYPES = {"without": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-CPU = Device("cpu")
-OFFLOADED = OptimizerConfig(
-    optimizer_cpu_offload=True,
-    overlap_cpu_optimizer_d2h_h2d=True,
-    overlap_optimizer_with_forward=True,
+BENCHMARK = Benchmark(
+    name="hf_in_checkpoint",
+    question="A save on 2 ranks with weights for Hugging Face in it, against one without",
+    ranks=1,
+    full=("--rounds=7",),
+    quick=("--layers=3", "--hidden=512", "--vocabulary=8192", "--rounds=3"),
 )
-Figures = dict[str, float]
+
+NUM_RANKS = 2
+MOST = 1.3  # times what a save without hf/ takes
+WITHOUT = "without"
+DTYPES = {WITHOUT: None, "bf16": torch.bfloat16, "fp32": torch.float32}
+UNITS = {"blocks": "ms", "held": "s", "done": "s"}
+CPU = Device("cpu")
+Variant = tuple[str, str]  # where, and in which dtype
 
 
 class Bench:
@@ -74,22 +69,13 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, folders: dict[str, Path], rank: int) -> None:
         self.rank = rank
-        with torch.device("meta"):
-            self.model = GPTModel(swiglu_config(arguments.layers, arguments.hidden), VOCABULARY)
+        config = llama_config(arguments.layers, arguments.hidden)
+        self.model = on_meta(config, arguments.vocabulary)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        plan = plan_offload(self.model, OFFLOADED)
-        megatron_fsdp.shard_model(
-            self.model,
-            build_mesh("cpu", NUM_RANKS),
-            CPU,
-            DataParallelConfig(),
-            compute_dtype=torch.bfloat16,
-            reset_parameters=seeded_reset(self.model, torch.device("cpu"), 0),
-            offloaded=offloaded_modules(self.model, plan),
-        )
-        self.optimizer = build_optimizer(
-            self.model, OFFLOADED, 1e-4, NUM_RANKS, plan=plan
-        ).optimizer
+        mesh = build_mesh("cpu", NUM_RANKS)
+        built = shard(self.model, mesh, CPU, OFFLOADED, num_local_ranks=NUM_RANKS)
+        assert built is not None, "it was asked for"
+        self.optimizer = built.optimizer
         self.exports = {
             name: None if dtype is None else HfExport.of(self.model, dtype, FolderExtras())
             for name, dtype in DTYPES.items()
@@ -102,6 +88,7 @@ class Bench:
         self.iteration = 0
 
     def save(self, where: str, name: str) -> Figures:
+        """A save's figures; its files are removed."""
         self.iteration += 1
         contents = collect(self.model, self.optimizer, rank=self.rank, world_size=NUM_RANKS)
         # Instead of the optimizer, this waits until each group has been read.
@@ -120,93 +107,68 @@ class Bench:
             event.synchronize()
         found["held"] = time.perf_counter() - start
         self.managers[where].finish()
-        return {**found, "done": time.perf_counter() - start}
+        found["done"] = time.perf_counter() - start
+        empty(*self.folders.values())
+        return slowest(found)
 
-    def slowest(self, figures: Figures) -> Figures:
-        gathered: list[Any] = [None] * NUM_RANKS
-        dist.all_gather_object(gathered, figures)
-        if self.rank == 0:
-            for folder in self.folders.values():
-                for path in folder.iterdir():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            os.sync()
-        return {name: max(own[name] for own in gathered) for name in figures}
+    def close(self) -> None:
+        for manager in self.managers.values():
+            manager.close()
 
 
-def serve(
-    rank: int, arguments: argparse.Namespace, folders: dict[str, Path], results: Any, store: str
-) -> None:
-    """A rank's life."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, NUM_RANKS), rank=rank, world_size=NUM_RANKS
-    )
+class Found(NamedTuple):
+    """What one rank reports."""
+
+    rounds: dict[Variant, list[Figures]]
+    num_parameters: int
+
+
+def measure(rank: int, arguments: argparse.Namespace, folders: dict[str, Path]) -> Found:
+    """One rank's work. One round warms up."""
     bench = Bench(arguments, folders, rank)
-    variants = {
-        f"{where}, {name}": partial(bench.save, where, name) for where in folders for name in DTYPES
+    works = {
+        (where, name): partial(bench.save, where, name) for where in folders for name in DTYPES
     }
-    for variant in variants.values():
-        bench.slowest(variant())
-    figures: dict[str, list[Figures]] = {name: [] for name in variants}
-    for name in report.schedule(list(variants), arguments.rounds):
-        figures[name].append(bench.slowest(variants[name]()))
-
-    if rank == 0:
-        results.put((figures, bench.num_parameters))
-    for manager in bench.managers.values():
-        manager.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    rounds = report.interleaved(works, arguments.rounds, warm_up=1)
+    bench.close()
+    return Found(rounds, bench.num_parameters)
 
 
-def measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Figures]], int]:
-    """(figures by variant, number of parameters)."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with (
-        tempfile.TemporaryDirectory(dir=arguments.disk) as disk,
-        tempfile.TemporaryDirectory(dir=arguments.tmpfs) as memory,
-        tempfile.TemporaryDirectory() as meeting,
-    ):
-        folders = {"tmpfs": Path(memory), "disk": Path(disk)}
-        mp.spawn(serve, (arguments, folders, results, f"{meeting}/store"), nprocs=NUM_RANKS)
-        found: tuple[dict[str, list[Figures]], int] = results.get()
-    return found
+def ratios(rounds: dict[Variant, list[Figures]]) -> Iterator[Ratio]:
+    """Each dtype beside a save without."""
+
+    def median(where: str, name: str, kind: str) -> float:
+        return statistics.median(one[kind] for one in rounds[where, name])
+
+    for where, name in rounds:
+        for kind in UNITS if name != WITHOUT else ():
+            value = median(where, name, kind) / median(where, WITHOUT, kind)
+            yield Ratio(f"{where}, {kind}: {name} / {WITHOUT}", value, at_most=MOST)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures."""
+    parser = report.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--disk", default=None, help="a folder on disk; default: the temporary one")
-    parser.add_argument("--tmpfs", default="/dev/shm", help="a folder in memory")
-    parser.add_argument("--write", action="store_true", help="write the results")
-    arguments = parser.parse_args()
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    add_folder_arguments(parser)
+    arguments = parser.parse_args(argv)
 
-    figures, num_parameters = measure(arguments)
-    print(f"{num_parameters} parameters, {12 * num_parameters / 1e9:.2f} GB of weights and moments")
-    medians: dict[str, Figures] = {}
-    for name, rounds in figures.items():
-        columns = {kind: [each[kind] for each in rounds] for kind in rounds[0]}
-        medians[name] = report.medians(columns)
-        cells = (
-            f"{kind} {medians[name][kind]:7.3f} ({min(values):.3f} to {max(values):.3f})"
-            for kind, values in columns.items()
-        )
-        print(f"{name:>16}  {'  '.join(cells)}")
-
-    ratios = {}
-    for name, own in medians.items():
-        where, _, dtype = name.partition(", ")
-        for kind in own if dtype != "without" else ():
-            ratio = ratios[f"{name}, {kind}"] = own[kind] / medians[f"{where}, without"][kind]
-            missed = "" if ratio <= MOST else "  MISSED"
-            print(f"{name}, {kind}: {ratio:.2f} of without, <= {MOST:g}{missed}")
-
-    if arguments.write:
-        content = {"num_parameters": num_parameters, "num_ranks": NUM_RANKS, "figures": figures}
-        path = report.write("hf_in_checkpoint", {**content, "medians": medians, "ratios": ratios})
-        print(path)
+    with temporary_folders(arguments) as folders:
+        found = on_own_ranks(NUM_RANKS, measure, arguments, folders)
+    result = Result(
+        tuple(
+            Measurement(f"{where}, {kind}", name, unit, tuple(one[kind] for one in own))
+            for kind, unit in UNITS.items()
+            for (where, name), own in found.rounds.items()
+        ),
+        tuple(ratios(found.rounds)),
+        settings=report.settings_of(arguments),
+        facts={"parameters": found.num_parameters},
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

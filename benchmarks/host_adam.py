@@ -2,29 +2,31 @@
 """The host kernel's pass of AdamW beside the ways to do the same with torch, on flat arrays of one
 size.
 
-    OMP_NUM_THREADS=2 python benchmarks/host_adam.py
+    python -m benchmarks.host_adam --threads 2
 
 bf16 gradients, fp32 weights and moments unless the name says otherwise; every side gives the same
 threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
 their own. `skeleton` reads and writes what the side above it does, by the same code, without the
-arithmetic. All sides run interleaved, in an order drawn anew each round; prints medians, and the
-fastest rounds beside them: where the two are far apart, the machine was busy. `--write` keeps both
-in benchmarks/results.
+arithmetic. All sides run interleaved, in an order drawn anew each round. Where medians and fastest
+rounds are far apart, the machine was busy.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.helpers import report
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.result import NotRun, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.host_memory import HostSlab
+from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
@@ -34,8 +36,18 @@ try:
 except ImportError:
     DeepSpeedCPUAdam = None
 
+BENCHMARK = Benchmark(
+    name="host_adam",
+    question="The host kernel's pass of AdamW against torch's fused AdamW and DeepSpeed's CPU Adam",
+    ranks=1,
+    full=("--elements=67108864", "--rounds=21"),
+    quick=("--elements=4194304", "--rounds=5"),
+)
+
 STEP = AdamStep(10, lr=1e-4, weight_decay=0.01)
 NUM_TENSORS = 200
+ONE_PASS, SKELETON = "one pass", "skeleton"
+DEEPSPEED = "DeepSpeed CPUAdam, fp32 grad, no out"
 
 
 class Side(NamedTuple):
@@ -92,15 +104,15 @@ class Arrays:
 def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
     """The pass in all its forms, each with its skeleton."""
     forms = {
-        "one pass": (arrays.piece(), 28),
-        "one pass, out over grad": (arrays.piece(over_grad=True), 28),
-        "one pass, remainder": (arrays.piece(split=True), 26),
-        "one pass, bf16 moments": (arrays.piece(bf16_moments=True), 20),
-        "one pass, remainder, bf16 moments": (arrays.piece(split=True, bf16_moments=True), 18),
+        ONE_PASS: (arrays.piece(), 28),
+        f"{ONE_PASS}, out over grad": (arrays.piece(over_grad=True), 28),
+        f"{ONE_PASS}, remainder": (arrays.piece(split=True), 26),
+        f"{ONE_PASS}, bf16 moments": (arrays.piece(bf16_moments=True), 20),
+        f"{ONE_PASS}, remainder, bf16 moments": (arrays.piece(split=True, bf16_moments=True), 18),
     }
     sides = {}
     for name, (piece, num_bytes) in forms.items():
-        skeleton = name.replace("one pass", "skeleton")
+        skeleton = name.replace(ONE_PASS, SKELETON)
         sides[name] = Side(lambda piece=piece: kernel.run([piece]), num_bytes, skeleton)
         sides[skeleton] = Side(
             lambda piece=piece: kernel.submit([piece], touch=True).wait(), num_bytes
@@ -162,7 +174,7 @@ def torch_sides(arrays: Arrays) -> dict[str, Side]:
         parameter = torch.nn.Parameter(arrays.weight)
         parameter.grad = arrays.grad_fp32
         deepspeed = DeepSpeedCPUAdam([parameter], lr=STEP.lr, weight_decay=STEP.weight_decay)
-        sides["DeepSpeed CPUAdam, fp32 grad, no out"] = Side(deepspeed.step, 28)
+        sides[DEEPSPEED] = Side(deepspeed.step, 28)
     return sides
 
 
@@ -179,66 +191,58 @@ def ordinary_sides(numel: int) -> dict[str, Side]:
 
 
 def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round. Each runs twice before, untimed: first touches of memory are
-    slow.
-    """
-    for side in sides.values():
-        side.work()
-        side.work()
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for name in report.schedule(list(sides), num_rounds):
-        times[name].append(report.seconds(sides[name].work) * 1e3)
-    return times
+    """Milliseconds of each round. Two rounds warm up: first touches of memory are slow."""
+
+    def milliseconds(work: Callable[[], object]) -> float:
+        return report.seconds(work) * 1e3
+
+    works = {name: partial(milliseconds, side.work) for name, side in sides.items()}
+    return report.interleaved(works, num_rounds, warm_up=2)
 
 
-def show(title: str, sides: dict[str, Side], milliseconds: dict[str, float], numel: int) -> None:
-    """Prints a table."""
-    print(
-        f"{title:>64} {'B/el':>4} {'ms':>7} {'Gel/s':>6} {'GB/s':>6}  of its skeleton  of the one "
-        "pass's time"
-    )
+def ratios(sides: dict[str, Side], medians: dict[str, float]) -> Iterator[Ratio]:
+    """How near each form of the pass is to its memory pattern, and what others take beside it."""
     for name, side in sides.items():
-        time, rate = milliseconds[name], numel / milliseconds[name] / 1e6
-        ceiling = f"{milliseconds[side.skeleton] / time:.1%}" if side.skeleton else ""
-        columns = f"{side.num_bytes:4} {time:7.1f} {rate:6.2f} {rate * side.num_bytes:6.1f}"
-        print(f"{name:>64} {columns}  {ceiling:>15} {time / milliseconds['one pass']:22.2f}")
+        if side.skeleton:
+            value = medians[side.skeleton] / medians[name]
+            yield Ratio(f"{side.skeleton} / {name}", value)
+    for name in sides:
+        if not name.startswith((ONE_PASS, SKELETON)):
+            yield Ratio(f"{name} / {ONE_PASS}", medians[name] / medians[ONE_PASS])
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures."""
+    parser = report.parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=64 << 20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--body", default="auto")
+    parser.add_argument("--body", default="auto", help="of the host kernel")
     parser.add_argument(
         "--ordinary-pages", action="store_true", help="allocate as torch does, without huge pages"
     )
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
+
     kernel = HostAdam(arguments.threads, body=arguments.body)
     arrays = Arrays(arguments.elements, in_slabs=not arguments.ordinary_pages)
     sides = {**kernel_sides(kernel, arrays), **torch_sides(arrays)}
     if not arguments.ordinary_pages:
         sides |= ordinary_sides(arguments.elements)
     times = measure(sides, arguments.rounds)
-    medians, fastest = report.medians(times), {name: min(values) for name, values in times.items()}
-    print(f"{arguments.elements} elements, {arguments.threads} threads, {kernel.body}")
-    show("medians", sides, medians, arguments.elements)
-    show("fastest rounds", sides, fastest, arguments.elements)
-    if arguments.write:
-        content = {
-            "settings": vars(arguments),
+
+    result = Result(
+        measured(times, "ms"),
+        tuple(ratios(sides, report.medians(times))),
+        not_run=() if DeepSpeedCPUAdam else (NotRun(DEEPSPEED, "deepspeed is not installed"),),
+        settings=report.settings_of(arguments),
+        facts={
             "body": kernel.body,
-            "median_ms": medians,
-            "fastest_ms": fastest,
             "bytes_per_element": {name: side.num_bytes for name, side in sides.items()},
-        }
-        print(report.write("host_adam", content))
+        },
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,37 +2,45 @@
 """What long sequences cost, and what brings the cost down: the loss without logits, activations in
 host memory, recomputation, compiled layers, each alone and all together.
 
-    python benchmarks/long_context.py [--sequences 1024 2048 4096 8192]
+    python -m benchmarks.long_context --sequences 1024 2048 4096 8192
 
 Forward and backward of a Llama-shaped model in bf16, one row. All sides have the same weights and
-text, and their losses are compared. They run interleaved, in an order drawn anew each round. Prints
-medians and the peak of what torch allocates besides weights and gradients, with ratios to the plain
-side (the loss of F.cross_entropy, on logits), and writes them to benchmarks/results. On the CPU
-"host memory" is the machine's own memory, too: the copies cost what they cost, and the peak is that
-of what would be the device's.
+text, and their losses are compared. They run interleaved, in an order drawn anew each round. The
+peak is what torch allocates besides weights and gradients; ratios are to the plain side (the loss
+of F.cross_entropy, on logits). On the CPU "host memory" is the machine's own memory, too: the
+copies cost what they cost, and the peak is that of what would be the device's.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.helpers import report
-from benchmarks.helpers.llama import llama_config
+from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
+from benchmarks.helpers.models import SEED, llama_config
+from benchmarks.helpers.result import Measurement, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.local_ranks import num_usable_cores
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.model_loss import mean_of_all
 
-SEED = 0
+BENCHMARK = Benchmark(
+    name="long_context",
+    question="Time and memory of a long row: the fused loss, recomputation, activation offload and "
+    "compiled layers against none of them",
+    ranks=1,
+    full=("--sequences", "1024", "4096", "--rounds=3"),
+    quick=("--layers=1", "--vocabulary=8000", "--sequences", "512", "--rounds=3"),
+)
+
 LOSSES_DIFFER = 0.02  # at most, as shares of the loss, of sides that compute the same in bf16
 PLAIN = "F.cross_entropy"
 Step = Callable[[], float]
@@ -63,7 +71,8 @@ def build(arguments: argparse.Namespace, side: Side) -> GPTModel:
     """A model as this side has it, with gradients to add to."""
     torch.manual_seed(SEED)
     config = llama_config(
-        arguments,
+        arguments.layers,
+        arguments.hidden,
         ffn_hidden_size=arguments.ffn,
         recompute_granularity="full" if side.recomputes else None,
     )
@@ -99,57 +108,51 @@ def step_of(model: GPTModel, side: Side, arguments: argparse.Namespace, length: 
 
 def measure(
     models: dict[str, GPTModel], arguments: argparse.Namespace, length: int
-) -> dict[str, dict[str, float]]:
-    """Median seconds and peak bytes of each side, for rows of this length."""
+) -> tuple[tuple[Measurement, ...], tuple[Ratio, ...]]:
+    """Times and peaks of all sides, for rows of this length."""
     steps = {name: step_of(model, SIDES[name], arguments, length) for name, model in models.items()}
     # Warm, and compiled.
     losses = {name: step() for name, step in steps.items()}
     for name, loss in losses.items():
         assert abs(loss / losses[PLAIN] - 1) < LOSSES_DIFFER, (name, losses)
 
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for name in report.schedule(list(steps), arguments.rounds, seed=SEED):
-        begun = time.perf_counter()
-        steps[name]()
-        seconds[name].append(time.perf_counter() - begun)
-    return {
-        name: {
-            "seconds": statistics.median(seconds[name]),
-            "peak_bytes": peak_bytes(step),
-            "loss": losses[name],
-        }
-        for name, step in steps.items()
-    }
+    works = {name: partial(report.seconds, step) for name, step in steps.items()}
+    times = report.interleaved(works, arguments.rounds, seed=SEED)
+    peaks = {name: [peak_bytes(step) / 2**20] for name, step in steps.items()}
 
-
-def main() -> None:
-    """Measures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    group = f"{length} tokens"
+    figures = {"time": report.medians(times), "peak": report.medians(peaks)}
+    ratios = (
+        Ratio(f"{group}: {what}, {name} / {PLAIN}", found[name] / found[PLAIN])
+        for what, found in figures.items()
+        for name in steps
+        if name != PLAIN
     )
+    return (*measured(times, "s", group), *measured(peaks, "MiB", group)), tuple(ratios)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures."""
+    parser = report.parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ffn", type=int, default=704, help="width inside the MLP")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--rounds", type=int, default=3, help="that are counted")
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gib", type=float, default=4.0, help="host memory for activations")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
 
     models = {name: build(arguments, side) for name, side in SIDES.items()}
-    found: dict[str, Any] = {}
-    for length in arguments.sequences:
-        found[str(length)] = measure(models, arguments, length)
-        plain = found[str(length)][PLAIN]
-        for name, one in found[str(length)].items():
-            print(
-                f"{length:6} {name:20} {one['seconds']:7.2f} s"
-                f" {one['peak_bytes'] / 2**20:8.0f} MiB,"
-                f" {one['seconds'] / plain['seconds']:5.2f} x the time,"
-                f" {one['peak_bytes'] / plain['peak_bytes']:5.2f} x the peak",
-                flush=True,
-            )
-    print(report.write("long_context", {"settings": vars(arguments), "found": found}))
+    found = [measure(models, arguments, length) for length in arguments.sequences]
+    result = Result(
+        tuple(one for sides, _ in found for one in sides),
+        tuple(ratio for _, ratios in found for ratio in ratios),
+        settings=report.settings_of(arguments),
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,18 @@
 """Training steps of a mixture of experts: ours, and the same model as its user writes it in plain
 PyTorch, a loop over all experts, under PyTorch FSDP2.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/moe_step.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.moe_step
 
 Both have the same weights, ZeRO-3 and fused AdamW; in the plain one each expert is a module with
 linear layers of its own. Then ours with few and with many experts, of which each token has as many,
 of one size: a token costs as much arithmetic, and only the parameters grow. All sides run
-interleaved in one process group, in an order drawn anew each round. Prints medians, the ratio of
-tokens a second and the growth, and writes them to benchmarks/results.
+interleaved in one process group, in an order drawn anew each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,20 +21,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.helpers import report
-from benchmarks.helpers.llama import llama_config
-from benchmarks.helpers.steps import SEED, Side, batch_of, measure
-from megatron.core.device import Device, DeviceConfig
-from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.distributed.config import DataParallelConfig
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import SEED, llama_config, on_meta, shard
+from benchmarks.helpers.ranks import launched
+from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from benchmarks.helpers.steps import Side, batch_of, measure
+from megatron.core.device import Device
+from megatron.core.distributed import torch_fsdp2
 from megatron.core.distributed.fsdp import fully_shard_optimizer
 from megatron.core.dtypes import DTYPES
-from megatron.core.materialize import materialize, seeded_reset
+from megatron.core.materialize import materialize
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
 from megatron.core.transformer.moe_layer import MoELayer
-from megatron.training.launch import Launch
+
+BENCHMARK = Benchmark(
+    name="moe_step",
+    question="A step of a mixture of experts against a loop over experts under PyTorch FSDP2, "
+    "and its growth with the number of experts",
+    ranks=2,
+    full=("--rounds=7",),
+    quick=(
+        "--layers=1",
+        "--compared-micro-batches=2",
+        "--grown-experts",
+        "8",
+        "64",
+        "--growth-micro-batch=4",
+        "--rounds=5",
+    ),
+)
+
+OURS, PLAIN = "ours", "plain PyTorch"
 
 
 class PlainExpert(nn.Module):
@@ -88,32 +106,33 @@ class PlainMixture(nn.Module):
 def model_of(arguments: argparse.Namespace, num_experts: int) -> GPTModel:
     """A GPT whose layers all have experts, without memory."""
     config = llama_config(
-        arguments,
+        arguments.layers,
+        arguments.hidden,
         num_experts=num_experts,
         moe_router_topk=arguments.top_k,
         moe_ffn_hidden_size=arguments.expert_size,
     )
-    with torch.device("meta"):
-        return GPTModel(config, arguments.vocabulary)
+    return on_meta(config, arguments.vocabulary)
 
 
-def ours(arguments: argparse.Namespace, num_experts: int, device: Device) -> Side:
+def build_ours(arguments: argparse.Namespace, num_experts: int, device: Device) -> Side:
     """Our model under our engine."""
     model = model_of(arguments, num_experts)
-    megatron_fsdp.shard_model(
+    num_ranks = dist.get_world_size()
+    shard(
         model,
-        build_mesh(device.kind, dist.get_world_size()),
+        build_mesh(device.kind, num_ranks),
         device,
-        DataParallelConfig(),
+        None,
+        num_local_ranks=num_ranks,
         compute_dtype=DTYPES[arguments.dtype],
-        reset_parameters=seeded_reset(model, device.torch_device, SEED),
     )
     optimizer = build_torch_optimizer(model, OptimizerConfig(), 1e-4)
     fully_shard_optimizer(optimizer)
     return Side(model, optimizer)
 
 
-def plain(arguments: argparse.Namespace, num_experts: int, device: Device) -> Side:
+def build_plain(arguments: argparse.Namespace, num_experts: int, device: Device) -> Side:
     """The plain model under FSDP2, with the weights with which ours begins."""
     model = model_of(arguments, num_experts)
     materialize(model, device.torch_device, SEED)
@@ -128,75 +147,61 @@ def plain(arguments: argparse.Namespace, num_experts: int, device: Device) -> Si
     return Side(model, build_torch_optimizer(model, OptimizerConfig(), 1e-4))
 
 
-def compare(arguments: argparse.Namespace, device: Device, rank: int) -> dict[str, Any]:
-    """Ours and the plain model, of the same number of experts, by tokens in a rank's microbatch."""
+def batch_for(
+    arguments: argparse.Namespace, micro_batch: int, rank: int, device: Device
+) -> tuple[Tensor, Tensor]:
+    """A rank's batch of so many rows."""
+    sized = argparse.Namespace(**{**vars(arguments), "micro_batch": micro_batch})
+    return batch_of(sized, rank, device)
+
+
+def compare(
+    arguments: argparse.Namespace, micro_batch: int, rank: int, device: Device
+) -> tuple[tuple[Measurement, ...], Ratio]:
+    """Ours and the plain model, of the same number of experts."""
     count = arguments.compared_experts
-    found = {}
-    for micro_batch in arguments.compared_micro_batches:
-        sides = {
-            "ours": ours(arguments, count, device),
-            "plain": plain(arguments, count, device),
-        }
-        arguments.micro_batch = micro_batch
-        times, losses = measure(sides, batch_of(arguments, rank, device), arguments.rounds)
-        # Of the first step, or the sides would not compute the same.
-        torch.testing.assert_close(losses["ours"][0], losses["plain"][0], rtol=1e-3, atol=0)
-        medians = report.medians(times)
-        tokens = micro_batch * arguments.sequence
-        found[tokens] = {
-            "median_ms": medians,
-            "tokens_per_second": {
-                name: tokens * dist.get_world_size() / value * 1e3
-                for name, value in medians.items()
-            },
-            "ratio_to_plain": medians["plain"] / medians["ours"],
-            "last_losses": {name: values[-1] for name, values in losses.items()},
-        }
-    return found
-
-
-def grow(arguments: argparse.Namespace, device: Device, rank: int) -> dict[str, Any]:
-    """Ours by the number of experts: microseconds for each token of a rank."""
-    arguments.micro_batch = arguments.growth_micro_batch
-    sides = {str(count): ours(arguments, count, device) for count in arguments.grown_experts}
-    times, _ = measure(sides, batch_of(arguments, rank, device), arguments.rounds)
-    tokens = arguments.micro_batch * arguments.sequence
-    per_token = {count: ms * 1e3 / tokens for count, ms in report.medians(times).items()}
-    fewest = min(per_token.values())
-    return {
-        "tokens_of_a_rank": tokens,
-        "parameters": {
-            count: sum(parameter.numel() for parameter in side.model.parameters())
-            for count, side in sides.items()
-        },
-        "us_per_token": per_token,
-        "growth": {
-            count: value / per_token[str(arguments.grown_experts[0])]
-            for count, value in per_token.items()
-        },
-        "of_the_quickest": {count: value / fewest for count, value in per_token.items()},
+    sides = {
+        OURS: build_ours(arguments, count, device),
+        PLAIN: build_plain(arguments, count, device),
     }
+    batch = batch_for(arguments, micro_batch, rank, device)
+    steps = measure(sides, batch, arguments.rounds)
+    # Of the first step, or the sides would not compute the same.
+    torch.testing.assert_close(steps.losses[OURS][0], steps.losses[PLAIN][0], rtol=1e-3, atol=0)
+
+    group = f"{micro_batch * arguments.sequence} tokens a rank"
+    medians = report.medians(steps.milliseconds)
+    ratio = Ratio(f"{group}: tokens/s, ours / plain", medians[PLAIN] / medians[OURS])
+    return measured(steps.milliseconds, "ms", group), ratio
 
 
-def show(compared: dict[str, Any], grown: dict[str, Any]) -> None:
-    """Prints both tables."""
-    for tokens, found in compared.items():
-        rates = ", ".join(f"{n} {rate:.0f}" for n, rate in found["tokens_per_second"].items())
-        print(f"{tokens:6} tokens a rank, tokens/s: {rates}; ratio {found['ratio_to_plain']:.2f}")
-    print(f"{grown['tokens_of_a_rank']} tokens a rank, by the number of experts:")
-    for count, per_token in grown["us_per_token"].items():
-        millions = grown["parameters"][count] / 1e6
-        print(
-            f"{count:>6} experts, {millions:6.1f}M parameters: {per_token:7.2f} us a token, "
-            f"{grown['growth'][count]:.2f} of the first"
-        )
+def grow(
+    arguments: argparse.Namespace, rank: int, device: Device
+) -> tuple[tuple[Measurement, ...], tuple[Ratio, ...], dict[str, int]]:
+    """Ours by the number of experts: steps, their growth from the fewest experts on, and the
+    parameters of each.
+    """
+    counts = {f"{count} experts": count for count in arguments.grown_experts}
+    sides = {name: build_ours(arguments, count, device) for name, count in counts.items()}
+    batch = batch_for(arguments, arguments.growth_micro_batch, rank, device)
+    times = measure(sides, batch, arguments.rounds).milliseconds
 
-
-def main() -> None:
-    """Measures; rank 0 reports."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    group = f"growth, {arguments.growth_micro_batch * arguments.sequence} tokens a rank"
+    medians = report.medians(times)
+    fewest, *others = medians
+    ratios = (
+        Ratio(f"{group}: {name} / {fewest}", medians[name] / medians[fewest]) for name in others
     )
+    parameters = {
+        name: sum(parameter.numel() for parameter in side.model.parameters())
+        for name, side in sides.items()
+    }
+    return measured(times, "ms", group), tuple(ratios), parameters
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures; rank 0 reports."""
+    parser = report.parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--expert-size", type=int, default=128)
@@ -208,28 +213,23 @@ def main() -> None:
     parser.add_argument("--compared-micro-batches", type=int, nargs="+", default=[2, 4, 16])
     parser.add_argument("--grown-experts", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--growth-micro-batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=12)
-    arguments = parser.parse_args()
-    settings = dict(vars(arguments))
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args(argv)
 
-    launch = Launch.from_environment()
-    device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
-    dist.init_process_group(device.collective_backend)
-    compared = compare(arguments, device, launch.rank)
-    grown = grow(arguments, device, launch.rank)
+    with launched() as (launch, device):
+        compared = [
+            compare(arguments, micro_batch, launch.rank, device)
+            for micro_batch in arguments.compared_micro_batches
+        ]
+        grown, growth, parameters = grow(arguments, launch.rank, device)
     if launch.rank == 0:
-        show(compared, grown)
-        content = {
-            "device": device.description,
-            "ranks": launch.world_size,
-            # More than the ranks' own means that other programs took part of the machine.
-            "load_average_15_minutes": os.getloadavg()[2],
-            "settings": settings,
-            "compared": compared,
-            "grown": grown,
-        }
-        print(report.write("moe_step", content))
-    dist.destroy_process_group()
+        result = Result(
+            (*(one for sides, _ in compared for one in sides), *grown),
+            (*(ratio for _, ratio in compared), *growth),
+            settings=report.settings_of(arguments),
+            facts={"device": device.description, "parameters": parameters},
+        )
+        report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

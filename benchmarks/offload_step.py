@@ -2,7 +2,7 @@
 """Training steps with the optimizer in host memory, without it, and with what others offer, on the
 same GPT.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/offload_step.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.offload_step
 
 bf16 compute, fp32 main weights, bf16 gradients, ZeRO-3, AdamW. All sides run interleaved in one
 process group, in an order drawn anew each round:
@@ -14,55 +14,62 @@ process group, in an order drawn anew each round:
     FSDP2 offloaded     PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
     no optimizer        forward and backward of our engine alone
 
-Prints medians, the floor below which no offloaded step can be, the larger of the host's pass and
-the transfers, and how much of what offloading adds is hidden. Writes benchmarks/results.
+Its facts have the floor below which no offloaded step can be: the larger of the host's pass and the
+transfers, each measured alone.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.helpers import report
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import OFFLOADED, SEED, shard
+from benchmarks.helpers.ranks import launched
+from benchmarks.helpers.result import Ratio, Result, measured
 from benchmarks.helpers.steps import (
-    SEED,
     Side,
-    Stopwatch,
     add_model_arguments,
     batch_of,
+    mean_parts,
     measure,
     model_on_meta,
 )
-from megatron.core.device import Device, DeviceConfig
-from megatron.core.distributed import megatron_fsdp
+from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
-from megatron.core.materialize import materialize, seeded_reset
+from megatron.core.materialize import materialize
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import (
-    build_optimizer,
-    offloaded_modules,
-    plan_offload,
-)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.training.launch import Launch
 
-IN_ORDER = OptimizerConfig(optimizer_cpu_offload=True)
-OVERLAPPED = OptimizerConfig(
-    optimizer_cpu_offload=True,
-    overlap_cpu_optimizer_d2h_h2d=True,
-    overlap_optimizer_with_forward=True,
+BENCHMARK = Benchmark(
+    name="offload_step",
+    question="A step with the optimizer in host memory against FSDP2 with CPUOffloadPolicy, "
+    "and against everything on the device",
+    ranks=2,
+    full=("--micro-batch=1", "--sequence=64", "--rounds=20"),
+    quick=("--layers=4", "--hidden=256", "--micro-batch=1", "--sequence=64", "--rounds=5"),
 )
+
+NO_OPTIMIZER, DEVICE, IN_ORDER, OVERLAPPED = "no optimizer", "device", "in order", "overlapped"
+FSDP2 = "FSDP2 offloaded"
+OUR_OPTIMIZERS = {
+    NO_OPTIMIZER: None,
+    DEVICE: OptimizerConfig(),
+    IN_ORDER: OptimizerConfig(optimizer_cpu_offload=True),
+    OVERLAPPED: OFFLOADED,
+}
 
 
 def build_ours(
@@ -74,19 +81,15 @@ def build_ours(
 ) -> Side:
     """Our engine, with the optimizer of `config` or none."""
     model = model_on_meta(arguments)
-    plan = plan_offload(model, config or OptimizerConfig())
-    megatron_fsdp.shard_model(
+    optimizer = shard(
         model,
         mesh,
         device,
-        DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
-        compute_dtype=torch.bfloat16,
-        reset_parameters=seeded_reset(model, device.torch_device, SEED),
-        offloaded=offloaded_modules(model, plan),
+        config,
+        num_local_ranks=num_local_ranks,
+        data_parallel=DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
     )
-    if config is None:
-        return Side(model, None)
-    return Side(model, build_optimizer(model, config, 1e-4, num_local_ranks, plan=plan).optimizer)
+    return Side(model, optimizer and optimizer.optimizer)
 
 
 def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh) -> Side:
@@ -99,6 +102,7 @@ def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh)
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_host_memory),
     }
+
     for unit in sharding_units(model):
         torch_fully_shard(unit, **policy)
     torch_fully_shard(model, reshard_after_forward=False, **policy)
@@ -106,104 +110,62 @@ def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh)
     return Side(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.kind == "cuda"))
 
 
-def break_down(
-    side: Side, batch: tuple[torch.Tensor, torch.Tensor], num_steps: int
-) -> dict[str, float]:
+def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """Mean milliseconds a step of the host's pass and of the two transfers, each alone: for the
     side `in order`.
     """
-    watch = Stopwatch()
-    wrapped = [
-        watch.wrap(HostAdam, "run", "host pass"),
-        watch.wrap(FsdpBucket, "fetch", "gradients down"),
-        watch.wrap(FsdpBucket, "send", "weights up"),
+    parts = [
+        (HostAdam, "run", "host pass"),
+        (FsdpBucket, "fetch", "gradients down"),
+        (FsdpBucket, "send", "weights up"),
     ]
-    dist.barrier()
-    for _ in range(num_steps):
-        side.step(*batch)
-    for undo in wrapped:
-        undo()
-    return {name: total / num_steps for name, total in watch.totals.items()}
+    return mean_parts(side, batch, 5, parts)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures; rank 0 reports."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser_of(__doc__)
     add_model_arguments(parser)
-    arguments = parser.parse_args()
-    launch = Launch.from_environment()
-    device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
-    dist.init_process_group(device.collective_backend)
-    mesh = build_mesh(device.kind, launch.world_size)
-    ours = {
-        "no optimizer": None,
-        "device": OptimizerConfig(),
-        "in order": IN_ORDER,
-        "overlapped": OVERLAPPED,
-    }
-    sides = {
-        name: build_ours(arguments, device, mesh, config, launch.local_world_size)
-        for name, config in ours.items()
-    }
-    sides["FSDP2 offloaded"] = build_fsdp2(arguments, device, mesh)
-    batch = batch_of(arguments, launch.rank, device)
-    times, losses = measure(sides, batch, arguments.rounds)
-    parts = break_down(sides["in order"], batch, num_steps=5)
+    arguments = parser.parse_args(argv)
+
+    with launched() as (launch, device):
+        mesh = build_mesh(device.kind, launch.world_size)
+        sides = {
+            name: build_ours(arguments, device, mesh, config, launch.local_world_size)
+            for name, config in OUR_OPTIMIZERS.items()
+        }
+        sides[FSDP2] = build_fsdp2(arguments, device, mesh)
+        batch = batch_of(arguments, launch.rank, device)
+        steps = measure(sides, batch, arguments.rounds)
+        parts = break_down(sides[IN_ORDER], batch)
     if launch.rank == 0:
-        report_all(arguments, launch, device, sides, report.medians(times), parts, losses)
-    dist.destroy_process_group()
+        optimizer = sides[OVERLAPPED].optimizer
+        assert isinstance(optimizer, HybridDeviceOptimizer), "as it was built"
+        result = Result(
+            measured(steps.milliseconds, "ms"),
+            ratios(report.medians(steps.milliseconds)),
+            settings=report.settings_of(arguments),
+            facts={
+                "device": device.description,
+                "parameters": optimizer.plan.total_numel,
+                "host_bytes_per_rank": optimizer.host_bytes,
+                "parts_in_order_ms": parts,
+                "floor_ms": max(parts["host pass"], parts["gradients down"], parts["weights up"]),
+                "last_losses": {name: own[-1] for name, own in steps.losses.items()},
+            },
+        )
+        report.hand_over(result, arguments.output)
 
 
-def report_all(
-    arguments: argparse.Namespace,
-    launch: Launch,
-    device: Device,
-    sides: dict[str, Side],
-    medians: dict[str, float],
-    parts: dict[str, float],
-    losses: dict[str, list[float]],
-) -> None:
-    """Prints, and writes the result."""
-    floor = max(parts["host pass"], parts["gradients down"], parts["weights up"])
-    added = medians["in order"] - medians["no optimizer"]
-    hidden = (medians["in order"] - medians["overlapped"]) / added
-    optimizer = sides["overlapped"].optimizer
-    assert isinstance(optimizer, HybridDeviceOptimizer), "as it was built"
-    for name, milliseconds in medians.items():
-        print(f"{name:>16} {milliseconds:8.1f} ms a step")
-    print(
-        ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
-        + f"; the floor is {floor:.1f} ms"
+def ratios(medians: dict[str, float]) -> tuple[Ratio, ...]:
+    """What offloading costs, and how much of that is hidden."""
+    added = medians[IN_ORDER] - medians[NO_OPTIMIZER]
+    hidden = medians[IN_ORDER] - medians[OVERLAPPED]
+    return (
+        Ratio(f"{FSDP2} / {OVERLAPPED}", medians[FSDP2] / medians[OVERLAPPED]),
+        Ratio(f"{OVERLAPPED} / {DEVICE}", medians[OVERLAPPED] / medians[DEVICE]),
+        Ratio("share of what offloading adds that is hidden", hidden / added),
     )
-    print(
-        f"offloading in order adds {added:.1f} ms to forward and backward, of which {hidden:.0%} "
-        "are hidden"
-    )
-    print(
-        "FSDP2 offloaded over ours overlapped: "
-        f"{medians['FSDP2 offloaded'] / medians['overlapped']:.2f}x"
-    )
-    print(f"overlapped over device: {medians['overlapped'] / medians['device']:.2f}x")
-    print(
-        "last losses: " + ", ".join(f"{name} {values[-1]:.6f}" for name, values in losses.items())
-    )
-    content = {
-        "device": device.description,
-        "ranks": launch.world_size,
-        "parameters": optimizer.plan.total_numel,
-        "host_bytes_per_rank": optimizer.host_bytes,
-        "settings": vars(arguments),
-        "median_ms": medians,
-        "parts_ms": parts,
-        "floor_ms": floor,
-        "hidden_share": hidden,
-        "ratio_to_fsdp2_offloaded": medians["FSDP2 offloaded"] / medians["overlapped"],
-        "ratio_to_device": medians["overlapped"] / medians["device"],
-        "last_losses": {name: values[-1] for name, values in losses.items()},
-    }
-    print(report.write("offload_step", content))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 """What training here costs beyond a plain PyTorch loop: transformers' Llama with fused AdamW, in
 DDP where there are several ranks.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 benchmarks/plain_loop.py
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/plain_loop.py
+    python -m benchmarks.plain_loop --ranks 1 2
 
 Both models have the same shape and the same first weights. Ours trains by its engine (`no_shard`,
 fp32 main weights, gradient norm and all that a run does); theirs by fp32 weights under autocast in
 bf16, or in fp32. "model alone" is forward and backward in the compute dtype, without an optimizer.
-All sides run interleaved in one process group, in an order drawn anew each round. Prints medians of
-the CPU time of rank 0, all of its threads together, and of the time by the clock, with ratios to
-the plain side, and writes them to benchmarks/results.
+Both sides run interleaved in one process group, in an order drawn anew each round. "ms" is by the
+clock, "CPU ms" the time of all threads of rank 0.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.helpers import report
-from benchmarks.helpers.llama import llama_config
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import SEED, llama_config
+from benchmarks.helpers.ranks import on_own_ranks
+from benchmarks.helpers.result import Measurement, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
@@ -39,15 +41,32 @@ from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.engines import EngineConfig, MegatronEngine
 from megatron.training.model_loss import mean_of_all
 
-SEED, LR, WARM_UP = 0, 1e-4, 3
-OURS, PLAIN = "ours", "plain"
+BENCHMARK = Benchmark(
+    name="plain_loop",
+    question="A step of ours against transformers' Llama in a plain PyTorch loop, on 1 and 2 ranks",
+    ranks=1,
+    full=("--rounds=9",),
+    quick=("--layers=2", "--vocabulary=8000", "--dtypes=bfloat16", "--rounds=5"),
+)
+
+LR, WARM_UP = 1e-4, 2
+OURS, PLAIN = "ours", "plain PyTorch"
 LOSSES_DIFFER = 0.02  # at most; bf16 rounds losses of 10 in steps of 0.06, but these are of fp32
 Step = Callable[[], float]
 
 
+class Comparison(NamedTuple):
+    """Ours beside the plain loop."""
+
+    measurements: tuple[Measurement, ...]
+    ratios: tuple[Ratio, ...]
+
+
 def our_model(arguments: argparse.Namespace) -> GPTModel:
     """A Llama."""
-    config = llama_config(arguments, ffn_hidden_size=arguments.ffn, norm_epsilon=1e-6)
+    config = llama_config(
+        arguments.layers, arguments.hidden, ffn_hidden_size=arguments.ffn, norm_epsilon=1e-6
+    )
     return GPTModel(config, arguments.vocabulary)
 
 
@@ -158,29 +177,27 @@ def _alone(model: nn.Module, forward: Callable[[], Tensor]) -> Step:
     return step
 
 
-def measure(sides: dict[str, Step], num_rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each side's steps: of the processor, and by the clock. The losses of
-    the first steps show that both compute the same.
-    """
-    times: dict[str, dict[str, list[float]]] = {
-        name: {"cpu_ms": [], "clock_ms": []} for name in sides
-    }
-    first_losses: dict[str, float] = {}
-    schedule = report.schedule(list(sides), num_rounds + WARM_UP, seed=SEED)
-    for number, name in enumerate(schedule):
-        dist.barrier()
-        begun, used = time.perf_counter(), time.process_time()
-        loss = sides[name]()
-        elapsed, spent = time.perf_counter() - begun, time.process_time() - used
-        if number >= WARM_UP * len(sides):
-            times[name]["cpu_ms"].append(spent * 1e3)
-            times[name]["clock_ms"].append(elapsed * 1e3)
-        first_losses.setdefault(name, mean_over_ranks(loss))
-    assert abs(first_losses[OURS] - first_losses[PLAIN]) < LOSSES_DIFFER, first_losses
-    return {
-        name: {"first_loss": first_losses[name], **report.medians(values)}
-        for name, values in times.items()
-    }
+def timed(step: Step) -> tuple[float, float]:
+    """(milliseconds of CPU time, milliseconds by the clock) of a step."""
+    dist.barrier()
+    begun, used = time.perf_counter(), time.process_time()
+    step()
+    return (time.process_time() - used) * 1e3, (time.perf_counter() - begun) * 1e3
+
+
+def measure(sides: dict[str, Step], group: str, num_rounds: int) -> Comparison:
+    """Both sides' steps."""
+    losses = {name: mean_over_ranks(step()) for name, step in sides.items()}
+    assert abs(losses[OURS] - losses[PLAIN]) < LOSSES_DIFFER, losses
+
+    works = {name: partial(timed, step) for name, step in sides.items()}
+    pairs = report.interleaved(works, num_rounds, warm_up=WARM_UP, seed=SEED)
+    cpu, clock = ({name: [one[i] for one in own] for name, own in pairs.items()} for i in (0, 1))
+    ratios = (
+        Ratio(f"{group}: {unit}, {OURS} / {PLAIN}", medians[OURS] / medians[PLAIN])
+        for unit, medians in (("CPU ms", report.medians(cpu)), ("ms", report.medians(clock)))
+    )
+    return Comparison((*measured(cpu, "CPU ms", group), *measured(clock, "ms", group)), (*ratios,))
 
 
 def mean_over_ranks(loss: float) -> float:
@@ -190,58 +207,49 @@ def mean_over_ranks(loss: float) -> float:
     return total.item() / dist.get_world_size()
 
 
-def main() -> None:
+def compare(rank: int, arguments: argparse.Namespace) -> list[Comparison]:
+    """All comparisons on these ranks."""
+    num_ranks, found = dist.get_world_size(), []
+    for name in arguments.dtypes:
+        dtype, batch = getattr(torch, name), batch_of(arguments, rank)
+        where = f"{name}, {num_ranks} rank{'s' * (num_ranks > 1)}"
+        for kind, build_ours, build_plain in (
+            ("training", ours, plain),
+            ("model alone", our_model_alone, their_model_alone),
+        ):
+            sides = {
+                OURS: build_ours(arguments, dtype, batch),
+                PLAIN: build_plain(arguments, dtype, batch),
+            }
+            found.append(measure(sides, f"{kind}, {where}", arguments.rounds))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--ffn", type=int, default=1024, help="width inside the MLP")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15, help="that are counted")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
-    dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
-    for name in arguments.dtypes:
-        dtype, batch = getattr(torch, name), batch_of(arguments, rank)
-        found[name] = {
-            "training": measure(
-                {
-                    OURS: ours(arguments, dtype, batch),
-                    PLAIN: plain(arguments, dtype, batch),
-                },
-                arguments.rounds,
-            ),
-            "model alone": measure(
-                {
-                    OURS: our_model_alone(arguments, dtype, batch),
-                    PLAIN: their_model_alone(arguments, dtype, batch),
-                },
-                arguments.rounds,
-            ),
-        }
-    if rank == 0:
-        show(found)
-        content = {"settings": vars(arguments), "ranks": dist.get_world_size(), "found": found}
-        print(report.write(f"plain_loop_{dist.get_world_size()}_ranks", content))
-    dist.destroy_process_group()
-
-
-def show(found: dict[str, Any]) -> None:
-    """Prints the table."""
-    for dtype, by_kind in found.items():
-        for kind, sides in by_kind.items():
-            for unit in ("cpu_ms", "clock_ms"):
-                mine, theirs = sides[OURS][unit], sides[PLAIN][unit]
-                print(
-                    f"{dtype:>9} {kind:>12} {unit:>9}: ours {mine:8.1f}, plain {theirs:8.1f}, "
-                    f"ratio {mine / theirs:.3f}"
-                )
+    found = [
+        comparison
+        for num_ranks in arguments.ranks
+        for comparison in on_own_ranks(num_ranks, compare, arguments)
+    ]
+    result = Result(
+        tuple(one for comparison in found for one in comparison.measurements),
+        tuple(ratio for comparison in found for ratio in comparison.ratios),
+        settings=report.settings_of(arguments),
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """How long Python takes between reading the gradients' norm and handing over the first work of the
 optimizer's step.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_planning.py --layers 24 --hidden 128
+    python -m benchmarks.step_planning --layers 24 --hidden 64
 
 A device stands still for that long. One rank, our engine, AdamW on the device and offloaded; each
 with the step planned before the norm is read, as the training loop does, and planned after it.
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,30 +24,43 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.helpers import report
-from benchmarks.helpers.steps import SEED, add_model_arguments, batch_of, model_on_meta
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import OFFLOADED, SEED, shard
+from benchmarks.helpers.result import Measurement, Ratio, Result
+from benchmarks.helpers.steps import add_model_arguments, batch_of, model_on_meta
 from megatron.core.device import Device
-from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.lanes import ThreadLane
-from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import (
-    DistributedOptimizer,
-    build_optimizer,
-    offloaded_modules,
-    plan_offload,
-)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 
-CONFIGS = {
-    "device": OptimizerConfig(),
-    "offloaded": OptimizerConfig(
-        optimizer_cpu_offload=True,
-        overlap_cpu_optimizer_d2h_h2d=True,
-        overlap_optimizer_with_forward=True,
+BENCHMARK = Benchmark(
+    name="step_planning",
+    question="Python between the gradients' norm and the optimizer's first work, "
+    "planned before the norm against planned after it",
+    ranks=1,
+    full=(
+        "--layers=24",
+        "--hidden=64",
+        "--vocabulary=256",
+        "--micro-batch=1",
+        "--sequence=16",
+        "--rounds=31",
     ),
-}
+    quick=(
+        "--layers=8",
+        "--hidden=64",
+        "--vocabulary=256",
+        "--micro-batch=1",
+        "--sequence=16",
+        "--rounds=7",
+    ),
+)
+
+BEFORE, AFTER = "planned before", "planned after"
+CONFIGS = {"device": OptimizerConfig(), "offloaded": OFFLOADED}
 
 
 class FirstLaunch:
@@ -74,67 +89,75 @@ def build(
     arguments: argparse.Namespace, config: OptimizerConfig
 ) -> tuple[nn.Module, DistributedOptimizer]:
     """A sharded GPT on one rank, and its optimizer."""
-    model, device = model_on_meta(arguments), Device("cpu")
-    plan = plan_offload(model, config)
-    megatron_fsdp.shard_model(
+    model = model_on_meta(arguments)
+    optimizer = shard(
         model,
         build_mesh("cpu", 1),
-        device,
-        DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
-        compute_dtype=torch.bfloat16,
-        reset_parameters=seeded_reset(model, device.torch_device, SEED),
-        offloaded=offloaded_modules(model, plan),
+        Device("cpu"),
+        config,
+        num_local_ranks=1,
+        data_parallel=DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
     )
-    return model, build_optimizer(model, config, 1e-4, 1, plan=plan)
+    assert optimizer is not None, "it was asked for"
+    return model, optimizer
 
 
-def main() -> None:
+def milliseconds_until_first_work(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    launch: FirstLaunch,
+    when: str,
+) -> float:
+    """One step, planned before or after the norm is read."""
+    model(*batch).mean().backward()
+    norm = optimizer.grad_norm()
+    planned = optimizer.plan_step() if when == BEFORE else None
+    grad_norm = float(norm)
+
+    launch.reset()
+    start = time.perf_counter()
+    optimizer.step(grad_norm, planned)
+    assert launch.seconds is not None, "every step hands work over"
+    elapsed = launch.seconds - start
+
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    return elapsed * 1e3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser_of(__doc__)
     add_model_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sides = {name: build(arguments, config) for name, config in CONFIGS.items()}
+    built = {name: build(arguments, config) for name, config in CONFIGS.items()}
     batch = batch_of(arguments, 0, Device("cpu"))
     launch = FirstLaunch()
-    names = [f"{side}, planned {when}" for side in sides for when in ("before", "after")]
-    times: dict[str, list[float]] = {name: [] for name in names}
-
-    for number, name in enumerate(report.schedule(names, arguments.rounds + 2, seed=SEED)):
-        side, _, when = name.partition(", planned ")
-        model, optimizer = sides[side]
-        model(*batch).mean().backward()
-        norm = optimizer.grad_norm()
-        planned = optimizer.plan_step() if when == "before" else None
-        grad_norm = float(norm)
-        launch.reset()
-        start = time.perf_counter()
-        optimizer.step(grad_norm, planned)
-        assert launch.seconds is not None, "every step hands work over"
-        if number >= 2 * len(names):
-            times[name].append((launch.seconds - start) * 1e3)
-        optimizer.zero_grad()
-        optimizer.synchronize()
+    works = {
+        (name, when): partial(milliseconds_until_first_work, *both, batch, launch, when)
+        for name, both in built.items()
+        for when in (BEFORE, AFTER)
+    }
+    times = report.interleaved(works, arguments.rounds, warm_up=2, seed=SEED)
+    dist.destroy_process_group()
 
     medians = report.medians(times)
-    for name, milliseconds in medians.items():
-        print(f"{name:>26} {milliseconds:8.3f} ms until the first work")
-    ratios = {
-        side: medians[f"{side}, planned after"] / medians[f"{side}, planned before"]
-        for side in sides
-    }
-    print(", ".join(f"{side}: {ratio:.1f}x" for side, ratio in ratios.items()))
-    count = sum(1 for _ in sides["device"][0].parameters())
-    content = {
-        "parameters": count,
-        "settings": vars(arguments),
-        "median_ms": medians,
-        "after_over_before": ratios,
-    }
-    print(report.write("step_planning", content))
-    dist.destroy_process_group()
+    result = Result(
+        tuple(
+            Measurement(name, when, "ms", tuple(values)) for (name, when), values in times.items()
+        ),
+        tuple(
+            Ratio(f"{name}: {AFTER} / {BEFORE}", medians[name, AFTER] / medians[name, BEFORE])
+            for name in built
+        ),
+        settings=report.settings_of(arguments),
+        facts={"tensors": sum(1 for _ in built["device"][0].parameters())},
+    )
+    report.hand_over(result, arguments.output)
 
 
 if __name__ == "__main__":

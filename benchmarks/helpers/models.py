@@ -1,12 +1,37 @@
-"""The model whose weights the benchmarks of checkpoints and exports write."""
+"""The models that benchmarks train and save."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.device import Device
+from megatron.core.distributed import megatron_fsdp
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.materialize import seeded_reset
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    build_optimizer,
+    offloaded_modules,
+    plan_offload,
+)
 from megatron.core.transformer.config import TransformerConfig
 
+SEED = 0
+OFFLOADED = OptimizerConfig(
+    optimizer_cpu_offload=True,
+    overlap_cpu_optimizer_d2h_h2d=True,
+    overlap_optimizer_with_forward=True,
+)
 
-def swiglu_config(num_layers: int, hidden_size: int) -> TransformerConfig:
-    """A GPT with SwiGLU, without biases, of heads of 64 channels."""
+
+def llama_config(num_layers: int, hidden_size: int, **options: Any) -> TransformerConfig:
+    """A GPT of Llama's shape with heads of 64 channels. `options` are added."""
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -16,4 +41,39 @@ def swiglu_config(num_layers: int, hidden_size: int) -> TransformerConfig:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        **options,
     )
+
+
+def on_meta(config: TransformerConfig, vocabulary: int) -> GPTModel:
+    """The model without memory."""
+    with torch.device("meta"):
+        return GPTModel(config, vocabulary)
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: Device,
+    optimizer: OptimizerConfig | None,
+    *,
+    num_local_ranks: int,
+    data_parallel: DataParallelConfig | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> DistributedOptimizer | None:
+    """Shards a model on the meta device over our engine, with initial weights that depend on the
+    model alone. Returns its optimizer, if it has one.
+    """
+    plan = plan_offload(model, optimizer or OptimizerConfig())
+    megatron_fsdp.shard_model(
+        model,
+        mesh,
+        device,
+        data_parallel or DataParallelConfig(),
+        compute_dtype=compute_dtype,
+        reset_parameters=seeded_reset(model, device.torch_device, SEED),
+        offloaded=offloaded_modules(model, plan),
+    )
+    if optimizer is None:
+        return None
+    return build_optimizer(model, optimizer, 1e-4, num_local_ranks, plan=plan)

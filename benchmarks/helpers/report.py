@@ -19,6 +19,7 @@ from benchmarks.helpers.versions import versions
 # The runner's environment variable: the file in which it expects the result.
 RESULT_FILE = "BENCHMARK_RESULT_FILE"
 
+_Name = TypeVar("_Name")
 _T = TypeVar("_T")
 
 
@@ -38,7 +39,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name != "output"}
 
 
-def schedule(names: Sequence[str], num_rounds: int, seed: int = 0) -> Iterator[str]:
+def schedule(names: Sequence[_Name], num_rounds: int, seed: int = 0) -> Iterator[_Name]:
     """Every name once a round, in another order each round, the same on every rank."""
     generator = random.Random(seed)
     for _ in range(num_rounds):
@@ -46,14 +47,14 @@ def schedule(names: Sequence[str], num_rounds: int, seed: int = 0) -> Iterator[s
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], _T]], num_rounds: int, *, warm_up: int = 0, seed: int = 0
-) -> dict[str, list[_T]]:
+    sides: Mapping[_Name, Callable[[], _T]], num_rounds: int, *, warm_up: int = 0, seed: int = 0
+) -> dict[_Name, list[_T]]:
     """What each side returned in each round, the sides in an order drawn anew for each.
 
     Args:
         warm_up: Rounds before these, which are not kept.
     """
-    found: dict[str, list[_T]] = {name: [] for name in sides}
+    found: dict[_Name, list[_T]] = {name: [] for name in sides}
     order = schedule(list(sides), warm_up + num_rounds, seed)
     for number, name in enumerate(order):
         figure = sides[name]()
@@ -69,7 +70,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(times: Mapping[_Name, Sequence[float]]) -> dict[_Name, float]:
     """The median of each list."""
     return {name: statistics.median(values) for name, values in times.items()}
 

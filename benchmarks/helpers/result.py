@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,13 @@ class Measurement:
         return cls(data["group"], data["side"], data["unit"], tuple(data["values"]))
 
 
+def measured(
+    values: Mapping[str, Sequence[float]], unit: str, group: str = ""
+) -> tuple[Measurement, ...]:
+    """A group's measurements, from the values of each side."""
+    return tuple(Measurement(group, side, unit, tuple(own)) for side, own in values.items())
+
+
 @dataclass(frozen=True)
 class Ratio:
     """A ratio of medians, or another single figure, with the bar that is stated for it."""
@@ -129,13 +136,6 @@ class Result:
     not_run: tuple[NotRun, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def measurement(self, side: str, group: str = "", unit: str | None = None) -> Measurement:
-        """The one of this side, group and, where a side has several, unit. KeyError without it."""
-        for found in self.measurements:
-            if (found.side, found.group) == (side, group) and unit in (None, found.unit):
-                return found
-        raise KeyError(f"{group}, {side}, {unit}")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -7,20 +7,20 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.helpers import report
+from benchmarks.helpers.models import SEED, on_meta
 from megatron.core.device import Device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
-
-SEED = 0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,7 @@ def model_on_meta(arguments: argparse.Namespace) -> GPTModel:
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    with torch.device("meta"):
-        return GPTModel(config, arguments.vocabulary)
+    return on_meta(config, arguments.vocabulary)
 
 
 def batch_of(
@@ -84,24 +83,52 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+class Steps(NamedTuple):
+    """What was measured of each side's steps."""
+
+    milliseconds: dict[str, list[float]]
+    losses: dict[str, list[float]]  # of warming up, too
+
+
 def measure(
     sides: dict[str, Side], batch: tuple[torch.Tensor, torch.Tensor], num_rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(milliseconds of each side's steps, its losses). The first two rounds warm up and are not
-    timed.
-    """
-    times: dict[str, list[float]] = {name: [] for name in sides}
+) -> Steps:
+    """Each side's steps. Those of the first two rounds warm up and are not timed."""
     losses: dict[str, list[float]] = {name: [] for name in sides}
-    for number, name in enumerate(report.schedule(list(sides), num_rounds + 2, seed=SEED)):
+
+    def timed(name: str) -> float:
         dist.barrier()
         start = time.perf_counter()
         loss = sides[name].step(*batch)
         synchronize()
-        elapsed = (time.perf_counter() - start) * 1e3
+        elapsed = time.perf_counter() - start
         losses[name].append(float(loss))
-        if number >= 2 * len(sides):
-            times[name].append(elapsed)
-    return times, losses
+        return elapsed * 1e3
+
+    works = {name: partial(timed, name) for name in sides}
+    return Steps(report.interleaved(works, num_rounds, warm_up=2, seed=SEED), losses)
+
+
+def mean_parts(
+    side: Side,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    num_steps: int,
+    parts: Sequence[tuple[Any, str, str]],
+) -> dict[str, float]:
+    """Mean milliseconds a step of parts of it, and of the whole "step".
+
+    Args:
+        parts: (owner, function, name of the part); parts of one name are added up.
+    """
+    watch = Stopwatch()
+    wrapped = [watch.wrap(*part) for part in parts]
+    dist.barrier()
+    for _ in range(num_steps):
+        with watch.timing("step"):
+            side.step(*batch)
+    for undo in wrapped:
+        undo()
+    return {name: total / num_steps for name, total in watch.totals.items()}
 
 
 class Stopwatch:

@@ -1,4 +1,4 @@
-"""Runs benchmarks one after the other. One that fails leaves no file and does not stop the others."""
+"""Runs benchmarks one after the other. One that fails leaves no file, and the others still run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,86 @@
+"""The ranks of a benchmark: those that torchrun started, or some of its own."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron.core.device import Device, DeviceConfig
+from megatron.training.launch import Launch
+
+Figures = dict[str, float]
+_T = TypeVar("_T")
+
+
+@contextmanager
+def launched() -> Iterator[tuple[Launch, Device]]:
+    """This rank of those that torchrun started, in their process group, and its device."""
+    launch = Launch.from_environment()
+    device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
+    dist.init_process_group(device.collective_backend)
+    try:
+        yield launch, device
+    finally:
+        dist.destroy_process_group()
+
+
+def slowest(figures: Figures) -> Figures:
+    """The largest of each figure on all ranks. All ranks call this."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, figures)
+    return {name: max(own[name] for own in gathered) for name in figures}
+
+
+def on_own_ranks(num_ranks: int, work: Callable[..., _T], *arguments: Any) -> _T:
+    """What `work(rank, *arguments)` returns on rank 0 of ranks of its own, over gloo.
+
+    `work` is a function of a module, and what it returns can be pickled. An error of a rank is
+    raised here.
+    """
+    results = mp.get_context("spawn").Queue()
+    with tempfile.TemporaryDirectory(prefix="benchmark-ranks-") as folder:
+        store = str(Path(folder) / "store")
+        context = mp.spawn(
+            _serve,
+            (num_ranks, store, results, work, arguments),
+            nprocs=num_ranks,
+            join=False,
+        )
+        # What is large blocks the queue's writer, so it is read before the ranks are joined.
+        while True:
+            with suppress(queue.Empty):
+                found: _T = results.get(timeout=1)
+                break
+            context.join(timeout=0)  # raises what a rank has raised
+        while not context.join():
+            pass
+    return found
+
+
+def _serve(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    results: Any,
+    work: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)  # ranks that share cores slow each other down otherwise
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
+    )
+    try:
+        found = work(rank, *arguments)
+        if rank == 0:
+            results.put(found)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
