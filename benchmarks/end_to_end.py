@@ -159,7 +159,9 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
     """RuntimeError if two sides are not the same training."""
     for step, values in enumerate(zip(*losses.values(), strict=True)):
         if step < COMPARED_STEPS and max(values) - min(values) > LOSSES_DIFFER:
-            found = ", ".join(f"{name} {value:.4f}" for name, value in zip(losses, values))
+            found = ", ".join(
+                f"{name} {value:.4f}" for name, value in zip(losses, values, strict=True)
+            )
             raise RuntimeError(
                 f"Expected losses that differ by at most {LOSSES_DIFFER} in the first "
                 f"{COMPARED_STEPS} steps, got in step {step}: {found}."

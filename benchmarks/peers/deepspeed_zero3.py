@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor

@@ -1,10 +1,12 @@
-"""PyTorch FSDP2 with CPUOffloadPolicy, its fused AdamW on the CPU, and DCP's asynchronous save: what
+"""PyTorch FSDP2 with CPUOffloadPolicy, fused AdamW on the CPU, and DCP's asynchronous save: what
 its documentation shows, with nothing of this project's package.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,13 +51,15 @@ class TrainState(Stateful):
 class Fsdp2Trainer:
     """Implements `Trainer`."""
 
-    settings = {
-        "engine": "fully_shard of each layer and of the root, CPUOffloadPolicy, "
-        "reshard_after_forward but for the root",
-        "optimizer": "torch.optim.AdamW, fused",
-        "gradients": "reduced in bf16, kept in fp32",
-        "checkpoint": "dcp.async_save in a thread, staged in a thread, with cached plans",
-    }
+    settings: Mapping[str, Any] = MappingProxyType(
+        {
+            "engine": "fully_shard of each layer and of the root, CPUOffloadPolicy, "
+            "reshard_after_forward but for the root",
+            "optimizer": "torch.optim.AdamW, fused",
+            "gradients": "reduced in bf16, kept in fp32",
+            "checkpoint": "dcp.async_save in a thread, staged in a thread, with cached plans",
+        }
+    )
 
     def __init__(self, training: Training) -> None:
         self._clip_grad = training.clip_grad

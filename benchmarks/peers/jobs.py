@@ -19,6 +19,7 @@ from benchmarks.peers.environments import ROOT
 from benchmarks.peers.protocol import Channel, ClosedError, first_ready
 
 _TAIL_LINES = 12
+_ANSWER_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 
 
@@ -78,19 +79,16 @@ class Job:
         training: dict[str, Any],
         log: Path,
         *,
-        timeout_seconds: float = 600.0,
         rank_module: str = "benchmarks.peers.rank",
     ) -> None:
         """
         Args:
             training: `Training.to_plain()`.
             log: What the ranks print is added to it.
-            timeout_seconds: For a command, and for the start.
             rank_module: What a rank runs.
         """
         self.side = side
         self._log = log
-        self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="benchmark-job-")
         self._has_failed = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -124,27 +122,29 @@ class Job:
 
     def wait_built(self) -> None:
         """JobError unless all ranks have built their trainers. Call it before anything else."""
-        self._answers()
+        self._answers(_ANSWER_SECONDS)
 
-    def ask(self, command: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Each rank's answer. JobError if one gives none."""
+    def ask(
+        self, command: str, *, timeout_seconds: float = _ANSWER_SECONDS, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Each rank's answer. JobError if one gives none in time."""
         for number, channel in enumerate(self._channels):
             try:
                 channel.send({"command": command, **arguments})
             except ClosedError:
                 raise self._failed(self._ended(number)) from None
-        return self._answers()
+        return self._answers(timeout_seconds)
 
-    def _answers(self) -> list[dict[str, Any]]:
+    def _answers(self, timeout_seconds: float) -> list[dict[str, Any]]:
         """Of all ranks, whichever comes first: one that fails leaves others waiting for it."""
         answers: dict[int, dict[str, Any]] = {}
         pending = dict(zip(self._channels, range(len(self._channels)), strict=True))
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         while pending:
             ready = first_ready(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._failed(
-                    f"Expected an answer of {self.side.name} within {self._timeout_seconds:g} s, "
+                    f"Expected an answer of {self.side.name} within {timeout_seconds:g} s, "
                     f"got none from rank(s) {sorted(pending.values())}."
                 )
             for channel in ready:

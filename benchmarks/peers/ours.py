@@ -5,7 +5,9 @@ that are written beside the training.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,13 +31,15 @@ from megatron.training.engines import EngineConfig, MegatronEngine
 class OurTrainer:
     """Implements `Trainer`."""
 
-    settings = {
-        "engine": "MegatronEngine, optim_grads_params",
-        "optimizer": "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, "
-        "overlap_optimizer_with_forward",
-        "gradients": "reduced and kept in bf16",
-        "checkpoint": "fsdp_dtensor, in the background",
-    }
+    settings: Mapping[str, Any] = MappingProxyType(
+        {
+            "engine": "MegatronEngine, optim_grads_params",
+            "optimizer": "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, "
+            "overlap_optimizer_with_forward",
+            "gradients": "reduced and kept in bf16",
+            "checkpoint": "fsdp_dtensor, in the background",
+        }
+    )
 
     def __init__(self, training: Training) -> None:
         num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -34,7 +34,7 @@ class Rank:
 
     def about(self) -> dict[str, Any]:
         """What is worth knowing once."""
-        return {"settings": self._trainer.settings, "torch": torch.__version__}
+        return {"settings": dict(self._trainer.settings), "torch": torch.__version__}
 
     def train(self, steps: int) -> dict[str, Any]:
         """Seconds of so many steps, until nothing of them is left to do; and their losses."""

@@ -40,7 +40,7 @@ class Trainer(Protocol):
     """A side, on one of its ranks. All ranks call every method together."""
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """The settings that are this side's own, as plain data."""
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:

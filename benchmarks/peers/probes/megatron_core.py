@@ -1,6 +1,7 @@
 """Builds Megatron-LM's offloaded optimizer; run by the interpreter of its environment."""
 
 import torch
+
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 HybridDeviceOptimizer(

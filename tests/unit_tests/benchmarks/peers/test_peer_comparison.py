@@ -1,5 +1,5 @@
-"""What the end-to-end comparison rests on: equal data and weights, comparisons of states and losses,
-peaks of memory, peers that are missing.
+"""What the end-to-end comparison rests on: equal data and weights, comparisons of states and of
+losses, peaks of memory, peers that are missing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,13 @@ from benchmarks.peers.protocol import Channel, ClosedError
 FAKE_RANK = "tests.unit_tests.benchmarks.peers.helpers.fake_rank"
 
 
-def job_of(tmp_path: Path, side: str = "fake", **options: Any) -> Job:
+def job_of(tmp_path: Path, side: str = "fake") -> Job:
     return Job(
         Side("the fake", Path(sys.executable), side),
         2,
         {},
         tmp_path / "log",
         rank_module=FAKE_RANK,
-        **options,
     )
 
 
@@ -82,17 +80,17 @@ def test_the_error_of_one_rank_is_told_while_the_other_waits_for_it(tmp_path: Pa
 def test_a_rank_that_ends_is_told_with_its_code_and_its_last_words(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
-        with pytest.raises(JobError, match="(?s)rank 0 ended with code 7.*the last words"):
+        with pytest.raises(JobError, match=r"(?s)rank 0 ended with code 7.*the last words"):
             job.ask("die", on_rank=0)
 
 
 def test_a_job_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"within 0.5 s, got none from rank\(s\) \[0, 1\]"):
-        with job_of(tmp_path, timeout_seconds=30.0) as job:
-            job.wait_built()
-            processes = [answer["pid"] for answer in job.ask("echo", say="")]
-            job._timeout_seconds = 0.5
-            job.ask("hang")
+    with job_of(tmp_path) as job:
+        job.wait_built()
+        processes = [answer["pid"] for answer in job.ask("echo", say="")]
+        message = r"within 0\.5 s, got none from rank\(s\) \[0, 1\]"
+        with pytest.raises(JobError, match=message):
+            job.ask("hang", timeout_seconds=0.5)
 
     assert not any(map(is_running, processes))
 
