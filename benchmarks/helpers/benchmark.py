@@ -19,7 +19,8 @@ class Benchmark:
         full: The command line of the full run.
         quick: The command line of `--quick`.
         environment: None for this interpreter, or the name of a peer whose environment
-            `.venv-peers/NAME` runs the benchmark where it has been made.
+            `.venv-peers/NAME` runs the benchmark where it has been made. Elsewhere this interpreter
+            does, and the peer's side is not run.
     """
 
     name: str

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
-    """All ratios with their bars, then how many were met, missed, failed and not run."""
+    """All ratios with their bars, then how many were met and missed."""
     ratios = [
         (f"{outcome.benchmark.name}: {ratio.name}", ratio)
         for outcome in outcomes
@@ -85,7 +85,6 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
     num_met, num_missed = (sum(ratio.is_met is met for _, ratio in ratios) for met in (True, False))
     endings = [outcome.ending for outcome in outcomes]
     yield (
-        f"{endings.count(Ending.DONE)} benchmarks done, {endings.count(Ending.FAILED)} failed, "
-        f"{endings.count(Ending.NOT_RUN)} not run; {num_met} bars met, {num_missed} missed; "
-        f"{seconds / 60:.1f} minutes"
+        f"{endings.count(Ending.DONE)} benchmarks done, {endings.count(Ending.FAILED)} failed; "
+        f"{num_met} bars met, {num_missed} missed; {seconds / 60:.1f} minutes"
     )

@@ -18,10 +18,6 @@ from benchmarks.helpers.benchmark import Benchmark
 _GRACE_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 35.0}
 
 
-class NotRunnableError(Exception):
-    """A benchmark cannot run here; the message says why."""
-
-
 class Command(NamedTuple):
     """How a benchmark is started."""
 
@@ -33,7 +29,6 @@ class Command(NamedTuple):
     def of(
         cls, benchmark: Benchmark, arguments: Sequence[str], package: str, root: Path
     ) -> Command:
-        """NotRunnableError if the environment that it needs has not been made."""
         module = f"{package}.{benchmark.name}"
         python = _interpreter(benchmark, root)
         paths = (str(root), os.environ.get("PYTHONPATH", ""))
@@ -49,13 +44,13 @@ class Command(NamedTuple):
 
 
 def _interpreter(benchmark: Benchmark, root: Path) -> str:
+    """The peer's where its environment has been made; elsewhere this one, where the benchmark hands
+    over that the peer's side was not run.
+    """
     if benchmark.environment is None:
         return sys.executable
-    folder = Path(".venv-peers") / benchmark.environment
-    python = root / folder / "bin" / "python"
-    if not python.exists():
-        raise NotRunnableError(f"{folder} has not been made")
-    return str(python)
+    python = root / ".venv-peers" / benchmark.environment / "bin" / "python"
+    return str(python) if python.exists() else sys.executable
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.report import RESULT_FILE
 from benchmarks.helpers.result import Result
 from benchmarks.runner.places import ROOT
-from benchmarks.runner.process import Command, NotRunnableError, started
+from benchmarks.runner.process import Command, started
 from benchmarks.runner.result_files import Origin, write_result
 
 _TAIL_LINES = 12
@@ -26,7 +26,6 @@ class Ending(Enum):
 
     DONE = "done"
     FAILED = "FAILED"
-    NOT_RUN = "not run"
 
 
 class Outcome(NamedTuple):
@@ -85,11 +84,7 @@ class Runner:
 
     def _run_one(self, benchmark: Benchmark) -> Outcome:
         arguments = benchmark.quick if self._origin.mode == "quick" else benchmark.full
-        try:
-            command = Command.of(benchmark, arguments, self._package, self._root)
-        except NotRunnableError as error:
-            return Outcome(benchmark, Ending.NOT_RUN, 0.0, str(error))
-
+        command = Command.of(benchmark, arguments, self._package, self._root)
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{benchmark.name}.log"
         with tempfile.TemporaryDirectory(prefix="benchmark-result-") as folder:
