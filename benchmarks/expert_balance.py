@@ -1,42 +1,107 @@
-"""How the loads of experts become even: from the records of runs to a file of results and a plot.
+"""How the loads of experts become even: trainings of `examples/moe_cpu.yaml` without balancing, with
+the balance loss and with the expert bias, of equal weights and text.
 
-    torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/moe_cpu.yaml \
-        --metrics-jsonl none.jsonl --moe-aux-loss-coeff 0 --save runs/none
-    ... others
-    python benchmarks/expert_balance.py "no balancing=none.jsonl" "auxiliary loss=loss.jsonl" \
-        "expert bias=bias.jsonl" --results results.json --svg plot.svg
+    python -m benchmarks.expert_balance --svg plot.svg
 
-Without runs the plot is drawn again from the results.
+Each training is one of two ranks, on text that is made for it as `make data` does. The figures are
+those of its last iterations; the facts have all iterations, of which `--svg` draws a plot.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+from typing import Any
 
-WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 52, 132, 16, 40
-COLORS = ("#d1495b", "#00798c", "#6a4c93", "#edae49")
-GOAL = 0.3
-WINDOW = 5  # iterations whose mean is a point of a line
+from benchmarks.helpers import report
+from benchmarks.helpers.balance_plot import GOAL, draw
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.processes import started
+from benchmarks.helpers.result import Ratio, Result, measured
+
+BENCHMARK = Benchmark(
+    name="expert_balance",
+    question="How even the loads of experts become with the balance loss and with the expert bias, "
+    "against no balancing",
+    ranks=1,
+    full=("--iterations=150",),
+    quick=("--iterations=6", "--documents=60"),
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_RANKS = 2
 NAMES = ("expert_load_cv", "expert_load_cv_max", "busiest_expert", "idle_experts", "loss")
+LAST = 25  # iterations, of which the figures are
+UNBALANCED, BY_LOSS, BY_BIAS = "no balancing", "balance loss", "expert bias"
+SIDES = {
+    UNBALANCED: ("--moe-aux-loss-coeff=0",),
+    BY_LOSS: (),  # as the example is
+    BY_BIAS: (
+        "--moe-aux-loss-coeff=0",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate=1e-2",
+    ),
+}
 
 
-class Scale(NamedTuple):
-    """From iterations and coefficients of variation to places in the drawing."""
+def run(folder: Path, *words: str) -> None:
+    """Runs Python in a folder. RuntimeError with what it printed last, if it fails."""
+    log = folder / "log.txt"
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",  # ranks that share cores slow each other down
+    }
+    with (
+        log.open("wb") as stream,
+        started((sys.executable, *words), folder, environment, stream) as process,
+    ):
+        returned = process.wait()
+    if returned:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"Expected exit code 0 of {words[0]}, got {returned}:\n{last}")
 
-    last: int
-    top: float
 
-    def x(self, iteration: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * iteration / self.last
+def prepare_text(folder: Path, num_documents: int | None) -> None:
+    """What the example reads, with a tokenizer trained on it: so many documents of the standard
+    library, or all.
+    """
+    data = folder / "data"
+    data.mkdir()
+    whole, text = data / "whole.jsonl", data / "stdlib.jsonl"
+    run(folder, str(ROOT / "tools" / "build_stdlib_corpus.py"), "--output", str(whole))
+    with whole.open() as documents, text.open("w") as chosen:
+        chosen.writelines(itertools.islice(documents, num_documents))
+    run(
+        folder,
+        str(ROOT / "tools" / "preprocess_data.py"),
+        *("--input", str(text), "--json-keys", "text", "--output-prefix", "data/stdlib"),
+        *("--train-tokenizer", "--vocab-size", "4096", "--append-eod"),
+        *("--tokenizer-type", "HuggingFaceTokenizer"),
+        *("--tokenizer-model", "data/stdlib_tokenizer.json"),
+    )
 
-    def y(self, cv: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * cv / self.top
+
+def train(folder: Path, num_iterations: int, options: Sequence[str]) -> dict[str, list[float]]:
+    """A training with these options, as `read_run` tells it."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        metrics = Path(own) / "metrics.jsonl"
+        run(
+            folder,
+            *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"),
+            *(str(ROOT / "pretrain_gpt.py"), "--config", str(ROOT / "examples" / "moe_cpu.yaml")),
+            *(f"--train-iters={num_iterations}", f"--lr-warmup-iters={num_iterations // 10}"),
+            *("--eval-iters=0", "--save", f"{own}/run", "--metrics-jsonl", str(metrics)),
+            *options,
+        )
+        return read_run(metrics)
 
 
 def read_run(path: Path) -> dict[str, list[float]]:
@@ -48,97 +113,53 @@ def read_run(path: Path) -> dict[str, list[float]]:
     return {name: [round(steps[n][name], 4) for n in sorted(steps)] for name in NAMES}
 
 
-def smoothed(values: Sequence[float]) -> list[tuple[float, float]]:
-    """(iteration, mean of a window) for each window, placed in its middle."""
-    windows = [values[i : i + WINDOW] for i in range(0, len(values), WINDOW)]
-    return [
-        (number * WINDOW + (len(window) + 1) / 2, sum(window) / len(window))
-        for number, window in enumerate(windows)
-    ]
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains, and draws."""
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--iterations", type=int, default=250)
+    parser.add_argument("--documents", type=int, help="of text; default: all there are")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="where to draw a plot")
+    arguments = parser.parse_args(argv)
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        prepare_text(folder, arguments.documents)
+        runs = {
+            side: train(folder, arguments.iterations, options) for side, options in SIDES.items()
+        }
+    if arguments.svg:
+        arguments.svg.write_text(draw(runs))
+    report.hand_over(result_of(runs, arguments), arguments.output)
 
 
-def draw(runs: dict[str, dict[str, list[float]]]) -> str:
-    """The plot as SVG. ValueError for more runs than there are colors."""
-    if len(runs) > len(COLORS):
-        raise ValueError(f"Expected at most {len(COLORS)} runs, got {len(runs)}.")
-    lines = {label: smoothed(run["expert_load_cv"]) for label, run in runs.items()}
-    scale = Scale(
-        last=max(len(run["loss"]) for run in runs.values()),
-        top=1.1 * max(cv for line in lines.values() for _, cv in line),
+def result_of(runs: dict[str, dict[str, list[float]]], arguments: argparse.Namespace) -> Result:
+    """Of the last iterations; the facts have all."""
+    last = {name: {side: own[name][-LAST:] for side, own in runs.items()} for name in NAMES}
+    evenness = measured(last["expert_load_cv"], "", "coefficient of variation")
+    cv = {one.side: one.median for one in evenness}
+    loss = report.medians(last["loss"])
+    settings: dict[str, Any] = report.settings_of(arguments)
+    del settings["svg"]
+    return Result(
+        (
+            *evenness,
+            *measured(last["busiest_expert"], "of mean", "busiest expert"),
+            *measured(last["loss"], "nats", "loss"),
+        ),
+        (
+            *(
+                Ratio(f"coefficient of variation: {side}", cv[side], at_most=GOAL)
+                for side in (BY_LOSS, BY_BIAS)
+            ),
+            Ratio(f"coefficient of variation: {UNBALANCED}", cv[UNBALANCED]),
+            *(
+                Ratio(f"loss: {side} / {UNBALANCED}", loss[side] / loss[UNBALANCED])
+                for side in (BY_LOSS, BY_BIAS)
+            ),
+        ),
+        settings=settings,
+        facts={"ranks": NUM_RANKS, "runs": runs},
     )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *_axes(scale),
-    ]
-
-    ends = sorted((scale.y(line[-1][1]), label) for label, line in lines.items())
-    heights: dict[str, float] = {}
-    for y, label in ends:  # labels that would overlap move down
-        heights[label] = max([y, *(height + 15 for height in heights.values())])
-    for color, (label, line) in zip(COLORS[: len(lines)], lines.items(), strict=True):
-        points = " ".join(f"{scale.x(n):.1f},{scale.y(cv):.1f}" for n, cv in line)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{WIDTH - RIGHT + 8}" y="{heights[label] + 4:.1f}" fill="{color}">'
-            f"{escape(label)}</text>"
-        )
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _axes(scale: Scale) -> list[str]:
-    right = WIDTH - RIGHT
-    parts = []
-    ticks = [0.5 * n for n in range(int(scale.top / 0.5) + 1)]
-    for cv in ticks:
-        y = scale.y(cv)
-        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{cv:g}</text>')
-    for iteration in range(0, scale.last + 1, 50):
-        x = scale.x(iteration)
-        parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{iteration}</text>'
-        )
-
-    y = scale.y(GOAL)
-    parts.append(
-        f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888" '
-        'stroke-dasharray="4 3"/>'
-    )
-    parts.append(f'<text x="{LEFT + 4}" y="{y - 4:.1f}" fill="#666">{GOAL:g}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">iteration</text>'
-    )
-    parts.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
-        "coefficient of variation</text>"
-    )
-    return parts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", metavar="LABEL=METRICS_JSONL")
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--svg", type=Path, required=True)
-    arguments = parser.parse_args()
-
-    if arguments.runs:
-        pairs = [text.rpartition("=") for text in arguments.runs]
-        found = {label: read_run(Path(path)) for label, _, path in pairs}
-        arguments.results.write_text(json.dumps(found, indent=None) + "\n")
-    runs = json.loads(arguments.results.read_text())
-    arguments.svg.write_text(draw(runs))
-    for label, run in runs.items():
-        mean = {name: sum(run[name][-25:]) / len(run[name][-25:]) for name in NAMES}
-        print(
-            f"{label}: cv {mean['expert_load_cv']:.3f}, worst layer "
-            f"{max(run['expert_load_cv_max'][-25:]):.3f}, busiest expert "
-            f"{mean['busiest_expert']:.2f}, idle {mean['idle_experts']:.1f}, loss "
-            f"{mean['loss']:.3f} (last 25 iterations)"
-        )
 
 
 if __name__ == "__main__":

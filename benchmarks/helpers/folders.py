@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +25,10 @@ def add_folder_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def temporary_folders(arguments: argparse.Namespace) -> Iterator[dict[str, Path]]:
-    """A folder in each of the two places, removed afterwards with all that is in it."""
+    """A folder in each of the two places, removed afterwards with all that is in it, also where the
+    process is asked to end: gigabytes would stay in memory.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
         folders = {}
         for place in PLACES:

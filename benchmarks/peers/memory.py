@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmarks.helpers.processes import descendants
+
 
 def reset_peak() -> None:
     """Forgets this process's peak so far."""
@@ -16,7 +18,7 @@ def peak_bytes() -> int:
     `reset_peak`: what it allocated, and what it shares by shared memory. Pages of files, which are
     its libraries and the same for every rank, are not counted.
     """
-    return sum(_peak_of(process) for process in (os.getpid(), *_descendants(os.getpid())))
+    return sum(_peak_of(process) for process in (os.getpid(), *descendants(os.getpid())))
 
 
 def _peak_of(process: int) -> int:
@@ -29,15 +31,3 @@ def _peak_of(process: int) -> int:
         return 0  # it has ended, and nobody has waited for it
     kib = int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0])
     return kib * 1024
-
-
-def _descendants(process: int) -> list[int]:
-    found: list[int] = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            direct = [int(word) for word in children.read_text().split()]
-        except OSError:
-            continue  # the thread has ended
-        for child in direct:
-            found += [child, *_descendants(child)]
-    return found

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.processes import started
 from benchmarks.helpers.report import RESULT_FILE
 from benchmarks.helpers.result import Result
+from benchmarks.runner.commands import Command
 from benchmarks.runner.places import ROOT
-from benchmarks.runner.process import Command, started
 from benchmarks.runner.result_files import Origin, write_result
 
 _TAIL_LINES = 12
@@ -108,7 +109,7 @@ class Runner:
         environment = {**command.environment, RESULT_FILE: str(handed_over)}
         with (
             log.open("wb") as stream,
-            started(command._replace(environment=environment), self._root, stream) as process,
+            started(command.words, self._root, environment, stream) as process,
         ):
             return process.wait()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.expert_balance import NAMES, draw
+from benchmarks.helpers.balance_plot import draw
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import plan_offload
 from megatron.core.transformer.layer_specs import model_spec
@@ -93,6 +93,6 @@ def test_both_ways_of_balancing_end_below_the_goal_in_the_results_of_the_plot():
 
 
 def test_a_plot_of_more_runs_than_colors_is_refused():
-    run = {name: [1.0] for name in NAMES}
+    run = {"expert_load_cv": [1.0], "loss": [1.0]}
     with pytest.raises(ValueError, match="Expected at most 4 runs, got 5"):
         draw({str(number): run for number in range(5)})
