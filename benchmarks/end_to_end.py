@@ -23,6 +23,7 @@ sides must agree in the first steps, or nothing is compared. docs/peers.md says 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result
 from benchmarks.peers import rounds
 from benchmarks.peers.environments import interpreter, not_made, peers_that_cannot_run
 from benchmarks.peers.gpt import Shape, build_gpt
-from benchmarks.peers.jobs import Conversion, Job, Side
+from benchmarks.peers.jobs import Conversion, Job, JobError, Side
 from benchmarks.peers.resume import Loader, Loading, Saved, differences
 from benchmarks.peers.rounds import Rounds
 from benchmarks.peers.trainer import Training
@@ -67,6 +68,7 @@ BENCHMARK = Benchmark(
 )
 
 OURS, FSDP2, DEEPSPEED = "ours", "FSDP2 + CPUOffloadPolicy", "DeepSpeed ZeRO-3 offload"
+PEERS = ("fsdp2", "deepspeed_zero3")
 RANKS, WARM_UP = 2, 2
 TRAINING, MEMORY, MEMORY_SAVING = "training", "peak memory, training", "peak memory, with a save"
 CALL, LOST, DURABLE = "a save: the call", "a save: training lost", "a save: until on the disk"
@@ -75,23 +77,25 @@ LOAD = "load"
 COMPARED_STEPS, LOSSES_DIFFER = 8, 0.02
 
 
-def sides(names: Sequence[str]) -> tuple[dict[str, Side], list[NotRun]]:
-    """Those of these sides that can run here, and those that cannot."""
+def sides(peers: Sequence[str]) -> tuple[dict[str, Side], list[NotRun]]:
+    """Ours and those of these peers that can run here; and the others.
+
+    Args:
+        peers: Modules of `benchmarks.peers`.
+    """
     here, deepspeed = Path(sys.executable), interpreter("deepspeed")
-    found = {OURS: Side(OURS, here, "ours"), FSDP2: Side(FSDP2, here, "fsdp2")}
-    missing = []
-    if deepspeed is None:
+    found, missing = [Side(OURS, here, "ours")], []
+    if "fsdp2" in peers:
+        found.append(Side(FSDP2, here, "fsdp2"))
+    if "deepspeed_zero3" not in peers:
+        pass
+    elif deepspeed is None:
         missing.append(not_made(DEEPSPEED, "deepspeed"))
     else:
-        found[DEEPSPEED] = Side(
-            DEEPSPEED,
-            deepspeed,
-            "deepspeed_zero3",
-            (("DS_ACCELERATOR", "cpu"),),
-            Conversion("deepspeed.checkpoint.ds_to_universal", "deepspeed_universal"),
-        )
-    modules = {name: side for name, side in found.items() if side.module in names}
-    return modules, [row for row in missing if "deepspeed_zero3" in names]
+        variables = (("DS_ACCELERATOR", "cpu"),)
+        conversion = Conversion("deepspeed.checkpoint.ds_to_universal", "deepspeed_universal")
+        found.append(Side(DEEPSPEED, deepspeed, "deepspeed_zero3", variables, conversion))
+    return {side.name: side for side in found}, missing
 
 
 class Comparison:
@@ -107,7 +111,8 @@ class Comparison:
         self._arguments = arguments
         self._sides = sides
         self._training = Training(shape_of(arguments))
-        self.found = {name: Rounds() for name in sides}
+        self.found: dict[str, Rounds] = {}
+        self.not_run: list[NotRun] = []
         self.about: dict[str, Any] = {}
         self.loadings: dict[str, Loading] = {}
         self._folders = {name: folder / side.module for name, side in sides.items()}
@@ -119,11 +124,8 @@ class Comparison:
         roots = {name: folder / "checkpoints" for name, folder in self._folders.items()}
         arguments = self._arguments
         with ExitStack() as stack:
-            jobs = {
-                name: stack.enter_context(self._job(side)) for name, side in self._sides.items()
-            }
+            jobs = self._built(stack)
             for name, job in jobs.items():
-                job.wait_built()
                 self.about[name] = {**job.ask("about")[0], **self._initial(name, job)}
             steps = arguments.steps
             rounds.train(jobs, self.found, warm_up=WARM_UP, rounds=arguments.rounds, steps=steps)
@@ -132,8 +134,23 @@ class Comparison:
             for name, job in jobs.items():
                 job.ask("write_state", path=str(self._folders[name] / "went_on.pt"))
 
-        for name, side in self._sides.items():
-            self.loadings[name] = self._load(name, side)
+        for name in self.found:
+            self.loadings[name] = self._load(name, self._sides[name])
+
+    def _built(self, stack: ExitStack) -> dict[str, Job]:
+        """The jobs of all sides. A peer whose job cannot be built is not run."""
+        started = {name: stack.enter_context(self._job(side)) for name, side in self._sides.items()}
+        jobs = {}
+        for name, job in started.items():
+            try:
+                job.wait_built()
+            except JobError as error:
+                if name == OURS:
+                    raise
+                self.not_run.append(NotRun(name, str(error).partition("\n")[0]))
+            else:
+                jobs[name], self.found[name] = job, Rounds()
+        return jobs
 
     def _job(self, side: Side) -> Job:
         log = self._folders[side.name] / "job.log"
@@ -141,10 +158,11 @@ class Comparison:
 
     def _initial(self, name: str, job: Job) -> dict[str, Any]:
         """How far its main weights are from the first side's, before any step."""
-        paths = [folder / "initial.pt" for folder in self._folders.values()]
-        path = self._folders[name] / "initial.pt"
+        path, first = (
+            self._folders[each] / "initial.pt" for each in (name, next(iter(self.found)))
+        )
         job.ask("write_state", path=str(path), with_moments=False)
-        return {"initial_weights_differ_by": differences(paths[0], path).weights}
+        return {"initial_weights_differ_by": differences(first, path).weights}
 
     def _load(self, name: str, side: Side) -> Loading:
         folder, found = self._folders[name], self.found[name]
@@ -190,7 +208,7 @@ def measurements(comparison: Comparison, arguments: argparse.Namespace) -> Itera
         yield Measurement(MEMORY, name, "MiB", (found.peak_bytes / 2**20,))
         yield Measurement(MEMORY_SAVING, name, "MiB", (found.peak_bytes_saving / 2**20,))
 
-        without = report.medians({"": found.seconds})[""]
+        without = statistics.median(found.seconds)
         lost = tuple(seconds - without for seconds in found.saves["stepped"])
         yield Measurement(CALL, name, "s", tuple(found.saves["called"]))
         yield Measurement(LOST, name, "s", lost)
@@ -246,19 +264,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--saves", type=int, default=5, help="that are counted")
     parser.add_argument("--other-ranks", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--disk", default="runs", help="a folder on it")
-    parser.add_argument(
-        "--sides",
-        nargs="+",
-        default=["ours", "fsdp2", "deepspeed_zero3"],
-        help="of benchmarks.peers",
-    )
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     arguments = parser.parse_args(argv)
     Path(arguments.disk).mkdir(parents=True, exist_ok=True)
-    running, missing = sides(arguments.sides)
+    running, missing = sides(arguments.peers)
     not_run = [*missing, *peers_that_cannot_run()]
     with tempfile.TemporaryDirectory(prefix="end-to-end-", dir=arguments.disk) as folder:
         comparison = Comparison(arguments, running, Path(folder).resolve())
         comparison.run()
+    not_run += comparison.not_run
     report.hand_over(result_of(comparison, not_run, arguments), arguments.output)
 
 

@@ -54,7 +54,8 @@ class Layer(nn.Module):
         x = x + self.projection(attended.transpose(1, 2).reshape(x.shape))
 
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        mixed: Tensor = self.down(F.silu(gate) * up)
+        return x + mixed
 
 
 class GPT(nn.Module):

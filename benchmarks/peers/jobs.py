@@ -170,8 +170,12 @@ class Job:
         return f"Expected {self.side.name} to go on, got rank {number} {how}."
 
     def _failed(self, message: str) -> JobError:
-        """With what was printed last. From here on the ranks are not asked for anything."""
+        """With what was printed last. The ranks are killed: those that are left may wait for one
+        that is not.
+        """
         self._has_failed = True
+        for process in self._processes:
+            _kill_group(process)
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return JobError(message + "".join(f"\n    {line}" for line in lines))
 

@@ -46,7 +46,8 @@ def train(
     def one(name: str) -> float:
         answers = jobs[name].ask("train", steps=steps)
         found[name].losses += answers[0]["losses"]
-        return max(answer["seconds"] for answer in answers)
+        seconds: float = max(answer["seconds"] for answer in answers)
+        return seconds
 
     work = {name: partial(one, name) for name in jobs}
     report.interleaved(work, warm_up, seed=1)
