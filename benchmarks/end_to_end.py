@@ -83,19 +83,27 @@ def sides(peers: Sequence[str]) -> tuple[dict[str, Side], list[NotRun]]:
     Args:
         peers: Modules of `benchmarks.peers`.
     """
-    here, deepspeed = Path(sys.executable), interpreter("deepspeed")
-    found, missing = [Side(OURS, here, "ours")], []
+    here = Path(sys.executable)
+    found: list[Side | NotRun] = [Side(OURS, here, "ours")]
     if "fsdp2" in peers:
         found.append(Side(FSDP2, here, "fsdp2"))
-    if "deepspeed_zero3" not in peers:
-        pass
-    elif deepspeed is None:
-        missing.append(not_made(DEEPSPEED, "deepspeed"))
-    else:
-        variables = (("DS_ACCELERATOR", "cpu"),)
-        conversion = Conversion("deepspeed.checkpoint.ds_to_universal", "deepspeed_universal")
-        found.append(Side(DEEPSPEED, deepspeed, "deepspeed_zero3", variables, conversion))
-    return {side.name: side for side in found}, missing
+    if "deepspeed_zero3" in peers:
+        found.append(_deepspeed())
+    runnable = {side.name: side for side in found if isinstance(side, Side)}
+    return runnable, [side for side in found if isinstance(side, NotRun)]
+
+
+def _deepspeed() -> Side | NotRun:
+    python = interpreter("deepspeed")
+    if python is None:
+        return not_made(DEEPSPEED, "deepspeed")
+    return Side(
+        DEEPSPEED,
+        python,
+        "deepspeed_zero3",
+        variables=(("DS_ACCELERATOR", "cpu"),),
+        converted=Conversion("deepspeed.checkpoint.ds_to_universal", "deepspeed_universal"),
+    )
 
 
 class Comparison:
