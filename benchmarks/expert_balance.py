@@ -1,5 +1,5 @@
-"""How the loads of experts become even: trainings of `examples/moe_cpu.yaml` without balancing, with
-the balance loss and with the expert bias, of equal weights and text.
+"""How the loads of experts become even: `examples/moe_cpu.yaml` trained without balancing, with the
+balance loss and with the expert bias, from equal weights and on equal text.
 
     python -m benchmarks.expert_balance --svg plot.svg
 

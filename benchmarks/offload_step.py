@@ -52,6 +52,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.state_memory import state_memory
 
 BENCHMARK = Benchmark(
     name="offload_step",
@@ -122,6 +123,13 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
     return mean_parts(side, batch, 5, parts)
 
 
+def memory_by_kind(side: Side) -> dict[str, dict[str, int]]:
+    """What lies on this rank's device and in its host memory between two steps, in bytes."""
+    assert side.optimizer is not None, "of a side that trains"
+    table = state_memory(side.model, side.optimizer)
+    return {kind: row._asdict() for kind, row in table.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures; rank 0 reports."""
     parser = report.parser_of(__doc__)
@@ -138,6 +146,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch = batch_of(arguments, launch.rank, device)
         steps = measure(sides, batch, arguments.rounds)
         parts = break_down(sides[IN_ORDER], batch)
+        memory = {
+            "everything on the device": memory_by_kind(sides[DEVICE]),
+            "optimizer offloaded": memory_by_kind(sides[OVERLAPPED]),
+        }
     if launch.rank == 0:
         optimizer = sides[OVERLAPPED].optimizer
         assert isinstance(optimizer, HybridDeviceOptimizer), "as it was built"
@@ -151,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "host_bytes_per_rank": optimizer.host_bytes,
                 "parts_in_order_ms": parts,
                 "floor_ms": max(parts["host pass"], parts["gradients down"], parts["weights up"]),
+                "memory_by_kind": memory,
                 "last_losses": {name: own[-1] for name, own in steps.losses.items()},
             },
         )

@@ -44,6 +44,9 @@ COMMANDS = {
     ),
     "convert-hf": Command("convert_hf", "import a Hugging Face model, export a run's"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
+    "megatron-flags": Command(
+        "megatron_flags", "rewrite a launch script of Megatron-LM's for this program"
+    ),
     "status": Command("run_status", "say how a run is doing"),
 }
 

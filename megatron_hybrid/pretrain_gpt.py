@@ -147,9 +147,8 @@ def _say(program: str, error: Exception, code: ExitCode) -> None:
     if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):
         time.sleep(patience)
 
-    lines = error.lines if isinstance(error, ConfigError) else (str(error),)
-    lines = tuple(printable(line, _MOST_CHARACTERS) for line in lines)
-    text = lines[0]
-    if len(lines) > 1:
-        text = "\n  ".join((f"{len(lines)} settings cannot be used:", *lines))
+    if isinstance(error, ConfigError):
+        text = error.report()
+    else:
+        text = printable(str(error), _MOST_CHARACTERS)
     print(f"{program}: {text}", file=sys.stderr)

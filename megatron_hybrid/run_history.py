@@ -94,21 +94,29 @@ def split_sessions(events: Iterable[Event]) -> list[Session]:
 
 def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None:
     """The newest published checkpoint: in the folder, or where the log says that the run saves."""
+    found = checkpoint_folders(folder, events)
+    if found:
+        iteration, newest = found[-1]
+        times = [number_in(event, "time") for event in publications(events, iteration)]
+        return Published(iteration, times[-1] if times else newest.stat().st_mtime, True)
+
     published = [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
     logged = published[-1] if published else {}
-    path = logged.get("checkpoint")
+    known = as_whole(number_in(logged, "iteration"))
+    return None if known is None else Published(known, number_in(logged, "time"), False)
+
+
+def checkpoint_folders(folder: Path, events: Sequence[Event]) -> list[tuple[int, Path]]:
+    """The published checkpoints by iteration, ascending: those in the folder, or those where the
+    log says that the run saves.
+    """
+    published = [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
+    path = published[-1].get("checkpoint") if published else None
     # A URL is not absolute; and a relative path is one from where the run was started.
     elsewhere = [Path(path).parent] if isinstance(path, str) and Path(path).is_absolute() else []
 
-    for place in (folder, *elsewhere):
-        found = [(iteration, path) for path, iteration in _folders(place)]
-        if found:
-            iteration, newest = max(found)
-            times = [number_in(event, "time") for event in publications(events, iteration)]
-            return Published(iteration, times[-1] if times else newest.stat().st_mtime, True)
-
-    known = as_whole(number_in(logged, "iteration"))
-    return None if known is None else Published(known, number_in(logged, "time"), False)
+    places = (_folders(place) for place in (folder, *elsewhere))
+    return next((sorted(found) for found in places if found), [])
 
 
 def publications(events: Sequence[Event], iteration: int | None) -> list[Event]:
@@ -117,12 +125,12 @@ def publications(events: Sequence[Event], iteration: int | None) -> list[Event]:
     return [event for event in published if number_in(event, "iteration") == iteration]
 
 
-def _folders(place: Path) -> list[tuple[Path, int]]:
+def _folders(place: Path) -> list[tuple[int, Path]]:
     """Published checkpoints in a folder, with their iterations. They get their names last."""
     if not place.is_dir():
         return []
-    found = [(path, iteration_of(path.name)) for path in place.iterdir()]
-    return [(path, number) for path, number in found if number is not None and path.is_dir()]
+    found = [(iteration_of(path.name), path) for path in place.iterdir()]
+    return [(number, path) for number, path in found if number is not None and path.is_dir()]
 
 
 def is_of(heartbeat: Event, session: Session) -> bool:

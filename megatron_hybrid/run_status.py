@@ -3,6 +3,7 @@ checkpoints.
 
     python tools/run_status.py runs/gpt_cpu
     python tools/run_status.py runs/gpt_cpu --json
+    python tools/run_status.py runs/gpt_cpu --html report.html --watch
 
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
     on node1
@@ -27,6 +28,10 @@ DIR is the folder of --events-dir, or of --save without it. The state is one of
 A run that is started again goes on with the same files: state and progress are those of its last
 start.
 
+--html writes a page that needs no other file and no network: these lines, and curves of the loss,
+speed, memory, lanes and experts, events, checkpoints, settings. --watch looks again until the run
+has ended, and rewrites both; a browser loads the page again by itself as long as the run is live.
+
 Exit code: that of the run if it has ended (docs/recovery.md lists them); 0 while it runs, and if it
 is unknown; 1 if it is dead; 2 if the folder holds no run.
 """
@@ -35,11 +40,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.log import printable
 from megatron.training.health.events import EventKind, read_events, read_heartbeat
@@ -61,10 +67,18 @@ from megatron_hybrid.run_history import (
     save_in_flight,
     split_sessions,
 )
+from megatron_hybrid.run_watch import View, watch
 
-EXIT_DEAD, EXIT_NO_RUN = 1, 2
+if TYPE_CHECKING:
+    from megatron_hybrid.report.writer import PageWriter
+
+EXIT_DEAD, EXIT_NO_RUN, EXIT_INTERRUPTED = 1, 2, 130
+WATCH_SECONDS = 10.0  # between two looks
 # A heartbeat is written every few seconds, but a slow file system may hold one back.
 STALE_SECONDS = 60.0
+# For so long a launcher that has restarts left may take to start the next ranks.
+_RELAUNCH_SECONDS = 300.0
+_MOST_WATCH_SECONDS = 86400.0
 _MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
 # By name of `ExitCode`, whose module imports torch: that would take two seconds. A signal that is
 # not handled gives its own name; all others are failures.
@@ -85,26 +99,61 @@ _TROUBLES = {
 
 
 def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> int:
-    """Prints the status; returns the exit code.
+    """Prints the status, and writes the page; returns the exit code.
 
     Args:
         argv: the arguments; default: the command line's.
         program: the name that error messages begin with.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    folder = Path(arguments.dir)
+    look = _Look(arguments)
     try:
-        status = run_status(folder, now=time.time(), stale_seconds=arguments.stale_seconds)
+        if arguments.watch is None:
+            view = look()
+            print("\n".join(view.lines))
+            return view.exit_code
+        return watch(look, sys.stdout, arguments.watch)
     except OSError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_NO_RUN
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
-    if status is None:
-        got = f"got {folder} without events or checkpoints"
-        print(f"{program}: expected a run's folder, {got}", file=sys.stderr)
-        return EXIT_NO_RUN
-    print(json.dumps(status, indent=1) if arguments.json else "\n".join(lines_of(status)))
-    return int(status["exit_code"])
+
+class _Look:
+    """Looks at the run that the arguments name, and writes its page if they ask for one."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._folder = Path(arguments.dir)
+        self._page: PageWriter | None = None
+        if arguments.html is not None:
+            # Not at the top: the page needs numpy, whose import takes longer than the five lines.
+            from megatron_hybrid.report.writer import PageWriter
+
+            self._page = PageWriter(
+                self._folder,
+                arguments.html,
+                refresh_seconds=arguments.watch or WATCH_SECONDS,
+                date=date_text,
+                duration=duration_text,
+            )
+
+    def __call__(self) -> View:
+        """OSError if there is no run, or its files cannot be read, or the page not written."""
+        now, arguments = time.time(), self._arguments
+        status = run_status(self._folder, now=now, stale_seconds=arguments.stale_seconds)
+        if status is None:
+            got = f"got {self._folder} without events or checkpoints"
+            raise FileNotFoundError(f"expected a run's folder, {got}")
+
+        lines = lines_of(status)
+        if self._page is not None:
+            self._page.write(status, lines, now)
+        if arguments.json:
+            # One line each time, if there are several.
+            lines = [json.dumps(status, indent=1 if arguments.watch is None else None)]
+        return View(lines, bool(status["is_live"]), int(status["exit_code"]))
 
 
 def run_status(
@@ -132,6 +181,7 @@ def run_status(
     has_failed = state["state"] in ("preempted", "failed", "hung", "dead")
     return {
         **state,
+        "is_live": _is_live(state, session),
         "progress": progress,
         "checkpoint": _checkpoint(checkpoint, events, now),
         "restarts": _restarts(sessions, has_failed=has_failed),
@@ -189,11 +239,20 @@ def _heartbeat_text(heartbeat: Event | None, now: float) -> str:
     if heartbeat is None:
         return "no heartbeat yet"
     age, phase = age_of(now, number_in(heartbeat, "time")), heartbeat.get("phase")
-    text = "heartbeat" if age is None else f"heartbeat {_duration(age)} ago"
+    text = "heartbeat" if age is None else f"heartbeat {duration_text(age)} ago"
     text += "" if phase is None else f" in {phase}"
     if heartbeat.get("pid") is not None and heartbeat.get("host") is not None:
         text += f", process {heartbeat['pid']} on {heartbeat['host']}"
     return text
+
+
+def _is_live(state: dict[str, Any], session: Session) -> bool:
+    """Whether more may come: it runs, or its launcher may start it again."""
+    if state["state"] in ("running", "saving"):
+        return True
+    may_restart = state["state"] in ("failed", "hung", "dead") and restarts_left(session)
+    seconds = state["seconds"]
+    return bool(may_restart) and seconds is not None and seconds < _RELAUNCH_SECONDS
 
 
 def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) -> dict[str, Any]:
@@ -288,7 +347,9 @@ def _trouble(events: Iterable[Event]) -> dict[str, Any]:
 
 def _state_line(status: dict[str, Any]) -> str:
     since = status["since"]
-    moment = "" if since is None else f" since {_date(since)} ({_duration(status['seconds'])})"
+    moment = (
+        "" if since is None else f" since {date_text(since)} ({duration_text(status['seconds'])})"
+    )
     return f"{status['state']}{moment}, {status['detail']}"
 
 
@@ -304,7 +365,7 @@ def _progress_line(progress: dict[str, Any]) -> str:
     if progress["ms_per_iteration"] is not None:
         parts.append(f"{progress['ms_per_iteration']:.1f} ms per iteration")
     if progress["seconds_left"] is not None:
-        parts.append(f"{_duration(progress['seconds_left'])} left")
+        parts.append(f"{duration_text(progress['seconds_left'])} left")
     return ", ".join(parts)
 
 
@@ -313,7 +374,7 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
         return "none"
     parts = ["none" if checkpoint["iteration"] is None else f"iteration {checkpoint['iteration']}"]
     if checkpoint["age_seconds"] is not None:
-        parts.append(f"{_duration(checkpoint['age_seconds'])} ago")
+        parts.append(f"{duration_text(checkpoint['age_seconds'])} ago")
     if checkpoint["save_seconds"] is not None:
         parts.append(f"took {checkpoint['save_seconds']:.2f} s")
     if checkpoint["iteration"] is not None and not checkpoint["is_on_disk"]:
@@ -347,11 +408,12 @@ def _trouble_line(trouble: dict[str, Any]) -> str:
     return ", ".join(parts) or "none"
 
 
-def _date(moment: float) -> str:
+def date_text(moment: float) -> str:
+    """In local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Its two largest units: "12 s", "4 min 2 s", "3 d 1 h"."""
     total = int(seconds)
     for size, name, smaller, smaller_name in (
@@ -381,4 +443,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help=f"age of a heartbeat whose run counts as dead; default {STALE_SECONDS:.0f}",
     )
+    parser.add_argument(
+        "--html", type=_page_path, metavar="FILE", help="write a page about the run, NAME.html"
+    )
+    parser.add_argument(
+        "--watch",
+        type=_interval,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"look again until the run has ended; default: every {WATCH_SECONDS:.0f} s",
+    )
     return parser.parse_args(argv)
+
+
+def _page_path(text: str) -> Path:
+    """Only a name of a page: `--html runs/gpt/events.jsonl` would end a run's history."""
+    path = Path(text)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .html, got {text!r}")
+    return path
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= _MOST_WATCH_SECONDS:
+        limits = f"from 0.1 to {_MOST_WATCH_SECONDS:.0f}"
+        raise argparse.ArgumentTypeError(f"expected seconds {limits}, got {text!r}")
+    return seconds

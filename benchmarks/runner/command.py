@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         is_whole = False
     print("\n".join(summary(outcomes, time.monotonic() - start)))
+    if arguments.quick:
+        print("Bars are stated for the full run; with --quick they tell little.")
     if not is_whole:
         print(f"Interrupted; {len(benchmarks) - len(outcomes)} benchmarks did not run to the end.")
         return _INTERRUPTED

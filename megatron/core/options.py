@@ -30,10 +30,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.log import printable
+
 # The most that a timeout may be. Waits count nanoseconds in 63 bits, and add them to the present.
 YEAR_SECONDS = 365 * 24 * 60 * 60.0
 
 _METADATA_KEY = "megatron.option"
+_MOST_REPORTED = 4000  # characters of a line of an error's report
 _MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 
 # What a field may hold. Lists of values are tuples, so that configs stay hashable.
@@ -75,6 +78,10 @@ class ConfigError(ValueError):
         """The message, a line for each thing that is wrong."""
         return (str(self),)
 
+    def report(self) -> str:
+        """The message for a terminal, harmless to it."""
+        return printable(str(self), _MOST_REPORTED)
+
 
 class ConfigErrors(ConfigError):  # noqa: N818  a plural
     """Everything that is wrong with a configuration, so that its user need not find it out one
@@ -88,6 +95,15 @@ class ConfigErrors(ConfigError):  # noqa: N818  a plural
     @property
     def lines(self) -> tuple[str, ...]:
         return self._lines
+
+    def heading(self) -> str:
+        """The first line of the report."""
+        return f"{len(self._lines)} setting{'s' * (len(self._lines) > 1)} cannot be used:"
+
+    def report(self) -> str:
+        """The message for a terminal: a line for each thing that is wrong."""
+        lines = (printable(line, _MOST_REPORTED) for line in self._lines)
+        return "\n  ".join((self.heading(), *lines))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import logging
 import re
@@ -28,9 +27,11 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import RunConfig
+from megatron.training.flag_report import RefusedSettings
 from megatron.training.flag_rows import Given, Ruling
 from megatron.training.hf_settings import read_folder, take_settings
-from megatron.training.megatron_flags import answer
+from megatron.training.megatron_flags import Answer, answer, megatrons_names
+from megatron.training.near_names import meant_by
 from megatron.training.settings_file import Setting, read_settings
 from megatron.training.tokenizer import TokenizerConfig
 
@@ -41,8 +42,6 @@ _SHOWN_KEY = 80  # characters of a key or a number in a message
 _MOST_LINES = 60  # of a message; a launch script has as many flags
 _OFF = ("false",)  # what a file gives to a flag that is not meant
 _IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
-_IS_NUMBER = re.compile(r"\d+")
-_ALIKE = 0.7  # of a misspelt word's letters, that it has in common with the word that is meant
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,11 @@ class ParsedCommandLine(NamedTuple):
         """One line that lists them, if there are any."""
         if self.without_effect:
             flags = printable(", ".join(map(str, self.without_effect)), limit=4000)
-            logger.info("flags without effect here (docs/coming-from.md says why): %s", flags)
+            logger.info(
+                "no effect here (accepted; may be deleted; docs/coming-from-megatron.md says why): "
+                "%s",
+                flags,
+            )
 
 
 def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
@@ -137,7 +140,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     settings.read_file(path)
     settings.answer_strangers(world_size=1)
     settings.take_hf_model()
-    _raise(settings.errors)
+    settings.check()
     return settings.values
 
 
@@ -155,6 +158,8 @@ class _Settings:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # converted, by field name
     strangers: list[_Stranger] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
+    # The flags of Megatron-LM's among them, each with its place in front.
+    refused: list[tuple[str, Answer]] = dataclasses.field(default_factory=list)
     without_effect: list[Given] = dataclasses.field(default_factory=list)
     # Flags of which a message speaks already: what their lack leads to is not worth another.
     spoken_of: set[str] = dataclasses.field(default_factory=set)
@@ -215,6 +220,7 @@ class _Settings:
                 self.without_effect.append(given)
             else:
                 lines.append(where + str(found))
+                self.refused.append((where, found))
                 if found.is_complete:
                     self.take(_split(found.use)[0])
                 else:
@@ -230,7 +236,7 @@ class _Settings:
             config = build_config(self.values).resolve(world_size)
         except ConfigError as error:
             errors += [line for line in error.lines if line.split(":")[0] not in self.spoken_of]
-        _raise(errors)
+        self._raise(errors)
         return config
 
     def take_hf_model(self) -> None:
@@ -248,6 +254,20 @@ class _Settings:
             # What the folder would have said is not missed setting by setting.
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
+
+    def check(self) -> None:
+        """ConfigError for all that has been wrong so far."""
+        self._raise(self.errors)
+
+    def _raise(self, errors: Sequence[str]) -> None:
+        """ConfigError for the lines, if there are any: grouped, if they speak of Megatron-LM."""
+        if not self.refused:
+            _raise(errors)
+            return
+        spoken = {where + str(found) for where, found in self.refused}
+        errors = _cut(errors)
+        wrong = [line for line in errors if line not in spoken]
+        raise RefusedSettings(errors, self.refused, wrong, self.without_effect)
 
     def _refuse(self, field: Field, error: ConfigError) -> None:
         self.errors += error.lines
@@ -344,6 +364,11 @@ def _convert_setting(field: Field, setting: Setting | list[Setting]) -> Any:
     )
 
 
+def known_flags() -> dict[str, Field]:
+    """Every flag of the command line, bools' opposites included, and the field that it sets."""
+    return {flag: switch.field for flag, switch in _switches().items()}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one group of flags for each owner."""
     parser = argparse.ArgumentParser(description="Trains a GPT.", allow_abbrev=False)
@@ -419,12 +444,18 @@ def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
 
 def _raise(errors: Sequence[str]) -> None:
     """ConfigError for the lines, if there are any."""
-    if len(errors) > _MOST_LINES:
-        errors = [*errors[:_MOST_LINES], "There may be more."]
+    errors = _cut(errors)
     if len(errors) == 1:
         raise ConfigError(errors[0])
     if errors:
         raise ConfigErrors(errors)
+
+
+def _cut(errors: Sequence[str]) -> Sequence[str]:
+    """The first lines, as many as somebody may read."""
+    if len(errors) > _MOST_LINES:
+        return [*errors[:_MOST_LINES], "There may be more."]
+    return errors
 
 
 def _section_classes() -> dict[str, type[Any]]:
@@ -468,33 +499,6 @@ def _unknown(given: Given, *, is_key: bool) -> str:
     strip = "-" if is_key else ""
     name = printable(given.flag, _SHOWN_KEY).lstrip(strip)
     kind = "a known key" if is_key else "a known flag"
-    meant = _meant_by(given.flag)
+    meant = meant_by(given.flag, (*_switches(), *megatrons_names()))
     hint = "" if meant is None else f" Did you mean {meant.lstrip(strip)}?"
     return f"{name}: expected {kind}, got one that does not exist.{hint}"
-
-
-def _meant_by(flag: str) -> str | None:
-    """The flag of which this one is a misspelling; None rather than one that means something else.
-
-    The nearest name may mean something else (`--lr-decay-samples`, `--no-load-optim`). A
-    misspelling has the same words, each with few other letters, and the same numbers.
-    """
-    words = flag.replace("_", "-").strip("-").split("-")
-    for name in _switches():
-        others = name.strip("-").split("-")
-        if "".join(words) == "".join(others):
-            return name
-        if len(words) == len(others) and _IS_NUMBER.findall(flag) == _IS_NUMBER.findall(name):
-            pairs = zip(words, others, strict=True)
-            if all(_are_alike(word, other) for word, other in pairs):
-                return name
-    return None
-
-
-def _are_alike(word: str, other: str) -> bool:
-    if word == other:
-        return True
-    # A word that is short has nothing in common with another one, or is another one.
-    return min(len(word), len(other)) > 2 and (
-        difflib.SequenceMatcher(None, word, other).ratio() >= _ALIKE
-    )

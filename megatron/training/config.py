@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.config import GPTDatasetConfig
@@ -29,8 +30,9 @@ from megatron.core.options import (
 )
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig
+from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.inject import InjectConfig, check_paths
-from megatron.training.metrics import LoggingConfig
+from megatron.training.metrics import NO_FILE, LoggingConfig
 from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
 
@@ -60,7 +62,9 @@ class TrainingConfig:
         1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1
     )
     eval_interval: int | None = option(
-        1000, "iterations between evaluations on the validation split", at_least=1
+        None,
+        "iterations between evaluations on the validation split (default: only after the training)",
+        at_least=1,
     )
     eval_iters: int = option(
         100, "global batches in an evaluation; 0 evaluates nothing", at_least=0, ceiling=2**32
@@ -178,6 +182,23 @@ class RunConfig:
             return self.logging.events_dir
         store = open_store(save)
         return store.root if store.is_rename_atomic else None
+
+    @property
+    def metrics_jsonl(self) -> str | None:
+        """The file that gets the run's metrics; None: there is none."""
+        given, folder = self.logging.metrics_jsonl, self.events_dir
+        if given is not None:
+            return None if given == NO_FILE else given
+        return None if folder is None else str(Path(folder) / METRICS_FILE)
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not their defaults, by field, as plain data."""
+        values = self.values()
+        return {
+            field.name: values[field.name]
+            for _, section in self.sections()
+            for field in given_options(section)
+        }
 
     def engine(self) -> EngineConfig:
         """The part of it that an engine needs."""

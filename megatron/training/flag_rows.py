@@ -40,7 +40,7 @@ class MegatronFlags:
         why: one sentence.
         values: the answer is for these alone; empty: for all.
         use: what to write instead. {value} is the flag's own, {iterations} what its number of
-            samples makes. FILE and N are for the user to fill in.
+            samples makes. Words in capitals are for the user to fill in.
         unless: the answer does not hold where this option, a field's name, is on.
     """
 
@@ -60,4 +60,25 @@ class MegatronFlags:
         # What is ignored is not looked at: two words after it are one too many.
         if self.ruling is Ruling.NO_EFFECT and not self.values and len(given.values) > 1:
             return False
-        return any(fnmatch.fnmatchcase(given.flag, name) for name in self.names)
+        return self.answers(given.flag)
+
+    def answers(self, flag: str) -> bool:
+        """Whether this answers a flag with some value."""
+        return any(fnmatch.fnmatchcase(flag, name) for name in self.names)
+
+
+def no_effect(names: str, why: str, *values: str, unless: str | None = None) -> MegatronFlags:
+    """A row of flags that change nothing here."""
+    return MegatronFlags(tuple(names.split()), Ruling.NO_EFFECT, why, values, unless=unless)
+
+
+def remove(names: str, why: str, *values: str) -> MegatronFlags:
+    """A row of flags that are not supported."""
+    return MegatronFlags(tuple(names.split()), Ruling.REMOVE, why, values)
+
+
+def replace(
+    names: str, use: str, why: str, *values: str, unless: str | None = None
+) -> MegatronFlags:
+    """A row of flags that are called otherwise."""
+    return MegatronFlags(tuple(names.split()), Ruling.REPLACE, why, values, use, unless)

@@ -34,6 +34,7 @@ class Interval:
         tokens_per_second: over all devices.
         tflops: TFLOP/s of one device.
         auxiliary: other losses of the last step by name.
+        pace: seconds of a recent step, without the first of this start, which takes longer.
     """
 
     record: dict[str, Any]
@@ -45,11 +46,13 @@ class Interval:
     tflops: float
     memory: Memory
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    pace: float | None = None
 
     @property
     def seconds_left(self) -> float:
-        """Until the last step, at the pace of this interval."""
-        return float(self.seconds * (self.train_iters - self.record["iteration"]))
+        """Until the last step, at the pace of recent steps or else of this interval."""
+        seconds = self.seconds if self.pace is None else self.pace
+        return float(seconds * (self.train_iters - self.record["iteration"]))
 
 
 def long_line(interval: Interval) -> str:
@@ -89,13 +92,13 @@ def short_line(interval: Interval) -> str:
     record, width = interval.record, len(str(interval.train_iters))
     parts = [
         f"{record['iteration']:{width}}/{interval.train_iters}",
-        f"loss {_loss(interval.loss)}",
+        f"loss {loss_digits(interval.loss)}",
         f"grad {_digits(record['grad_norm'])}",
         *([f"cv {record[WORST_CV]:.2f}"] if WORST_CV in record else []),
         f"lr {_rate(record['learning_rate'])}",
-        f"{_thousands(interval.tokens_per_second)} tok/s",
+        f"{thousands(interval.tokens_per_second)} tok/s",
         f"mem {_gibibytes(interval.memory)} GiB",
-        f"eta {_duration(interval.seconds_left)}",
+        f"eta {duration(interval.seconds_left)}",
     ]
     # The rare ones come last, where they may run over the edge.
     rare = {
@@ -119,10 +122,12 @@ def long_evaluation(split: str, iteration: int, loss: float, perplexity: float) 
 
 def short_evaluation(split: str, iteration: int, loss: float, perplexity: float) -> str:
     """The same in fewer columns."""
-    return f"{split} at iteration {iteration}: loss {_loss(loss)}, perplexity {_digits(perplexity)}"
+    found = f"loss {loss_digits(loss)}, perplexity {_digits(perplexity)}"
+    return f"{split} at iteration {iteration}: {found}"
 
 
-def _loss(value: float) -> str:
+def loss_digits(value: float) -> str:
+    """`4.6962`"""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 10 else _digits(value, 4)
 
 
@@ -146,7 +151,7 @@ def _plain(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
-def _thousands(value: float) -> str:
+def thousands(value: float) -> str:
     """`5421`, `12.3k`, `1.23M`"""
     for least, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= least:
@@ -160,7 +165,14 @@ def _gibibytes(memory: Memory) -> str:
     return "+".join(_digits(number / 2**30, 2) for number in numbers if number is not None)
 
 
-def _duration(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Of a step: `378 ms`, `12.3 s`"""
+    if seconds < 1:
+        return f"{_digits(1000.0 * seconds)} ms"
+    return f"{_digits(seconds)} s"
+
+
+def duration(seconds: float) -> str:
     """Its two largest units: `53s`, `1m53s`, `2h05m`, `12d03h`."""
     if not math.isfinite(seconds):
         return "?"

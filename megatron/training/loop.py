@@ -138,18 +138,18 @@ class Loop:
         and reports the loss.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
+        num_microbatches = num_iters * self.config.num_microbatches(self.engine.mesh.size())
         self.mark(Phase.EVALUATE, iteration)
 
         def batches() -> Iterator[Batch]:
             num_samples = num_iters * self.config.global_batch_size
-            for batch in self._microbatches(dataset, 0, num_samples):
+            for number, batch in enumerate(self._microbatches(dataset, 0, num_samples)):
                 self.watch.mark(Phase.EVALUATE, iteration)
+                self.metrics.shows(f"{split} {100 * number // num_microbatches}%")
                 yield batch
 
         loss = self.engine.eval_batch(
-            batches(),
-            self.forward_step,
-            num_microbatches=num_iters * self.config.num_microbatches(self.engine.mesh.size()),
+            batches(), self.forward_step, num_microbatches=num_microbatches
         )
         self.metrics.evaluation(split, loss, iteration)
         self.evaluated.update({"iteration": iteration, split: loss})
@@ -219,6 +219,7 @@ class Loop:
         if save is Save.NOTHING:
             return
         self.mark(Phase.SAVE, self._iteration)
+        self.metrics.shows("saving")
         match save:
             case Save.BEGIN:
                 self.saver.save(self.engine, self._info())

@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
+from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.jsonl import JsonLines
 from megatron.training.log_lines import (
     Interval,
@@ -29,6 +28,7 @@ from megatron.training.log_lines import (
     short_evaluation,
     short_line,
 )
+from megatron.training.progress_bar import Pace, ProgressBar
 from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ _MILLISECONDS = 1000.0
 _GIGA = 1e9
 _TERA = 1e12
 _TIMES = ("d2h", "host", "h2d", "waited_d2h", "waited_host", "waited_h2d")
+NO_FILE = "none"
 _LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.state`
 
 
@@ -67,7 +68,10 @@ class LoggingConfig:
         True, "show a progress bar, where the output is a terminal", may_change=True
     )
     metrics_jsonl: str | None = option(
-        None, "file that gets one JSON object for each iteration and evaluation", may_change=True
+        None,
+        "file that gets one JSON object for each iteration and evaluation; none: no file; default: "
+        f"{METRICS_FILE} in the folder of --events-dir",
+        may_change=True,
     )
     events_dir: str | None = option(
         None,
@@ -131,32 +135,40 @@ class JsonlSink:
     line must not end the training.
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises ConfigError if the file cannot be written."""
+    def __init__(self, path: str, *, must_work: bool = True) -> None:
+        """
+        Args:
+            must_work: raise ConfigError if the file cannot be written. Otherwise that is a warning.
+        """
         self._lines = JsonLines(path)
         self._has_warned = False
         try:
             self._lines.touch()
         except OSError as error:
-            raise ConfigError(
-                f"--metrics-jsonl: expected a file that can be written, got {path} "
-                f"({error.strerror})."
-            ) from None
+            if must_work:
+                raise ConfigError(
+                    f"--metrics-jsonl: expected a file that can be written, got {path} "
+                    f"({error.strerror})."
+                ) from None
+            self._warn(error)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         try:
             self._lines.append({"kind": kind, **record})
         except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                text = "Could not write %s: %s. It may lack lines from here on."
-                logger.warning(text, self._lines.path, error)
+            self._warn(error)
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
         """Does nothing: the file is not kept open between lines."""
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            text = "Could not write %s: %s. It may lack lines from here on."
+            logger.warning(text, self._lines.path, error)
 
 
 class TensorBoardSink:
@@ -226,17 +238,22 @@ def build_sinks(
     run_config: dict[str, Any],
     start_iteration: int,
     state: Mapping[str, Any] | None = None,
+    default_jsonl: str | None = None,
 ) -> list[Sink]:
-    """The sinks that were asked for. For rank 0 only.
+    """The sinks that were asked for, and the JSONL file. For rank 0 only.
 
     Args:
         run_config: the run's settings, for Weights & Biases.
         start_iteration: iterations made before this start.
         state: what the resumed run's `Metrics.state` gave on rank 0.
+        default_jsonl: the JSONL file where none was named; the run goes on if it cannot be written.
     """
     sinks: list[Sink] = []
-    if config.metrics_jsonl is not None:
-        sinks.append(JsonlSink(config.metrics_jsonl))
+    jsonl = config.metrics_jsonl
+    if jsonl is None and default_jsonl is not None:
+        sinks.append(JsonlSink(default_jsonl, must_work=False))
+    elif jsonl not in (None, NO_FILE):
+        sinks.append(JsonlSink(jsonl))
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoardSink(config.tensorboard_dir, start_iteration))
     if config.wandb_project is not None:
@@ -287,18 +304,14 @@ class Metrics:
         self._is_short = config.is_short
         self._clock = clock
         self._losses = _saved_losses(state)  # the finite ones of the interval under way
+        self._pace = Pace()
         self._num_steps = 0  # of the interval, made by this process: those whose time is known
         # The mean of the interval so far, or of the one before.
         self.ms_per_iteration: float | None = None
 
         self._step_start = self._interval_start = clock()
-        is_terminal = config.progress_bar and shows_progress and sys.stderr.isatty()
-        self._bar = tqdm(
-            total=rates.train_iters,
-            initial=start_iteration,
-            unit="it",
-            disable=not is_terminal,
-            dynamic_ncols=True,
+        self._bar = ProgressBar(
+            rates.train_iters, start_iteration, is_wanted=config.progress_bar and shows_progress
         )
 
     def step(
@@ -320,6 +333,8 @@ class Metrics:
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
         self.ms_per_iteration = (now - self._interval_start) / self._num_steps * _MILLISECONDS
+        is_first = self._pace.seconds is None
+        self._pace.add(seconds)
         tokens_per_second, tflops = self._throughput(seconds)
 
         record = {
@@ -337,11 +352,16 @@ class Metrics:
             "skipped_iterations": skipped,
             "nan_iterations": nan,
         }
+        # A run's first line tells its memory too: most of it is there after a step.
+        is_logged = iteration % self._config.log_interval == 0
+        if self._sinks and (is_logged or is_first):
+            record |= _memory_values(self._memory())
         for sink in self._sinks:
             sink.write("train", record)
 
-        self._bar.update()
-        if iteration % self._config.log_interval == 0:
+        pace = self._pace.seconds or seconds
+        self._bar.step(result.loss, self._throughput(pace)[0], pace)
+        if is_logged:
             logger.info("%s", self._interval_line(record, result.auxiliary))
             self._restart_interval()
 
@@ -399,8 +419,13 @@ class Metrics:
                 {"iteration": iteration, "split": split, "loss": loss, "perplexity": perplexity},
             )
 
+    def shows(self, activity: str) -> None:
+        """Shows on a terminal what the run does instead of stepping, until the clock resumes."""
+        self._bar.shows(activity)
+
     def resume_clock(self) -> None:
         """Leaves the time since the last step (evaluating, saving) out of the next step's."""
+        self._bar.resumes()
         pause = self._clock() - self._step_start
         self._step_start += pause
         self._interval_start += pause
@@ -451,6 +476,7 @@ class Metrics:
             tokens_per_second=tokens_per_second,
             tflops=tflops,
             memory=self._memory(),
+            pace=self._pace.seconds,
         )
         return short_line(interval) if self._is_short else long_line(interval)
 
@@ -467,6 +493,15 @@ def _saved_losses(state: Mapping[str, Any] | None) -> list[float]:
 def _optional_values(result: StepResult) -> dict[str, float]:
     """The values of a step that only some runs have."""
     values = {"loss_scale": result.loss_scale, "num_zeros": result.num_zeros}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _memory_values(memory: Memory) -> dict[str, int]:
+    """The most bytes that rank 0 has held so far, where they are known."""
+    values = {
+        "peak_device_memory_bytes": memory.device,
+        "peak_host_memory_bytes": memory.host or None,
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 

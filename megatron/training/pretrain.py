@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def pretrain(
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
-            _tell_start(events, launch, must_work=config.logging.events_dir is not None)
+            _tell_start(events, launch, config)
 
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
@@ -130,10 +131,13 @@ def pretrain(
             return outcome
 
 
-def _tell_start(events: EventLog, launch: Launch, *, must_work: bool) -> None:
-    """Begins the event log. ConfigError, if it must work and cannot be written."""
-    if must_work:
+def _tell_start(events: EventLog, launch: Launch, config: RunConfig) -> None:
+    """Begins the event log. ConfigError for a folder that the user named and that cannot be
+    written.
+    """
+    if config.logging.events_dir is not None:
         events.require_folder()
+    metrics = config.metrics_jsonl
     events.write(
         EventKind.START,
         iteration=None,
@@ -142,6 +146,8 @@ def _tell_start(events: EventLog, launch: Launch, *, must_work: bool) -> None:
         host=socket.gethostname(),
         command=sys.argv,
         max_restarts=_max_restarts(),
+        metrics=None if metrics is None else str(Path(metrics).absolute()),
+        settings=config.given(),
     )
 
 
@@ -331,7 +337,11 @@ class _Run:
             rates,
             config.logging,
             build_sinks(
-                config.logging, config.values(), step_info.iteration, state if continues else None
+                config.logging,
+                config.values(),
+                step_info.iteration,
+                state if continues else None,
+                config.metrics_jsonl,
             )
             if is_first
             else [],

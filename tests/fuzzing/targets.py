@@ -48,7 +48,13 @@ from megatron.training.checkpoint.loading import load_run
 from megatron.training.checkpoint.run_state import save_torch_dcp
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.health.earlier_starts import Memory
-from megatron.training.health.events import EventLog, read_events, read_heartbeat
+from megatron.training.health.events import (
+    METRICS_FILE,
+    EventLog,
+    read_events,
+    read_heartbeat,
+)
+from megatron.training.health.jsonl import JsonLines
 from megatron.training.rng import rng_state, seed_all
 from megatron.training.tokenizer import (
     HuggingFaceTokenizer,
@@ -59,6 +65,8 @@ from megatron.training.tokenizer import (
 )
 from megatron_hybrid import run_status
 from megatron_hybrid.checkpoint import command as checkpoint_tool
+from megatron_hybrid.report.collect import Collector
+from megatron_hybrid.report.page import page_of
 from tests.fuzzing.target import Target
 
 ITERATION = 3
@@ -404,7 +412,9 @@ class Settings(Target):
 
 
 class Events(Target):
-    """`events.jsonl` and `heartbeat.json`, as a relaunch and tools/run_status.py read them."""
+    """`events.jsonl`, `heartbeat.json` and `metrics.jsonl`, as a relaunch, tools/run_status.py and
+    its page read them.
+    """
 
     errors = (CheckpointError, OSError)  # the latter of `read_events`
 
@@ -434,6 +444,13 @@ class Events(Target):
         known = {"pid": 1, "host": "elsewhere", "iteration": 14, "phase": "forward"}
         log.beat(**known, loss=2.5, ms_per_iteration=10.0)
 
+        metrics = JsonLines(folder / METRICS_FILE)
+        for iteration in (11, 12, 13, 12):
+            values = {"loss": 2.5, "grad_norm": 0.5, "expert_load_cv_by_layer": [0.5, 0.25]}
+            metrics.append({"kind": "train", "iteration": iteration, **values})
+        metrics.append({"kind": "eval", "iteration": 12, "split": "validation", "loss": 2.75})
+        metrics.append({"kind": "timing", "iteration": 12, "host_ms": 1.5})
+
     def read(self, folder: Path) -> Any:
         commands = ([str(folder)], [str(folder), "--json"])
         status: dict[str, Any] = {"codes": [called(run_status, command) for command in commands]}
@@ -442,7 +459,20 @@ class Events(Target):
         assert Memory.from_plain(sent) == memory, "what other ranks get"
         status["memory"] = digest(memory.to_plain())
         status["events"] = digest([read_events(folder), read_heartbeat(folder)])
+        status["scripts"] = _scripts_of_page(folder)
         return status
+
+
+def _scripts_of_page(folder: Path) -> int:
+    """The page is made; what a file says adds no element to it that executes."""
+    found = run_status.run_status(folder, now=1_800_000_000.0)
+    if found is None:
+        return 0
+    report = Collector(folder).collect(found, run_status.lines_of(found), 1_800_000_000.0)
+    page = page_of(report, refresh_seconds=10.0, date=str, duration=str)
+    scripts = page.count("<script")
+    assert scripts == page.count("<figure") + 1, "the numbers of each chart, and the script"
+    return scripts
 
 
 _TARGETS: list[Target] = [

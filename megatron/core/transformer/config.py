@@ -51,10 +51,13 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
         ceiling=_MOST_CHANNELS,
     )
     group_query_attention: bool = option(
-        False, "share key and value heads among query heads (needs --num-query-groups)"
+        False, "share key and value heads among query heads: --num-query-groups of them"
     )
     num_query_groups: int | None = option(
-        None, "number of key and value heads (default: one per query head)", at_least=1
+        None,
+        "number of key and value heads (default: 1 with --group-query-attention, otherwise one per "
+        "query head)",
+        at_least=1,
     )
     max_position_embeddings: int | None = option(
         None, "longest sequence the model accepts (default: no limit of its own)", at_least=1
@@ -232,14 +235,7 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
             )
             resolve_default(self, "kv_channels", self.hidden_size // heads)
 
-        if self.group_query_attention:
-            expect(
-                self.num_query_groups is not None,
-                "--group-query-attention",
-                "--num-query-groups beside it",
-                None,
-            )
-        else:
+        if not self.group_query_attention:
             # One group per head is what the absence of the flag means, so a config may be rebuilt
             # from its own values.
             expect(
@@ -249,7 +245,7 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
                 self.num_query_groups,
             )
 
-        resolve_default(self, "num_query_groups", heads)
+        resolve_default(self, "num_query_groups", 1 if self.group_query_attention else heads)
         expect(
             heads % self.num_key_value_heads == 0,
             "--num-query-groups",

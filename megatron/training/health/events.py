@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
+METRICS_FILE = "metrics.jsonl"  # beside them, unless --metrics-jsonl names another place
 _MOST_HEARTBEAT_BYTES = 65536
 
 

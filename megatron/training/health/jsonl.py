@@ -19,7 +19,7 @@ from megatron.core.files import open_for_append, open_regular
 _NEWLINE = b"\n"
 
 _MOST_BYTES = 16 * 2**20  # of a file: 100,000 events. Parsed, a hostile one takes 20 times as much
-_MOST_LINE_BYTES = 2**20  # the command in an event may be long
+MOST_LINE_BYTES = 2**20  # the command in an event may be long
 _MOST_DEPTH = 16
 _MOST_DIGITS = 1000  # of an integer; a float has no more than 309 before its point
 
@@ -92,13 +92,19 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
     """The JSON object that `text` is, or None. One too long, too deep or too large is none."""
-    if len(text) > _MOST_LINE_BYTES:
+    if len(text) > MOST_LINE_BYTES:
         return None
+    # A metrics file has a million lines: what is checked in Python is checked only where a line
+    # could fail. A short one has no long integers, one with few brackets is not deep.
+    decoder = _DECODER if len(text) <= _MOST_DIGITS else _BOUNDED_DECODER
     try:
-        value = json.loads(text, parse_int=_bounded_int)
+        value = decoder.decode(text.decode())
     except (ValueError, RecursionError):  # not JSON, not UTF-8; or nested without end
         return None
-    return value if isinstance(value, dict) and _is_shallow(value, _MOST_DEPTH) else None
+    if not isinstance(value, dict):
+        return None
+    is_shallow = text.count(b"{") + text.count(b"[") <= _MOST_DEPTH
+    return value if is_shallow or _is_shallow(value, _MOST_DEPTH) else None
 
 
 def _end_of(stream: FileIO, size: int) -> bytes:
@@ -117,6 +123,10 @@ def _bounded_int(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"Expected an integer of at most {_MOST_DIGITS} digits, got {len(text)}.")
     return int(text)
+
+
+_DECODER = json.JSONDecoder()
+_BOUNDED_DECODER = json.JSONDecoder(parse_int=_bounded_int)
 
 
 def _is_shallow(value: object, depth: int) -> bool:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,67 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, published_iterations
+from megatron.core.dist_checkpointing.format.names import published_iterations
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, EventLog, read_events
+from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, read_events
 from megatron.training.health.exits import ExitCode
 from megatron_hybrid import run_status
+from tests.unit_tests.tools.helpers.run_files import BEGIN, ELSEWHERE, HERE, Run
 
 ROOT = Path(__file__).resolve().parents[3]
-BEGIN = 1_700_000_000.0  # unix seconds
-HERE = socket.gethostname()
-ELSEWHERE = "node7"
-
-
-class Run:
-    """A run that writes its files; `now` is its clock."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.now = BEGIN
-        self.restart = -1
-        self.process = {"pid": 4711, "host": ELSEWHERE}
-
-    def events(self, rank: int = 0, restart: int | None = None) -> EventLog:
-        restart = self.restart if restart is None else restart
-        return EventLog(self.folder, rank=rank, restart=restart, clock=lambda: self.now)
-
-    def start(self, *, restart: int | None = None, iteration: int | None = 0, **process) -> None:
-        self.restart = self.restart + 1 if restart is None else restart
-        given = {"pid": 4711 + self.restart, "host": ELSEWHERE, **process}
-        self.process = {name: given[name] for name in ("pid", "host")}
-        self.write("start", iteration=None, world_size=2, command=["pretrain_gpt.py"], **given)
-        if iteration is not None:
-            self.write("resume", iteration=iteration, world_size=2, seconds=0.1)
-
-    def write(self, kind: str, rank: int = 0, **fields) -> None:
-        self.events(rank).write(kind, **fields)
-
-    def beat(self, iteration: int, **fields) -> None:
-        values = {
-            "train_iters": 500,
-            "phase": "forward",
-            "loss": 4.08127,
-            "ms_per_iteration": 385.9,
-        }
-        self.events().beat(**self.process, iteration=iteration, **{**values, **fields})
-
-    def save(self, iteration: int, seconds: float = 0.15) -> None:
-        path = self.folder / checkpoint_name(iteration)
-        self.write("save_begun", iteration=iteration)
-        path.mkdir()
-        self.write("save_published", iteration=iteration, checkpoint=str(path), seconds=seconds)
-
-    def exit(self, code: ExitCode, reason: str, iteration: int | None, rank: int = 0) -> None:
-        self.write("exit", rank, code=int(code), name=code.name, reason=reason, iteration=iteration)
-
-    def status(self, **options) -> dict:
-        found = run_status.run_status(self.folder, now=self.now, **options)
-        assert found is not None
-        return found
-
-    def lines(self) -> list[str]:
-        return run_status.lines_of(self.status())
 
 
 @pytest.fixture

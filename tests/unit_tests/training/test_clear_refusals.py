@@ -168,6 +168,8 @@ def test_the_first_rank_of_the_job_speaks_for_all_of_them(
     assert found == waited
     assert capsys.readouterr().err == (
         "pretrain_gpt.py: 2 settings cannot be used:\n"
-        "  --fp8-format e4m3: remove it. Compute in fp8 or fp4 is not offered; --bf16 is.\n"
-        "  --lr: expected a number >= 0, got -1.0.\n"
+        "  Not supported here (remove, or stay with Megatron-LM):\n"
+        "    --fp8-format e4m3  Compute in fp8 or fp4 is not offered; --bf16 is.\n"
+        "  Unknown, or wrong in itself:\n"
+        "    --lr: expected a number >= 0, got -1.0.\n"
     )

@@ -1,5 +1,5 @@
-"""docs/training.md lists every flag whose default differs from Megatron-LM's, and the table of its
-flags names no others than it has.
+"""docs/coming-from-megatron.md lists every flag whose default differs from Megatron-LM's; the table
+of its flags has an answer to each that we lack, and names no others than it has.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import yaml
 from megatron.core.options import Field
 from megatron.training.arguments import parse_config
 from megatron.training.megatron_flags import MEGATRON_FLAGS
+from megatron.training.megatron_switches import MEGATRON_SWITCHES
+from tests.helpers.doc_commands import section_of
 
-ROOT = Path(__file__).resolve().parents[3]
 DEFAULTS: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parent / "megatron_defaults.yaml").read_text()
 )
 ROW = re.compile(r"\| `(--[a-z0-9-]+)` \| `([^`]+)` \| `([^`]+)` \| (.+) \|")
 # In earlier releases than the one of the table, whose scripts are still around.
-EARLIER = {"--check-for-nan-in-loss-and-grad", "--retro-*"}
+EARLIER = {
+    *("--check-for-nan-in-loss-and-grad", "--retro-*", "--DDP-impl"),
+    "--activations-checkpoint-method",
+}
+# Of the programs in its examples/, which have parsers of their own.
+EXAMPLES = {"--export-*", "--modelopt-enabled", "--finetune-hf-dataset", "--enable-gpt-oss"}
 CONFIG = parse_config(
     [
         *"--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --lr 1".split(),
@@ -65,9 +71,9 @@ def differing() -> dict[str, tuple[str, str]]:
 
 
 def test_the_docs_list_every_flag_whose_default_differs_with_both_and_a_reason():
-    text = (ROOT / "docs" / "training.md").read_text()
-    section = text.split("### Defaults that differ from Megatron-LM's")[1].split("\n## ")[0]
-    rows = ROW.findall(section)
+    rows = ROW.findall(
+        section_of("coming-from-megatron.md", "Defaults that differ from Megatron-LM's")
+    )
     assert {flag: (here, there) for flag, here, there, _ in rows} == differing()
     assert len(rows) == len(differing()), "each once"
     assert all(len(why) > 20 for *_, why in rows)
@@ -87,4 +93,28 @@ def test_the_table_of_megatrons_flags_has_its_names():
     for row in MEGATRON_FLAGS:
         for name in row.names:
             is_there = bool(fnmatch.filter(DEFAULTS, name))
-            assert is_there != (name in EARLIER), f"{name} is none of its flags, or still one"
+            is_elsewhere = name in EARLIER | EXAMPLES
+            assert is_there != is_elsewhere, f"{name} is none of its flags, or still one"
+
+
+def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
+    ours = {flag for field in CONFIG.options() for flag in (field.flag, field.off_flag)}
+    names = {name for row in MEGATRON_FLAGS for name in row.names}
+    strangers = [
+        flag
+        for flag in DEFAULTS
+        if flag not in ours and not any(fnmatch.fnmatchcase(flag, name) for name in names)
+    ]
+    assert strangers == []
+    assert len(DEFAULTS) > 800, "it is not vacuous"
+
+
+def test_the_switches_among_them_are_those_that_its_parser_has():
+    ours = {flag for field in CONFIG.options() for flag in (field.flag, field.off_flag)}
+    theirs = {flag for flag, value in DEFAULTS.items() if value is False and flag not in ours}
+    elsewhere = {
+        flag
+        for flag in MEGATRON_SWITCHES - theirs
+        if any(fnmatch.fnmatchcase(flag, name) for name in EARLIER | EXAMPLES)
+    }
+    assert theirs | elsewhere == MEGATRON_SWITCHES

@@ -15,7 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_config
+from megatron.training.config import RunConfig
 from megatron.training.health.jsonl import read_json_lines
+from megatron.training.log_lines import Memory
 from megatron.training.metrics import (
     JsonlSink,
     LoggingConfig,
@@ -228,6 +231,67 @@ def test_a_metrics_file_that_cannot_be_is_said_at_the_start(tmp_path):
         match=r"--metrics-jsonl: expected a file that can be written, got .*Not a directory",
     ):
         build_sinks(LoggingConfig(metrics_jsonl=str(path)), {}, start_iteration=0)
+
+
+def test_a_default_metrics_file_that_cannot_be_is_one_warning(tmp_path, shown):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "metrics.jsonl"
+    (sink,) = build_sinks(LoggingConfig(), {}, start_iteration=0, default_jsonl=str(path))
+    sink.write("train", {"iteration": 1})
+    (message,) = shown.messages
+    assert message.startswith(f"Could not write {path}: ")
+
+
+def test_no_metrics_file_and_one_of_ones_own_are_preferred_to_the_default(tmp_path):
+    default, own = tmp_path / "metrics.jsonl", tmp_path / "own"
+    build_sinks(LoggingConfig(metrics_jsonl=str(own)), {}, 0, default_jsonl=str(default))
+    assert (own.exists(), default.exists()) == (True, False)
+    assert build_sinks(LoggingConfig(metrics_jsonl="none"), {}, 0) == []
+    assert build_sinks(LoggingConfig(), {}, 0, default_jsonl=None) == []
+
+
+def config_of(*flags: object) -> RunConfig:
+    required = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1 "
+    required += "--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --train-iters 4 "
+    required += "--micro-batch-size 2"
+    return parse_config([*required.split(), *map(str, flags)], world_size=1)
+
+
+def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path):
+    run, events = tmp_path / "run", tmp_path / "events"
+    assert config_of().metrics_jsonl is None, "there is no folder for it"
+    assert config_of("--save", run).metrics_jsonl == str(run / "metrics.jsonl")
+    both = ("--save", run, "--events-dir", events)
+    assert config_of(*both).metrics_jsonl == str(events / "metrics.jsonl")
+    assert config_of(*both, "--metrics-jsonl", "own.jsonl").metrics_jsonl == "own.jsonl"
+    assert config_of("--save", run, "--metrics-jsonl", "none").metrics_jsonl is None
+
+
+def test_the_settings_that_are_given_are_those_that_are_no_defaults():
+    given = config_of("--weight-decay", 0.125).given()
+    assert given["weight_decay"] == 0.125
+    assert given["num_layers"] == 1
+    assert "adam_beta1" not in given
+    assert json.loads(json.dumps(given)) == given
+
+
+def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
+    sink = Recorder()
+    metrics = Metrics(
+        RATES,
+        LoggingConfig(log_interval=3, log_format="long"),
+        [sink],
+        start_iteration=0,
+        shows_progress=False,
+        memory=lambda: Memory(None, 7),
+        clock=lambda: now[0],
+    )
+    for iteration in range(1, 7):
+        now[0] += 1.0
+        report(metrics, iteration)
+    told = [record.get("peak_host_memory_bytes") for _, record in sink.records]
+    assert told == [7, None, 7, None, None, 7]
+    assert not any("peak_device_memory_bytes" in record for _, record in sink.records)
 
 
 def test_a_line_torn_by_a_kill_costs_no_line_of_the_resumed_run(tmp_path):

@@ -58,6 +58,11 @@ def test_output_projections_start_smaller_with_depth() -> None:
     assert spec.output_init_std == pytest.approx(0.02 / 4)
 
 
+def test_without_their_number_all_query_heads_share_one_group_as_in_megatron() -> None:
+    config = TransformerConfig(**REQUIRED, group_query_attention=True)
+    assert (config.num_query_groups, config.num_key_value_heads) == (1, 1)
+
+
 def test_flags_are_megatrons() -> None:
     fields = {field.name: field for field in options_of(TransformerConfig)}
     assert fields["add_bias_linear"].off_flag == "--disable-bias-linear"
@@ -72,10 +77,6 @@ def test_flags_are_megatrons() -> None:
     [
         ({"num_layers": 0}, "--num-layers: expected an integer >= 1, got 0."),
         ({"hidden_size": 130}, "--hidden-size: expected a multiple of --num-attention-heads (8)"),
-        (
-            {"group_query_attention": True},
-            "--group-query-attention: expected --num-query-groups beside it",
-        ),
         (
             {"num_query_groups": 2},
             "--num-query-groups: expected --group-query-attention beside it, got 2.",

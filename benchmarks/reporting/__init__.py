@@ -1,0 +1,1 @@
+"""Pictures and tables from the stored results: `python -m benchmarks report`."""

@@ -1,0 +1,193 @@
+"""`python -m benchmarks report`: pictures and blocks of Markdown, from the newest results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with_contents
+from benchmarks.reporting.contents import PICTURES, Contents, pictures
+from benchmarks.reporting.peers import peers_block, read_comparison
+from benchmarks.reporting.stored import ResultFileError, StoredResult, newest_results
+from benchmarks.reporting.svg_file import file_names, is_generated, why_stale, with_note
+from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
+from benchmarks.runner.places import RESULTS, ROOT
+from benchmarks.runner.registry import registered
+from megatron.core.files import published
+
+COMMAND = "python -m benchmarks report"
+
+# Pages that would lose their point without a block.
+REQUIRED = {"README.md": ("peers",), "docs/benchmarks.md": ("results",)}
+_PICTURE = "picture-"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a project's pages and pictures should be.
+
+    Attributes:
+        root: The project's folder: README.md, docs/*.md and docs/img/*.svg lie in it.
+        names: Of all benchmarks.
+        results: The newest, by benchmark.
+    """
+
+    root: Path
+    names: Sequence[str]
+    results: Mapping[str, StoredResult]
+
+    @property
+    def pages(self) -> list[Path]:
+        """Those that may have blocks."""
+        return [self.root / "README.md", *sorted((self.root / "docs").glob("*.md"))]
+
+    @property
+    def folder(self) -> Path:
+        """Of the pictures."""
+        return self.root / "docs" / "img"
+
+    def pictures(self) -> dict[str, Contents]:
+        return pictures(self.results)
+
+    def block(self, name: str, page: Path) -> str:
+        """The content of a block. MarkerError for a name that nothing stands for."""
+        root = "../" * (len(page.relative_to(self.root).parts) - 1)
+        if name == "peers":
+            return peers_block(read_comparison(), self.results, root)
+        if name == "results":
+            return results_block(self.names, self.results, root)
+        if name.removeprefix(_PICTURE) in PICTURES and name.startswith(_PICTURE):
+            picture = name.removeprefix(_PICTURE)
+            return picture_block(picture, is_drawn=picture in self.pictures(), root=root)
+        if name in self.names:
+            return benchmark_block(self.results.get(name), root)
+        raise MarkerError(
+            f"{page.relative_to(self.root)}: Expected the name of a benchmark, peers, results or "
+            f"{_PICTURE}NAME, of {', '.join(PICTURES)}, in a marker, got {name}."
+        )
+
+    def renderer(self, page: Path) -> Callable[[str], str]:
+        return lambda name: self.block(name, page)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 if `--check` finds something stale, 2 for results or pages that cannot be read."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; name each block and picture that would change, and return 1 if any",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="the folder of results; default: benchmarks/results",
+    )
+    arguments = parser.parse_args(argv)
+    if not arguments.results.is_dir():
+        print(f"Expected a folder of results, got {arguments.results}.", file=sys.stderr)
+        return 2
+
+    try:
+        results = newest_results(arguments.results)
+        report = Report(ROOT, list(registered()), results)
+        return check(report) if arguments.check else write(report)
+    except (ResultFileError, MarkerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def check(report: Report) -> int:
+    """Names what would change."""
+    stale = [*stale_blocks(report), *stale_pictures(report)]
+    for line in stale:
+        print(line)
+    if stale:
+        print(f"{len(stale)} would change. Run `{COMMAND}` and commit what it writes.")
+    else:
+        print("All blocks and pictures are those of the newest results.")
+    return int(bool(stale))
+
+
+def stale_blocks(report: Report) -> Iterator[str]:
+    """A line for each block of Markdown that is not what would be written."""
+    for page in report.pages:
+        name = str(page.relative_to(report.root))
+        text = page.read_text(encoding="utf-8")
+        blocks = blocks_of(name, text)
+        for required in set(REQUIRED.get(name, ())) - {block.name for block in blocks}:
+            yield f"{name}: the markers of the block {required} are missing"
+        for block in blocks:
+            if content_of(text, block) != report.block(block.name, page):
+                yield f"{name}:{block.first}: the block {block.name} is stale"
+
+
+def stale_pictures(report: Report) -> Iterator[str]:
+    """A line for each picture that would be drawn otherwise, or not at all."""
+    wanted = report.pictures()
+    for name, contents in wanted.items():
+        for theme, file in file_names(name).items():
+            why = why_stale(report.folder / file, contents, theme)
+            if why is not None:
+                yield f"docs/img/{file}: {why}"
+    for file in _unwanted(report, wanted):
+        yield f"docs/img/{file}: no result stands behind it"
+
+
+def write(report: Report) -> int:
+    """Writes what has changed. Every block is rendered, and every picture drawn, before anything is
+    written.
+    """
+    contents = {page: _page_text(report, page) for page in report.pages}
+    contents.update(_drawn(report))
+    changed = [
+        path
+        for path, text in contents.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+
+    report.folder.mkdir(parents=True, exist_ok=True)
+    for path in changed:
+        with published(path) as stream:
+            stream.write(contents[path].encode())
+        print(f"wrote {path.relative_to(report.root)}")
+    for file in _unwanted(report, report.pictures()):
+        (report.folder / file).unlink()
+        print(f"removed docs/img/{file}")
+    if not changed:
+        print("Nothing has changed.")
+    return 0
+
+
+def _page_text(report: Report, page: Path) -> str:
+    name = str(page.relative_to(report.root))
+    return with_contents(name, page.read_text(encoding="utf-8"), report.renderer(page))
+
+
+def _drawn(report: Report) -> dict[Path, str]:
+    """The text of each picture that is stale: one that another matplotlib drew stays as it is."""
+    found = {}
+    for name, contents in report.pictures().items():
+        for theme, file in file_names(name).items():
+            path = report.folder / file
+            if why_stale(path, contents, theme) is not None:
+                # Imported when something is to be drawn: blocks and --check take no matplotlib.
+                drawing = importlib.import_module("benchmarks.reporting.drawing.svg")
+                found[path] = with_note(drawing.svg_of(contents, theme), contents, theme)
+    return found
+
+
+def _unwanted(report: Report, wanted: Mapping[str, Contents]) -> list[str]:
+    """Files that this command has drawn, of pictures that there are no results for."""
+    expected = {file for name in wanted for file in file_names(name).values()}
+    return sorted(
+        path.name
+        for path in report.folder.glob("*.svg")
+        if path.name not in expected and is_generated(path)
+    )

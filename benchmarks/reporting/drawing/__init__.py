@@ -1,0 +1,1 @@
+"""What draws with matplotlib. No other room of the report imports it."""

@@ -1,0 +1,135 @@
+"""The blocks `results`, of single benchmarks and of pictures, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.helpers.result import Measurement, NotRun, Ratio
+from benchmarks.reporting.contents import PICTURES
+from benchmarks.reporting.rounding import bar, figure, ratio, spread
+from benchmarks.reporting.stored import StoredResult, provenance
+from benchmarks.reporting.svg_file import file_names
+
+NOT_MEASURED = "not measured"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; a bar within a cell does not end it."""
+    return [_row(header), "|" + "---|" * len(header), *(_row(row) for row in rows)]
+
+
+def measured_on(results: Sequence[StoredResult]) -> list[str]:
+    """What stands below a table: a line a machine, or that there is none."""
+    lines = provenance(results)
+    if not lines:
+        return ["No result has been stored yet."]
+    if len(lines) == 1:
+        return [f"Measured on {lines[0]}."]
+    return ["Measured on", "", *(f"- {line}" for line in lines)]
+
+
+def results_block(names: Sequence[str], results: Mapping[str, StoredResult], root: str) -> str:
+    """Every ratio that has a bar, and every benchmark and side that was not measured.
+
+    Args:
+        names: Of all benchmarks there are.
+        root: From the page to the project's root, "" or "../".
+    """
+    rows: list[list[str]] = []
+    for name in names:
+        if name in results:
+            rows += _result_rows(results[name], root)
+        else:
+            rows.append([f"`{name}`", NOT_MEASURED, "", "", ""])
+
+    header = ["benchmark", "ratio of medians, or other figure", "measured", "bar", ""]
+    lines = table(header, rows)
+    return "\n".join([*lines, "", *measured_on([*results.values()])])
+
+
+def benchmark_block(result: StoredResult | None, root: str) -> str:
+    """One benchmark's sides with median and spread, its ratios, and what did not run."""
+    if result is None:
+        return f"{NOT_MEASURED.capitalize()}: no full run's result has been stored yet."
+
+    found = result.result
+    has_groups = any(one.group for one in found.measurements)
+    lines: list[str] = []
+    if found.measurements or found.not_run:
+        rows = [*_measurement_rows(found.measurements), *map(_not_run_row, found.not_run)]
+        header = ["", "side", "median", "middle half of the rounds", "least to most", "rounds"]
+        first = 0 if has_groups else 1
+        lines += table(header[first:], [row[first:] for row in rows])
+
+    if found.ratios:
+        has_bars = any(one.is_met is not None for one in found.ratios)
+        header = ["ratio", "measured", "bar", ""][: 4 if has_bars else 2]
+        lines += ["", *table(header, [_ratio(one)[: len(header)] for one in found.ratios])]
+    link = f"([result]({root}benchmarks/results/{result.file}))"
+    *above, last = measured_on([result])
+    return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
+
+
+def picture_block(name: str, *, is_drawn: bool, root: str) -> str:
+    """The picture in the variant that suits the page's brightness.
+
+    Code hosts follow a `<picture>`, wherever it is shown. The site has a switch of its own, which
+    only the fragments of an image's address follow; pages in docs/ take those.
+    """
+    if not is_drawn:
+        return f"*{PICTURES[name]}: {NOT_MEASURED} yet.*"
+    files = file_names(name)
+    if root:
+        return "\n".join(
+            f"![{PICTURES[name]}](img/{file}#gh-{theme}-mode-only)" for theme, file in files.items()
+        )
+    return "\n".join(
+        [
+            "<picture>",
+            f'<source media="(prefers-color-scheme: dark)" srcset="docs/img/{files["dark"]}">',
+            f'<img alt="{PICTURES[name]}" src="docs/img/{files["light"]}" width="800">',
+            "</picture>",
+        ]
+    )
+
+
+def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
+    """The benchmark's name stands in its first row, with the link to its file."""
+    name = f"[`{result.benchmark}`]({root}benchmarks/results/{result.file})"
+    rows = [_ratio(one) for one in result.result.ratios if one.is_met is not None]
+    rows += [[f"{one.side}: not run, {one.why}", "", "", ""] for one in result.result.not_run]
+    for index, row in enumerate(rows or [["measured; no bar is stated", "", "", ""]]):
+        yield [name if index == 0 else "", *row]
+
+
+def _ratio(one: Ratio) -> list[str]:
+    verdict = {None: "", True: "met", False: "**missed**"}[one.is_met]
+    value = ratio(one.value, one.at_least, one.at_most)
+    return [one.name, value, bar(one.at_least, one.at_most), verdict]
+
+
+def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
+    """Group by group, in the order of their first measurements; a group's name stands in its first
+    row. A single value has no spread.
+    """
+    groups = list(dict.fromkeys(one.group for one in measurements))
+    before = None
+    for one in sorted(measurements, key=lambda one: groups.index(one.group)):
+        spreads = [one.quartiles, (min(one.values), max(one.values))]
+        yield [
+            one.group if one.group != before else "",
+            one.side,
+            figure(one.median, one.unit),
+            *(spread(*ends, one.unit) if len(one.values) > 1 else "" for ends in spreads),
+            str(len(one.values)),
+        ]
+        before = one.group
+
+
+def _not_run_row(one: NotRun) -> list[str]:
+    return ["", one.side, f"not run: {one.why}", "", "", ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    escaped = (" ".join(cell.replace("|", r"\|").split()) for cell in cells)
+    return "| " + " | ".join(escaped) + " |"

@@ -1,0 +1,129 @@
+"""Flags of Megatron-LM's that take no value, of those that this program lacks.
+
+A rewriter of scripts must know whether `$EXTRA` behind a flag is its value. A test holds this
+against Megatron-LM's parser.
+"""
+
+from __future__ import annotations
+
+MEGATRON_SWITCHES = frozenset(
+    """
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    --accumulate-allreduce-grads-in-fp32 --adlr-autoresume --allow-ambiguous-pad-tokens
+    --apply-query-key-layer-scaling --apply-residual-connection-post-layernorm
+    --apply-wd-to-qk-layernorm --async-ckpt-use-cpu-shm --attention-softmax-in-fp32
+    --auto-detect-ckpt-format --batch-invariant-mode --bert-no-binary-head
+    --biencoder-shared-query-context-model --cache-mla-latents --calc-ft-timeouts
+    --calculate-per-token-loss --check-for-large-grads --check-for-nan-in-loss-and-grad
+    --check-for-spiky-loss --checkpoint-activations --ckpt-assume-constant-structure
+    --ckpt-convert-update-legacy-dist-opt-format --ckpt-drop-redundant-extra-state
+    --ckpt-fully-parallel-load --ckpt-fully-parallel-load-per-rank-objects
+    --ckpt-fully-parallel-save --ckpt-pg-tensors-cache-create
+    --cpu-offloading-retain-pinned-cpu-buffers --create-all-gather-group
+    --cross-entropy-loss-fusion --data-parallel-random-init --dataloader-defer-npy-index-mmap
+    --dataloader-fast-cache-load --dataloader-inter-document-masking --ddp-average-in-collective
+    --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
+    --decode-only-cuda-graphs --decrease-batch-size-if-needed --defer-embedding-wgrad-compute
+    --delay-offload-until-cuda-graph --delay-wgrad-compute --deterministic-mode
+    --dino-norm-last-layer --disable-align-grad-reduce --disable-bf16-reduced-precision-matmul
+    --disable-ckpt-load-validate-sharding-integrity --disable-clone-scatter-output-in-embedding
+    --disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu
+    --disable-flight-recorder-dump-on-timeout --disable-flight-recorder-extra-dump-on-exec
+    --disable-flight-recorder-include-only-active --disable-fp8-wgrad
+    --disable-gloo-process-groups --disable-jit-fuser --disable-log-loss-scale-to-tensorboard
+    --disable-mamba-mem-eff-path --disable-manual-gc-eval --disable-msc --disable-pad-vocab-size
+    --disable-save-tokenizer-assets --disable-straggler-on-startup
+    --disable-strict-fsdp-dtensor-load --disable-symmetric-registration
+    --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --disable-tp-comm-bulk-dgrad
+    --disable-tp-comm-bulk-wgrad --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs
+    --disable-tp-comm-split-ag --disable-tp-comm-split-rs
+    --disable-use-tokenizer-model-from-checkpoint-args --dist-ckpt-optim-fully-reshardable
+    --dist-ckpt-save-pre-mcore-014 --distrib-optim-fully-reshardable-mem-efficient
+    --distribute-saved-activations --dsa-indexer-k-norm-fp32 --dsa-indexer-rope-interleaved
+    --dsa-indexer-use-sparse-loss --enable-chunked-prefill --enable-cuda-graph
+    --enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-gpt-oss
+    --enable-mhc-connections --enable-msc --ep-overlap-early-attn-memory-release
+    --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
+    --export-default-te-spec --export-force-local-attention --export-te-mcore-model
+    --external-cuda-graph --fake-process-group --fim-data --fine-grained-activation-offloading
+    --first-last-layers-bf16 --flash-decode --flight-recorder-include-stack-trace
+    --fp16-lm-cross-entropy --fp32-residual-connection --fp4-param-gather --fp8-output-proj
+    --fp8-param-gather --freeze-all-layers --fsdp-db-use-persist-buf-on-alloc-fail
+    --fsdp-double-buffer --fsdp-manual-registration --full-validation --fused-residual-rmsnorm
+    --gdp-cutedsl-kernel --grad-reduce-in-bf16 --grpo-filter-groups-with-same-reward
+    --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub
+    --gtp-remat-reduce-scatter-with-fp32-accumulation --high-priority-a2a-comm-stream
+    --hybrid-context-parallel --inference-cuda-graph-all-prefills --inference-disable-ep-consensus
+    --inference-disable-triton-nvls-kernels --inference-dynamic-batching
+    --inference-dynamic-batching-prefix-caching
+    --inference-dynamic-batching-track-generated-token-events
+    --inference-dynamic-batching-track-paused-request-events --inference-fuse-tp-communication
+    --inference-moe-disable-fused-quant-kernels --inference-rng-tracker
+    --inference-text-gen-server-logging --inference-use-synchronous-zmq-collectives
+    --inference-wandb-logging --init-method-xavier-uniform --init-model-with-meta-device
+    --inprocess-empty-cuda-cache --inprocess-restart --is-hybrid-model --keep-fp8-transpose-cache
+    --lazy-mpu-init --load-main-params-from-ckpt --log-device-memory-used --log-energy
+    --log-max-attention-logit --log-memory-to-tensorboard --log-params-norm --log-progress
+    --log-straggler --log-throughput --log-timers-to-tensorboard
+    --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard
+    --logits-load-ignore-errors --manual-gc --megatron-fsdp-enable-fine-grained-param-gather
+    --megatron-fsdp-max-pool-double-buffer --mla-down-proj-fusion --modelopt-enabled
+    --moe-apply-probs-on-input --moe-enable-deepep --moe-enable-routing-replay --moe-grouped-gemm
+    --moe-hybridep-pad-uneven-dispatch-inputs --moe-layer-recompute --moe-ncclep-zero-copy
+    --moe-pad-expert-input-to-capacity --moe-pad-experts-for-cuda-graph-inference
+    --moe-paged-stash --moe-permute-fusion --moe-permute-fusion-into-hybridep
+    --moe-router-force-load-balancing --moe-router-fusion --moe-router-padding-for-fp8
+    --moe-router-padding-for-quantization --moe-routing-trace-capture-hidden-states
+    --moe-routing-trace-capture-logits --moe-routing-trace-dump-weights
+    --moe-shared-expert-overlap --moe-single-grouped-bias --moe-single-grouped-weight
+    --moe-use-grouped-tensor --moe-use-upcycling --mtp-detach-heads --mtp-hsm --mtp-standalone
+    --mtp-use-repeated-layer --multiple-validation-sets --muon-nesterov --muon-no-split-qkv
+    --muon-use-syrk --nccl-all-reduce-for-prefill --no-align-grad-reduce --no-align-param-gather
+    --no-barrier-with-level-1-timing --no-bias-dropout-fusion --no-bias-gelu-fusion
+    --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-ckpt-fully-parallel-save
+    --no-ckpt-load-validate-sharding-integrity --no-clone-scatter-output-in-embedding
+    --no-create-attention-mask-in-dataloader --no-data-sharding --no-dsa-indexer-rotate-activation
+    --no-dsa-indexer-scoring-relu --no-flight-recorder-dump-on-timeout
+    --no-flight-recorder-extra-dump-on-exec --no-flight-recorder-include-only-active
+    --no-fp8-wgrad --no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion
+    --no-inference-disable-ep-consensus --no-inference-dynamic-batching-prefix-caching
+    --no-inference-text-gen-server-logging --no-inference-use-synchronous-zmq-collectives
+    --no-inference-wandb-logging --no-initialization --no-log-loss-scale-to-tensorboard
+    --no-manual-gc-eval --no-masked-softmax-fusion --no-mmap-bin-files --no-one-logger
+    --no-overlap-p2p-communication --no-pad-vocab-size --no-persist-layer-norm
+    --no-position-embedding --no-rl-inference-logprobs-is-correction
+    --no-rl-offload-inference-model-weights-when-idle --no-rl-partial-rollouts
+    --no-rl-persist-cuda-graphs --no-rl-skip-bos-token --no-rl-training-cuda-graphs
+    --no-rl-use-sequence-packing --no-rl-verify-model-weights-swap --no-rope-fusion --no-save-rng
+    --no-save-tokenizer-assets --no-strict-fsdp-dtensor-load
+    --no-tokenizer-sentencepiece-ignore-extra-whitespaces --no-tp-comm-bulk-dgrad
+    --no-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --no-tp-comm-split-ag
+    --no-tp-comm-split-rs --no-use-layer-wise-param-layout
+    --no-use-tokenizer-model-from-checkpoint-args --nvtx-ranges --one-logger-async --openai-gelu
+    --optimizer-cuda-graph --otel-enabled --output-bert-embeddings
+    --overlap-dispatch-backward-with-experts-wgrad --overlap-grad-reduce
+    --overlap-moe-expert-parallel-comm --overlap-p2p-communication-warmup-flush
+    --overlap-param-gather --overlap-param-gather-with-optimizer-step
+    --override-opt_param-scheduler --perform-rl-step --profile
+    --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra
+    --pytorch-profiler-collect-shapes --qk-clip --qk-l2-norm --quick-geglu --recompute-activations
+    --record-memory-history --record-shapes --replication --retriever-score-scaling
+    --reuse-grad-buf-for-mxfp8-param-ag --rl-durable-rollout-bank
+    --rl-inference-logprobs-is-correction --rl-offload-inference-model-weights-when-idle
+    --rl-offload-optimizer-during-inference --rl-partial-rollouts --rl-persist-cuda-graphs
+    --rl-profile --rl-skip-bos-token --rl-training-cuda-graphs --rl-use-sequence-packing
+    --rl-verify-model-weights-swap --run-workload-inspector-server --sequence-parallel
+    --squared-relu --te-rng-tracker --test-mode --tokenizer-hf-no-include-special-tokens
+    --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy --tp-comm-overlap
+    --tp-comm-overlap-rs-dgrad --trust-remote-code --use-checkpoint-args
+    --use-checkpoint-opt_param-scheduler --use-cpu-initialization --use-dist-ckpt
+    --use-distributed-optimizer --use-flash-attn --use-fused-weighted-squared-relu --use-gigatoken
+    --use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert --use-kitchen-attention
+    --use-legacy-static-engine --use-mcore-models --use-mp-args-from-checkpoint-args --use-mup
+    --use-nccl-ub --use-one-sent-docs --use-persistent-ckpt-worker --use-pytorch-profiler
+    --use-ring-exchange-p2p --use-rotary-position-embeddings
+    --use-same-sampling-seed-across-dp-ranks --use-sharp --use-te-activation-func
+    --use-torch-optimizer-for-cpu-offload --use-tp-pp-dp-mapping --use-transformer-engine-op-fuser
+    --verify-integrity --vision-pretraining
+    """.split()
+)

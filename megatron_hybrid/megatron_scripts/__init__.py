@@ -1,0 +1,1 @@
+"""Launch scripts of Megatron-LM's: their flags, and what becomes of them here."""

@@ -1,0 +1,113 @@
+"""The page of a run in a real browser: no errors, every section, a cursor that follows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.health.events import METRICS_FILE
+from megatron_hybrid import run_status
+from tests.functional_tests.helpers.recovery_scenes import Job, kill_process, started, until
+from tests.functional_tests.helpers.runs import SETTINGS
+from tests.unit_tests.tools.helpers.run_files import Run
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome")
+     if (path := shutil.which(name))), None,
+)  # fmt: skip
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome"),
+]
+QUIET = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --enable-logging=stderr "
+    "--window-size=1280,2000"
+).split()
+SECTIONS = (
+    "Learning", "Speed and memory", "Lanes of offloading, per step", "Balance of experts",
+    "Events", "Starts", "Checkpoints", "Settings",
+)  # fmt: skip
+HOVER = """
+const svg = document.querySelector("figure svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
+"""
+
+
+def opened(page: Path, home: Path) -> tuple[str, list[str]]:
+    """(the document after its script has run, what was written to the console)."""
+    command = [str(BROWSER), *QUIET, f"--user-data-dir={home}", "--dump-dom", f"file://{page}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def assert_opens(folder: Path, tmp_path: Path, state: str) -> str:
+    """The run's page has no errors and every section. Returns its document."""
+    page = tmp_path / "report.html"
+    run_status.main([str(folder), "--html", str(page)])
+    document, console = opened(page, tmp_path / "browser")
+    assert console == []
+    assert re.search(rf'class="badge \w+">{state}<', document)
+    headings = re.findall("<h2>(.*?)</h2>", document)
+    assert tuple(headings) == SECTIONS
+    return document
+
+
+def test_a_prepared_page_opens_without_errors_and_follows_the_pointer(tmp_path):
+    run = Run(tmp_path / "run")
+    run.start()
+    run.metrics(range(1, 101))
+    run.beat(100, train_iters=500)
+    document = assert_opens(run.folder, tmp_path, "dead")
+    assert ">iteration 100</span>" in document
+
+    # A test's own script is what the policy is there to refuse: it shows that errors are seen.
+    page = tmp_path / "report.html"
+    text = page.read_text().replace("</body>", f"<script>{HOVER}</script></body>")
+    page.write_text(text)
+    document, console = opened(page, tmp_path / "browser")
+    assert len(console) == 1
+    assert "Content Security Policy" in console[0]
+    assert 'class="card wide live"' not in document
+
+    page.write_text(re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text))
+    document, console = opened(page, tmp_path / "browser")
+    assert console == []
+    assert 'class="card wide live"' in document
+    number = re.search(">iteration ([0-9]+)</span>", document)
+    assert number is not None
+    assert 40 < int(number[1]) < 60
+
+
+@pytest.mark.wide
+def test_the_pages_of_a_live_run_of_one_that_died_and_of_one_that_finished(tmp_path):
+    job = Job(tmp_path / "live")
+    flags = [*SETTINGS, "--log-interval", "1", "--optimizer-cpu-offload"]
+    flags += ["--timing-log-level", "1", "--eval-interval", "50", "--save-interval", "20"]
+    forever = ["--train-iters", "1000000"]
+    with started(job, [sys.executable], *flags, *forever) as process:
+        metrics = job.folder / METRICS_FILE
+        until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 60, "60 steps")
+        document = assert_opens(job.saved, tmp_path, "(running|saving)")
+        assert 'http-equiv="refresh"' in document
+        assert "Optimizer: lanes at work" in document
+        kill_process(process.pid)
+        process.wait()
+
+    document = assert_opens(job.saved, tmp_path, "dead")
+    assert 'http-equiv="refresh"' not in document
+
+    # Metrics beside the events, as by default.
+    saved = tmp_path / "finished"
+    command = [sys.executable, "pretrain_gpt.py", *flags, "--save", str(saved)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert (saved / METRICS_FILE).exists()
+    document = assert_opens(saved, tmp_path, "finished")
+    assert 'http-equiv="refresh"' not in document
+    assert "iter_0000004" in document

@@ -1,0 +1,86 @@
+"""benchmarks/runner/registry.py and listing.py: which benchmarks there are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.runner import command
+from benchmarks.runner.listing import lines
+from benchmarks.runner.registry import BENCHMARKS, chosen, declaration, registered
+
+DECLARED = """
+BENCHMARK = Benchmark(
+    name="one", question="a against " "b", ranks=2, full=("--rounds=9",), quick=()
+)
+"""
+
+
+def test_every_module_of_the_folder_is_a_benchmark_with_a_main():
+    modules = {path.stem: path for path in BENCHMARKS.glob("*.py") if path.stem[:2] != "__"}
+    found = registered()
+    assert list(found) == sorted(modules)
+    assert "host_adam" in found
+    for path in modules.values():
+        functions = [one for one in ast.parse(path.read_text()).body if hasattr(one, "args")]
+        (main,) = (one for one in functions if one.name == "main")
+        assert [argument.arg for argument in main.args.args] == ["argv"], path
+    assert all(found[name].question for name in found)
+
+
+def test_no_docs_page_and_no_docstring_starts_a_benchmark_as_a_file():
+    root = BENCHMARKS.parent
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *BENCHMARKS.rglob("*.py")]
+    started = ("python benchmarks/", "2 benchmarks/", "1 benchmarks/")
+    assert not [page for page in pages if any(how in page.read_text() for how in started)]
+
+
+def test_a_declaration_is_read_without_importing_the_module(tmp_path: Path):
+    path = tmp_path / "one.py"
+    path.write_text("import a_module_that_is_not_installed\n" + DECLARED)
+    assert declaration(path) == Benchmark("one", "a against b", 2, ("--rounds=9",), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "Expected a module with `BENCHMARK = Benchmark"),
+        ("BENCHMARK = None\n", "with keyword arguments"),
+        (DECLARED.replace("ranks=2", "ranks=RANKS"), "Expected literals"),
+        (DECLARED.replace("ranks=2", "rank=2"), "Expected literals"),
+        (DECLARED.replace("ranks=2", "ranks=0"), "Expected at least 1 rank"),
+        (DECLARED.replace('"one"', '"another"'), "Expected the name 'one'"),
+    ],
+)
+def test_a_module_that_does_not_declare_itself_is_refused(tmp_path: Path, text: str, message: str):
+    (tmp_path / "one.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        registered(tmp_path)
+
+
+def test_names_choose_benchmarks_once_each_in_their_order():
+    known = {name: Benchmark(name, "", 1, (), ()) for name in ("a", "b", "c")}
+    assert [one.name for one in chosen(known, [])] == ["a", "b", "c"]
+    assert [one.name for one in chosen(known, ["c", "a", "c"])] == ["c", "a"]
+
+
+def test_unknown_names_are_one_error_with_those_that_are_near(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert command.main(["host_adm", "fsdp_step", "step", "qqq"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'host_adm' (near: host_adam)" in line
+    assert "'qqq'; " not in line
+    assert "'qqq'." in line
+    for near in ("fsdp_step", "moe_step", "offload_step"):
+        assert near in line.partition("'step'")[2]
+
+
+def test_the_list_has_the_seconds_of_the_newest_results():
+    one = Benchmark("one", "a against b", 2, (), (), environment="deepspeed")
+    row, question = list(lines([one], {("one", "full"): {"seconds": 61.6}}))[1:]
+    assert row.split() == ["one", "2", "62", "s", "-", "deepspeed"]
+    assert question.strip() == "a against b"

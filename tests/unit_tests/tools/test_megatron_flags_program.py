@@ -1,0 +1,258 @@
+"""tools/megatron_flags.py: flags change, all else in a script stays as it is."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.megatron_flags import MEGATRON_FLAGS
+from megatron_hybrid import megatron_flags
+from megatron_hybrid.megatron_scripts.rewrite import Outcome, rewrite
+from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
+from tests.unit_tests.tools.test_shell_words import TEXTS
+
+SCRIPT = """\
+#!/bin/bash
+# A comment with --use-mcore-models in it.
+TP=1
+GBS=8
+RUN=${1:-run}   # where
+LAUNCHER=(--nproc_per_node 8 --master_addr "$HOST")
+MODEL=(
+    --use-mcore-models
+    --num-layers 4   # deep
+\t--train-samples 800
+    --tensor-model-parallel-size $TP
+    --attention-backend auto # any
+    "--split '99,1,0'"
+    "--tiktoken-pattern v2"
+)
+EXTRA="--lr 1e-3 \\
+  --recompute-activations \\
+  --log-throughput"
+if [ -n "$FP8" ]; then
+    MODEL+=(--fp8-format hybrid --bf16)
+fi
+nsys profile --trace=gpu --some-graph x true
+torchrun ${LAUNCHER[@]} pretrain_gpt.py "${MODEL[@]}" $EXTRA \\
+    --global-batch-size ${GBS} \\
+    --batch-size $((1 + 1)) \\
+    --sequence-parallel "$@"
+"""
+REWRITTEN = """\
+#!/bin/bash
+# A comment with --use-mcore-models in it.
+TP=1
+GBS=8
+RUN=${1:-run}   # where
+LAUNCHER=(--nproc_per_node 8 --master_addr "$HOST")
+MODEL=(
+    --num-layers 4   # deep
+\t--train-iters 100
+    # any
+    "--split '99,1,0'"
+)
+EXTRA="--lr 1e-3 \\
+  --recompute-granularity selective"
+if [ -n "$FP8" ]; then
+    MODEL+=(--fp8-format hybrid --bf16)
+fi
+nsys profile --trace=gpu --some-graph x true
+torchrun ${LAUNCHER[@]} pretrain_gpt.py "${MODEL[@]}" $EXTRA \\
+    --global-batch-size ${GBS} \\
+    --micro-batch-size $((1 + 1)) \\
+    "$@"
+"""
+COMMAND = "torchrun pretrain_gpt.py --position-embedding-type rope"
+
+
+def outcomes(text: str) -> dict[str, Outcome]:
+    return {one.given.split()[0]: one.outcome for one in rewrite(text).findings}
+
+
+def test_flags_change_and_everything_else_stays():
+    found = rewrite(SCRIPT)
+    assert found.text == REWRITTEN
+    assert [one.given for one in found.findings if one.outcome is Outcome.UNSUPPORTED] == [
+        "--fp8-format hybrid"
+    ]
+    assert rewrite(REWRITTEN).text == REWRITTEN, "there is nothing left to change"
+    without = rewrite(SCRIPT, removes_unsupported=True).text
+    assert without == REWRITTEN.replace("(--fp8-format hybrid --bf16)", "(--bf16)")
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "outcome"),
+    [
+        ("TP=1", "--tensor-model-parallel-size $TP", Outcome.DELETED),
+        ("TP=2", "--tensor-model-parallel-size ${TP}", Outcome.UNSUPPORTED),
+        ("TP=2; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Outcome.UNSUPPORTED),
+        ("TP=1; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Outcome.UNDECIDED),
+        ("TP=${TP:-1}", "--tensor-model-parallel-size $TP", Outcome.UNDECIDED),
+        ("", "--tensor-model-parallel-size=1", Outcome.DELETED),
+        ("", "--tensor-model-parallel-size '1'", Outcome.DELETED),
+        ("", "--train-samples 8", Outcome.UNDECIDED),
+        ("", "--lr-warmup-samples 0", Outcome.REPLACED),
+        ("N=8", "--train-samples $N --global-batch-size 4", Outcome.REPLACED),
+        ("", "--train-samples $N --global-batch-size 4", Outcome.UNDECIDED),
+        ("", "--vocab-file $V", Outcome.UNDECIDED),
+        ("F=torch", "--ckpt-format $F", Outcome.REPLACED),
+        ("F=fsdp_dtensor", "--ckpt-format $F", None),
+        ("", "--ckpt-format $F", Outcome.UNDECIDED),
+        ("", "--transformer-impl $IMPL", Outcome.DELETED),
+        ("", "--hiden-size 8", Outcome.UNKNOWN),
+        ("", "--hidden-size $H", None),
+    ],
+)
+def test_what_becomes_of_a_flag_may_depend_on_a_variable(before, flags, outcome):
+    found = outcomes(f"{before}\n{COMMAND} {flags}\n")
+    assert found.get(flags.split()[0].split("=")[0]) is outcome or (
+        found.get(flags.split()[0]) is outcome
+    )
+
+
+def test_variables_stay_where_a_value_only_moves():
+    text = f"B=4\n{COMMAND} --batch-size $B --encoder-seq-length=${{S}}\n"
+    expected = f"B=4\n{COMMAND} --micro-batch-size $B --seq-length ${{S}}\n"
+    assert rewrite(text).text == expected
+
+
+def test_more_flags_behind_a_switch_are_not_its_value():
+    text = f"{COMMAND} --sequence-parallel $MORE --use-flash-attn ${{ARGS[@]}} --log-progress $@\n"
+    assert rewrite(text).text == f"{COMMAND} $MORE ${{ARGS[@]}} $@\n"
+
+
+def test_flags_of_other_programs_are_left_alone():
+    for command in (
+        "srun --use-mcore-models --manual-gc --log-throughput x",
+        "python tools/run_text_generation_server.py --use-mcore-models",
+        "ARGS=(--use-mcore-models)\npython report.py ${ARGS[@]}",
+    ):
+        found = rewrite(command + "\n")
+        assert found.text == command + "\n"
+        assert found.num_flags == 0
+
+
+def test_a_file_of_arrays_that_others_read_is_rewritten_too():
+    found = rewrite("MODEL_ARGS=(\n    --use-mcore-models\n    --num-layers 2\n)\n")
+    assert found.text == "MODEL_ARGS=(\n    --num-layers 2\n)\n"
+
+
+def test_commands_in_strings_and_here_documents_are_read():
+    text = (
+        'ARGS=(--manual-gc --lr 1)\nRUN="cd $DIR; python $DIR/pretrain_gpt.py ${ARGS[@]} '
+        "--use-flash-attn > log\"\nsbatch <<EOF\nit's\nEOF\n"
+        "bash <<EOF\ntorchrun pretrain_gpt.py \\\n  --no-rope-fusion\nEOF\n"
+    )
+    assert rewrite(text).text == (
+        'ARGS=(--lr 1)\nRUN="cd $DIR; python $DIR/pretrain_gpt.py ${ARGS[@]} > log"\n'
+        "sbatch <<EOF\nit's\nEOF\nbash <<EOF\ntorchrun pretrain_gpt.py\nEOF\n"
+    )
+
+
+def test_another_program_of_megatrons_is_named():
+    (found,) = rewrite("torchrun pretrain_bert.py --num-layers 2\n").findings
+    assert (found.outcome, found.given) == (Outcome.UNSUPPORTED, "pretrain_bert.py")
+
+
+def test_positions_that_are_not_given_are_others_here():
+    text = "torchrun pretrain_gpt.py --hidden-size 8\n"
+    assert outcomes(text) == {"--position-embedding-type": Outcome.DEFAULT}
+    assert rewrite(text).text == text
+
+
+FLAGS = [name for row in MEGATRON_FLAGS for name in row.names if "*" not in name]
+WORDS = st.sampled_from(
+    [*FLAGS, "--lr", "--num-layers", "--unknown", "1", "torch", "$X", '"a b"', "'--manual-gc 1'"]
+)
+GAPS = st.sampled_from([" ", " \\\n    ", "  "])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(WORDS, GAPS), max_size=12), st.booleans())
+def test_a_second_run_changes_nothing_and_the_script_still_parses(flags, removes):
+    text = "X=1\ntorchrun pretrain_gpt.py " + "".join(a + gap for a, gap in flags) + "end\ndone=1\n"
+    found = rewrite(text, removes_unsupported=removes)
+    assert rewrite(found.text, removes_unsupported=removes).text == found.text
+    assert found.text.startswith("X=1\ntorchrun pretrain_gpt.py")
+    assert found.text.endswith("\ndone=1\n")
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS)
+def test_any_text_is_rewritten_or_refused(text):
+    try:
+        found = rewrite(text)
+    except ShellSyntaxError:
+        return
+    assert rewrite(found.text).text == found.text
+    if not found.findings:
+        assert found.text == text
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    path.chmod(0o750)
+    return path
+
+
+def test_the_program_writes_to_stdout_and_reports_on_stderr(script, capsys):
+    assert megatron_flags.main([str(script)]) == megatron_flags.EXIT_LEFT
+    printed = capsys.readouterr()
+    assert printed.out == REWRITTEN
+    assert script.read_text() == SCRIPT
+    assert printed.err.splitlines()[0] == f"{script}: 15 flags; 9 changed, 1 left to you."
+    assert "    line 10: --train-samples 800  " in printed.err
+    assert "  now --train-iters 100. Runs count" in printed.err
+    assert max(len(line) for line in printed.err.splitlines()[1:]) <= 100
+
+
+def test_it_writes_over_its_input_only_when_told(script, capsys):
+    assert megatron_flags.main([str(script), "--output", str(script)]) == 2
+    assert "expected another file than" in capsys.readouterr().err
+    assert script.read_text() == SCRIPT
+
+    output = script.with_name("here.sh")
+    arguments = [str(script), "--remove-unsupported"]
+    assert megatron_flags.main([*arguments, "--output", str(output)]) == 0
+    assert megatron_flags.main([*arguments, "--in-place"]) == 0
+    assert script.read_text() == output.read_text() != SCRIPT
+    assert {path.stat().st_mode & 0o777 for path in (script, output)} == {0o750}
+    assert sorted(path.name for path in script.parent.iterdir()) == ["here.sh", "train.sh"]
+    subprocess.run(["bash", "-n", script], check=True)
+
+    capsys.readouterr()
+    assert megatron_flags.main([str(script), "--in-place"]) == 0, "there is nothing left to do"
+    assert "0 changed, 0 left to you" in capsys.readouterr().err.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "Expected a bash script, got"),
+        (b"a\0b", "expected a bash script, got a binary file."),
+        (b"a\n'b", "line 2: expected a bash script, got a quote without an end."),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, content, message):
+    path, output = tmp_path / "x.sh", tmp_path / "y.sh"
+    if content is not None:
+        path.write_bytes(content)
+    assert megatron_flags.main([str(path), "--output", str(output)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not output.exists()
+
+
+def test_bytes_that_are_no_utf8_stay(tmp_path):
+    path = tmp_path / "x.sh"
+    path.write_bytes(b"# caf\xe9\r\n" + COMMAND.encode() + b" --manual-gc\r\n")
+    assert megatron_flags.main([str(path), "--in-place"]) == 0
+    assert path.read_bytes() == b"# caf\xe9\r\n" + COMMAND.encode() + b"\r\n"
