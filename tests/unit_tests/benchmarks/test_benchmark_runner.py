@@ -15,6 +15,7 @@ import pytest
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.processes import started
 from benchmarks.runner.command import summary
+from benchmarks.runner.commands import Command
 from benchmarks.runner.registry import registered
 from benchmarks.runner.result_files import Origin, newest
 from benchmarks.runner.revision import Revision
@@ -42,7 +43,7 @@ BODIES = {
     "b_fails": HANDS_OVER + "raise RuntimeError('after it has handed over')",
     "c_killed": "print('begun', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)",
     "d_silent": "",
-    "e_needs_a_peer": HANDS_OVER,
+    "e_has_a_peer": HANDS_OVER,
     "f_good": HANDS_OVER,
 }
 
@@ -54,7 +55,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Benchmar
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name, body in BODIES.items():
-        environment = "nobody_made_this" if name == "e_needs_a_peer" else None
+        environment = "nobody_made_this" if name == "e_has_a_peer" else None
         text = DECLARED.format(name=name, environment=environment) + body
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -77,24 +78,34 @@ def run_all(
     return list(runner.run(list(fakes.values()))), told
 
 
-def test_the_others_run_when_one_fails_dies_or_cannot_run(
+def test_the_others_run_when_one_fails_dies_or_lacks_its_peer(
     fakes: dict[str, Benchmark], tmp_path: Path
 ):
     outcomes, told = run_all(fakes, tmp_path)
 
-    done, failed, not_run = Ending.DONE, Ending.FAILED, Ending.NOT_RUN
-    assert [one.ending for one in outcomes] == [done, failed, failed, failed, not_run, done]
+    done, failed = Ending.DONE, Ending.FAILED
+    assert [one.ending for one in outcomes] == [done, failed, failed, failed, done, done]
     details = {one.benchmark.name: one.detail for one in outcomes}
     assert details["b_fails"].startswith("exit code 1")
     assert "after it has handed over" in details["b_fails"], "the end of its log"
     assert details["c_killed"].startswith("killed by SIGKILL\n    begun")
     assert details["d_silent"].startswith("it ended without handing a result over")
-    assert "nobody_made_this has not been made" in details["e_needs_a_peer"]
     names = [path.name.rpartition("_")[0] for path in sorted((tmp_path / "results").iterdir())]
-    assert names == ["a_good", "f_good"], "those that failed leave no file"
+    assert names == ["a_good", "e_has_a_peer", "f_good"], "those that failed leave no file"
     assert len(told) == 2 * len(fakes)
     assert told[0] == "[1/6] a_good ..."
     assert told[1].startswith("[1/6] a_good done after ")
+
+
+def test_a_benchmark_with_a_peer_runs_in_its_environment_where_that_has_been_made(
+    fakes: dict[str, Benchmark], tmp_path: Path
+):
+    benchmark = fakes["e_has_a_peer"]
+    assert Command.of(benchmark, [], "fakes", tmp_path).words[0] == sys.executable
+    python = tmp_path / ".venv-peers" / "nobody_made_this" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert Command.of(benchmark, [], "fakes", tmp_path).words[0] == str(python)
 
 
 def test_a_result_file_says_what_was_measured_where_and_of_which_code(
@@ -126,14 +137,12 @@ def test_quick_runs_have_the_quick_command_line(fakes: dict[str, Benchmark], tmp
 def test_a_missed_bar_is_printed_plainly_and_is_no_failure(
     fakes: dict[str, Benchmark], tmp_path: Path
 ):
-    outcomes, _ = run_all({name: fakes[name] for name in ("a_good", "e_needs_a_peer")}, tmp_path)
+    outcomes, _ = run_all({name: fakes[name] for name in ("a_good", "b_fails")}, tmp_path)
     printed = list(summary(outcomes, 90.0))
     (missed,) = (line for line in printed if "MISSED" in line)
     assert missed.split() == ["a_good:", "slow", "2", "<=", "1", "MISSED"]
-    assert any("e_needs_a_peer not run: " in line for line in printed)
-    assert printed[-1] == (
-        "1 benchmarks done, 0 failed, 1 not run; 0 bars met, 1 missed; 1.5 minutes"
-    )
+    assert any(line.startswith("b_fails FAILED: exit code 1") for line in printed)
+    assert printed[-1] == "1 benchmarks done, 1 failed; 0 bars met, 1 missed; 1.5 minutes"
 
 
 def test_the_newest_result_of_each_mode_is_found_among_files_of_other_shapes(tmp_path: Path):
