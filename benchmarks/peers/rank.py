@@ -38,9 +38,10 @@ class Rank:
 
     def train(self, steps: int) -> dict[str, Any]:
         """Seconds of so many steps, until nothing of them is left to do; and their losses."""
+        batches = self._batches(steps)
         dist.barrier()
         start = time.perf_counter()
-        losses = self._steps(steps)
+        losses = self._steps(batches)
         return {"seconds": time.perf_counter() - start, "losses": self._means(losses)}
 
     def save(self, root: str, steps: int) -> dict[str, Any]:
@@ -49,12 +50,12 @@ class Rank:
         Seconds from the beginning: until the call has returned, until the steps are done, and until
         the checkpoint is on the disk.
         """
+        batches, saved_after = self._batches(steps), self._step
         dist.barrier()
         start = time.perf_counter()
-        saved_after = self._step
         self._trainer.begin_save(Path(root), saved_after)
         called = time.perf_counter() - start
-        losses = self._steps(steps)
+        losses = self._steps(batches)
         stepped = time.perf_counter() - start
 
         self._trainer.finish_save()
@@ -92,14 +93,15 @@ class Rank:
     def peak(self) -> dict[str, Any]:
         return {"bytes": memory.peak_bytes()}
 
-    def _steps(self, number: int) -> list[torch.Tensor]:
-        losses = []
-        for _ in range(number):
-            tokens, labels = batch_of(
-                self._training.shape, self._step, dist.get_rank(), self._training.seed
-            )
-            losses.append(self._trainer.step(tokens, labels))
-            self._step += 1
+    def _batches(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of the next steps."""
+        shape, seed = self._training.shape, self._training.seed
+        steps = range(self._step, self._step + number)
+        return [batch_of(shape, step, dist.get_rank(), seed) for step in steps]
+
+    def _steps(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        losses = [self._trainer.step(tokens, labels) for tokens, labels in batches]
+        self._step += len(batches)
         self._trainer.finish_steps()
         return losses
 
@@ -156,11 +158,14 @@ def main() -> None:
         channel.send({"answer": {}})
         serve(Rank(trainer, training), channel)
         trainer.close()
-    except BaseException:
-        traceback.print_exc()
-        channel.send({"error": traceback.format_exc().rstrip().rpartition("\n")[2]})
-        # The other ranks may wait in a collective: whoever started them ends them all.
-        os._exit(1)
+    except BaseException as error:
+        try:
+            traceback.print_exc()
+            channel.send({"error": "".join(traceback.format_exception_only(error)).strip()})
+        finally:
+            # Not by way of the interpreter's end, where threads may wait for the other ranks:
+            # whoever started them ends them all.
+            os._exit(1)
     dist.destroy_process_group()
 
 
