@@ -11,8 +11,8 @@ sleep until it is their turn; their order is drawn anew each round.
     training            tokens a second of all ranks, until nothing of a round's steps is left to do
     peak memory         of all ranks together: what they allocated, without their libraries. On the
                         CPU all memory is host memory.
-    a save              until the call returns; how much longer than without it training takes over
-                        the next steps; and until all files are on the disk, fsync included
+    a save              until the call returns; how much longer the next steps take than as many did
+                        just before; and until all files are on the disk, fsync included
     load                in new processes, on the same number of ranks
 
 Facts: whether the new processes go on with the bits that the old ones went on with, whether the
@@ -23,7 +23,6 @@ sides must agree in the first steps, or nothing is compared. docs/peers.md says 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -216,10 +215,8 @@ def measurements(comparison: Comparison, arguments: argparse.Namespace) -> Itera
         yield Measurement(MEMORY, name, "MiB", (found.peak_bytes / 2**20,))
         yield Measurement(MEMORY_SAVING, name, "MiB", (found.peak_bytes_saving / 2**20,))
 
-        without = statistics.median(found.seconds)
-        lost = tuple(seconds - without for seconds in found.saves["stepped"])
         yield Measurement(CALL, name, "s", tuple(found.saves["called"]))
-        yield Measurement(LOST, name, "s", lost)
+        yield Measurement(LOST, name, "s", tuple(found.saves["lost"]))
         yield Measurement(DURABLE, name, "s", tuple(found.saves["durable"]))
         yield Measurement(LOAD, name, "s", (comparison.loadings[name].seconds,))
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.helpers import report
 from benchmarks.peers.jobs import Job
@@ -66,21 +65,25 @@ def save(
     rounds: int,
     steps: int,
 ) -> None:
-    """Rounds of a save with so many steps beside it. The last checkpoint of each job is kept.
+    """Rounds of so many steps, then a save with as many beside it. The last checkpoint of each job
+    is kept.
 
     One more round comes first and does not count: memory that is kept for all saves is made then.
     """
 
-    def one(name: str) -> dict[str, Any]:
+    def one(name: str) -> dict[str, float]:
         # By now the one before would be in the way of nobody but the disk's free space.
         _empty(roots[name])
-        answers = jobs[name].ask("save", root=str(roots[name]), steps=steps)
         own = found[name]
+        # Just before, so that both had the same machine to themselves.
+        without = jobs[name].ask("train", steps=steps)
+        answers = jobs[name].ask("save", root=str(roots[name]), steps=steps)
         own.last_saved, own.losses_after_save = answers[0]["step"], answers[0]["losses"]
-        return {
-            part: max(answer[part] for answer in answers)
-            for part in ("called", "stepped", "durable")
-        }
+        called, stepped, durable = (
+            max(answer[part] for answer in answers) for part in ("called", "stepped", "durable")
+        )
+        lost = stepped - max(answer["seconds"] for answer in without)
+        return {"called": called, "lost": lost, "durable": durable}
 
     work = {name: partial(one, name) for name in jobs}
     report.interleaved(work, 1, seed=2)
