@@ -81,7 +81,7 @@ def _within_a_line(text: str, start: int, end: int) -> Edit:
 
 def _ends_in_backslash(text: str, line_start: int) -> bool:
     """Whether the line before this one goes on in it."""
-    return text[:line_start].endswith(("\\\n", "\\\r\n"))
+    return text.endswith(("\\\n", "\\\r\n"), max(line_start - 3, 0), line_start)
 
 
 def _before_backslash(text: str, line_start: int) -> int:

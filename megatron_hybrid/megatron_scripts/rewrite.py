@@ -6,8 +6,10 @@ the script where it assigns a literal. Where it does not, a flag whose answer de
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -111,6 +113,8 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
 class _Rewriting:
     def __init__(self, text: str, script: ScriptFlags, removes_unsupported: bool) -> None:
         self._text = text
+        # Counting them for each of a hundred thousand flags would take minutes.
+        self._line_ends = [found.start() for found in re.finditer("\n", text)]
         self._script = script
         self._removes_unsupported = removes_unsupported
         self._flags = known_flags()
@@ -299,7 +303,7 @@ class _Rewriting:
         return Finding(Outcome.DEFAULT, line, "--position-embedding-type", why)
 
     def _line(self, place: int) -> int:
-        return self._text.count("\n", 0, place) + 1
+        return bisect.bisect_left(self._line_ends, place) + 1
 
     def _shown(self, given: Given) -> str:
         return printable(" ".join(self._text[given.start : given.end].split()), SHOWN)
