@@ -194,8 +194,8 @@ class MetricsReader:
 def _records(lines: list[bytes]) -> list[dict[str, Any]]:
     """The objects that lines are; others are skipped.
 
-    Lines of a run are parsed together, as one array, which takes two thirds of the time. A brace at
-    the beginning of each and nowhere else sees to it that no object goes over two lines.
+    Lines of a run are parsed together, as one array, which takes two thirds of the time. Each line
+    begins with its only brace, so as many objects as lines means that each line is one.
     """
     is_plain = (
         max(map(len, lines), default=0) <= _PLAIN_LINE_BYTES
@@ -204,8 +204,10 @@ def _records(lines: list[bytes]) -> list[dict[str, Any]]:
     )
     if is_plain:
         try:
-            found: list[dict[str, Any]] = json.loads(f"[{b','.join(lines).decode()}]")
-            return found
+            found: list[Any] = json.loads(f"[{b','.join(lines).decode()}]")
+            # `{...}, 5` is no object, but would be two elements; and a brace may be in a string.
+            if len(found) == len(lines) and all(isinstance(each, dict) for each in found):
+                return found
         except (ValueError, RecursionError):
             pass  # a line is torn, say: one by one the others are found
     records = (parse_object(line) for line in lines)

@@ -67,6 +67,14 @@ def test_lines_parsed_together_never_make_an_object_of_two(path):
     # As one array, [{"a": 1, "kind": ...}, {...}] would be two objects of two lines.
     path.write_text('{"a": 1\n"kind": "train", "iteration": 1},{"a": 2}\n' + line(5))
     assert list(read(path)) == [5]
+    path.write_text('{"kind": "train", "a": "1\n{", "iteration": 1}\n' + line(5))
+    assert list(read(path)) == [5]
+
+
+@pytest.mark.parametrize("more", [", 5", ', "x"', ", []", ", null"])
+def test_a_line_with_more_than_an_object_is_skipped(path, more):
+    path.write_text(line(1) + line(2).strip() + more + "\n" + line(3))
+    assert list(read(path)) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +167,7 @@ def test_only_a_regular_file_is_opened(path):
 
 
 PIECES = st.sampled_from(
-    [line(1), line(2, 8.0), line(3, "x"), line(2)[:11], "\n", "{", "[1", "\0", '{"kind": {}}\n']
+    [line(1), line(2, 8.0), "{}, 5\n", line(3, "x"), line(2)[:11], "\n", "{", "[1", "\0", '{"kind": {}}\n']
 ).map(str.encode) | st.binary(max_size=6)
 
 
