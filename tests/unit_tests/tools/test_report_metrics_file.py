@@ -87,7 +87,7 @@ def test_a_value_that_is_no_finite_number_is_none(path, value):
     assert math.isnan(found[2])
 
 
-@pytest.mark.parametrize("iteration", [None, -1, 1.5, "2", True, 10**400, 2.0**60, [2], math.nan])
+@pytest.mark.parametrize("iteration", [None, -1, 1.5, "2", True, 10**400, 2.0**53, [2], math.nan])
 def test_a_record_without_a_plausible_iteration_is_skipped(path, iteration):
     path.write_text(line(1) + line(iteration))
     assert list(read(path)) == [1]
