@@ -312,3 +312,22 @@ def test_bytes_that_are_no_utf8_stay(tmp_path):
     path.write_bytes(b"# caf\xe9\r\n" + COMMAND.encode() + b" --manual-gc\r\n")
     assert megatron_flags.main([str(path), "--in-place"]) == 0
     assert path.read_bytes() == b"# caf\xe9\r\n" + COMMAND.encode() + b"\r\n"
+
+
+def test_a_place_where_nothing_can_be_written_is_named_as_it_was_given(tmp_path, capsys):
+    path = tmp_path / "x.sh"
+    path.write_text(f"{COMMAND} --manual-gc\n")
+    for output in (tmp_path, tmp_path / "missing" / "y.sh"):
+        assert megatron_flags.main([str(path), "--output", str(output)]) == 2
+        printed = capsys.readouterr().err
+        assert "--output: expected a file in a folder that exists, got" in printed
+        assert f"{output}." in printed or f"{output}," in printed
+
+
+def test_a_script_without_a_training_command_is_not_reported_as_done(tmp_path, capsys):
+    path = tmp_path / "x.sh"
+    path.write_text("python evaluate.py --use-mcore-models\n")
+    assert megatron_flags.main([str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "no training command with flags was found" in printed.err
+    assert printed.out == path.read_text()
