@@ -178,6 +178,8 @@ def test_sections_without_anything_say_why(run):
         assert words in text
     run.start(metrics=None)
     assert "it was started with --metrics-jsonl none" in page_of(run).text
+    run.metrics([1])
+    assert "The last start writes no metrics" in page_of(run).text
     (run.folder / "iter_0000500").mkdir()
     (run.folder / EVENTS_FILE).unlink()
     text = page_of(run).text
