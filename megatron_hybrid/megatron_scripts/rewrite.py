@@ -255,6 +255,8 @@ class _Rewriting:
         place, which one pair of quotes would make one.
         """
         words = " ".join(use)
+        if self._text.startswith(("<", ">"), given.end):
+            words += " "  # a number would be that of the redirection
         needs_quotes = given.word.is_assigned and len(use) > 1
         return Edit(given.start, given.end, f'"{words}"' if needs_quotes else words)
 

@@ -221,9 +221,10 @@ class ScriptReader:
         """Those before a redirection or another command, in a string."""
         found = []
         for word in words:
-            if _ENDS_COMMAND.match(self._raw(word)):
+            if word.is_inner and _ENDS_COMMAND.match(self._raw(word)):
                 break
-            if before := _BEFORE_OPERATOR.match(self._raw(word)):
+            before = _BEFORE_OPERATOR.match(self._raw(word)) if word.is_inner else None
+            if before:
                 found.append(dataclasses.replace(word, end=word.start + before.end()))
                 break
             found.append(word)

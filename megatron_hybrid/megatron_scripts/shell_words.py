@@ -21,6 +21,7 @@ _METACHARACTERS = frozenset(" \t\r\n;&|()<>")
 _CONTINUATION = re.compile(r"\\\r?\n")  # bash wants no "\r", but a script of Windows's has it
 # `2>&1`, `&>log`; a process substitution is none. The number belongs to it, and is no argument.
 _REDIRECTION = re.compile(r"\d*(?:<<<|<>|>>|>\||[<>]&|[<>](?![<(]))|&>>?")
+_SUBSTITUTIONS = ("<(", ">(")  # of a process, whose name in the file system is a word
 _ARRAY_NAME = re.compile(r"[A-Za-z_]\w*\+?=")
 _DEEPEST = 40  # expansions within expansions
 
@@ -143,6 +144,9 @@ class _Scanner:
                 place, heredoc = self._heredoc(place)
                 heredocs += heredoc
                 self._add(Kind.OPERATOR, first, place)
+            elif self.text.startswith(_SUBSTITUTIONS, place):
+                place = self._past_command(place + 2)
+                self._add(Kind.WORD, first, place)
             elif redirection := _REDIRECTION.match(self.text, place):
                 place = self._past_target(redirection.end())
                 self._add(Kind.REDIRECTION, first, place)
@@ -201,6 +205,8 @@ class _Scanner:
         start = place
         while start < self.end and self.text[start] in _BLANKS:
             start += 1
+        if self.text.startswith(_SUBSTITUTIONS, start):
+            return self._past_command(start + 2)
         end = self._past_word(start)
         return end if end > start else place
 

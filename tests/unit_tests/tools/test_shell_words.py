@@ -79,7 +79,7 @@ def words(text: str) -> list[str]:
         ("cat <<< it\nb", ["cat", "b"]),
         ("a;b|c&&d>e", ["a", "b", "c", "d"]),
         ("a 8 2>&1 b &>>log c 3< in d", ["a", "8", "b", "c", "d"]),
-        ("a <(b) c", ["a", "b", "c"]),
+        ("a <(b) c > >(d e) f", ["a", "<(b)", "c", "f"]),
         ("a \\\r\n b\r\n", ["a", "b"]),
         ("`a 'b` c", ["`a 'b`", "c"]),
         ("$'a\\'b' c", ["$'a\\'b'", "c"]),
