@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") 
 def report(path: Path, rewritten: Rewritten) -> list[str]:
     """What has been done, grouped by what to do about it."""
     findings = rewritten.findings
+    if not rewritten.num_flags and not findings:
+        what = "its program's name ends in .py and begins with pretrain, train or finetune"
+        return [f"{path}: no training command with flags was found; {what}. Nothing changed."]
     left = len(left_over(findings))
     changed = sum(one.outcome.is_change for one in findings)
     heading = f"{path}: {rewritten.num_flags} flags; {changed} changed, {left} left to you."
@@ -111,9 +114,10 @@ def _read(path: Path) -> str:
     """The script. Bytes that are no UTF-8 come back as they are when it is written."""
     if not path.is_file():
         raise ConfigError(f"Expected a bash script, got {path}, which is no file.")
-    content = path.read_bytes()
+    with path.open("rb") as stream:
+        content = stream.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES or b"\0" in content:
-        kind = "a binary file" if b"\0" in content else f"{len(content)} bytes"
+        kind = "a binary file" if b"\0" in content else f"more than {_MAX_BYTES} bytes"
         raise ConfigError(f"{path}: expected a bash script, got {kind}.")
     return content.decode("utf-8", "surrogateescape")
 
@@ -123,6 +127,9 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path | None:
         return path.resolve()  # a link stays one
     if output is not None and output.exists() and output.samefile(path):
         raise ConfigError(f"--output: expected another file than {path}, or --in-place.")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        got = f"the folder {output}" if output.is_dir() else f"{output}, whose folder is missing"
+        raise ConfigError(f"--output: expected a file in a folder that exists, got {got}.")
     return output
 
 

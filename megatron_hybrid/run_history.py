@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,12 @@ def checkpoint_folders(folder: Path, events: Sequence[Event]) -> list[tuple[int,
     published = [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
     path = published[-1].get("checkpoint") if published else None
     # A URL is not absolute; and a relative path is one from where the run was started.
-    elsewhere = [Path(path).parent] if isinstance(path, str) and Path(path).is_absolute() else []
-
-    places = (_folders(place) for place in (folder, *elsewhere))
-    return next((sorted(found) for found in places if found), [])
+    found = _folders(folder)
+    if not found and isinstance(path, str) and Path(path).is_absolute():
+        # The log may be of another machine, or of anybody: a path that cannot be read is none.
+        with suppress(OSError):
+            found = _folders(Path(path).parent)
+    return sorted(found)
 
 
 def publications(events: Sequence[Event], iteration: int | None) -> list[Event]:

@@ -74,6 +74,8 @@ def _within_a_line(text: str, start: int, end: int) -> Edit:
     first = start
     while first > 0 and text[first - 1] in _BLANKS:
         first -= 1
+    if text.startswith(("<", ">"), end):
+        return Edit(start, end)  # without the blank, `2 >log` would be `2>log`
     if first == start or text[first - 1] in _OPENING:
         return Edit(start, _past_blanks(text, end))
     return Edit(first, end)
@@ -81,7 +83,7 @@ def _within_a_line(text: str, start: int, end: int) -> Edit:
 
 def _ends_in_backslash(text: str, line_start: int) -> bool:
     """Whether the line before this one goes on in it."""
-    return text[:line_start].endswith(("\\\n", "\\\r\n"))
+    return text.endswith(("\\\n", "\\\r\n"), max(line_start - 3, 0), line_start)
 
 
 def _before_backslash(text: str, line_start: int) -> int:

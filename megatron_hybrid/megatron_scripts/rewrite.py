@@ -6,8 +6,10 @@ the script where it assigns a literal. Where it does not, a flag whose answer de
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -111,6 +113,8 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
 class _Rewriting:
     def __init__(self, text: str, script: ScriptFlags, removes_unsupported: bool) -> None:
         self._text = text
+        # Counting them for each of a hundred thousand flags would take minutes.
+        self._line_ends = [found.start() for found in re.finditer("\n", text)]
         self._script = script
         self._removes_unsupported = removes_unsupported
         self._flags = known_flags()
@@ -130,7 +134,7 @@ class _Rewriting:
             if outcome is Outcome.UNSUPPORTED and self._removes_unsupported:
                 outcome = Outcome.REMOVED
             if outcome is Outcome.REPLACED:
-                edits.append(Edit(*self._span(given), " ".join(verdict.use)))
+                edits.append(self._replacement(given, verdict.use))
             elif not outcome.is_left:
                 deleted.append(given)
             use = " ".join(verdict.use)
@@ -171,6 +175,8 @@ class _Rewriting:
         if verdict is None or verdict.outcome is not Outcome.REPLACED:
             return verdict
         raw = " ".join(self._text[slice(*span)] for span in self._value_spans(given))
+        if given.value_behind_equals is not None and not given.word.is_inner:
+            raw = self._quote_around(given) + raw + self._quote_around(given)
         by_raw = answer(Flag(given.flag, (raw,) if raw else ()), self._settings, self._samples)
         found = verdict
         if by_raw is not None and by_raw.why == verdict.why and by_raw.is_complete:
@@ -244,13 +250,20 @@ class _Rewriting:
         text = found.pop() if len(found) == 1 else ""
         return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
-    def _span(self, given: Given) -> tuple[int, int]:
-        """What a replacement takes the place of: quotes around all of it stay."""
-        raw = self._text[given.word.start : given.word.end]
-        start = given.word.start + raw.index("--")
-        if given.values:
-            return start, given.end
-        return start, given.word.end - (len(raw) - len(raw.rstrip("'\"")))
+    def _replacement(self, given: Given, use: Sequence[str]) -> Edit:
+        """The edit that writes other words. Quotes around a flag go: several words may take its
+        place, which one pair of quotes would make one.
+        """
+        words = " ".join(use)
+        if self._text.startswith(("<", ">"), given.end):
+            words += " "  # a number would be that of the redirection
+        needs_quotes = given.word.is_assigned and len(use) > 1
+        return Edit(given.start, given.end, f'"{words}"' if needs_quotes else words)
+
+    def _quote_around(self, given: Given) -> str:
+        """The quote in front of a flag, which goes around its value behind an equals sign, too."""
+        first = self._text[given.start]
+        return first if first in "'\"" else ""
 
     def _deletions(self, deleted: Sequence[Given]) -> list[Edit]:
         """Edits that delete these flags; a quoted word of which nothing is left goes as a whole."""
@@ -292,7 +305,7 @@ class _Rewriting:
         return Finding(Outcome.DEFAULT, line, "--position-embedding-type", why)
 
     def _line(self, place: int) -> int:
-        return self._text.count("\n", 0, place) + 1
+        return bisect.bisect_left(self._line_ends, place) + 1
 
     def _shown(self, given: Given) -> str:
         return printable(" ".join(self._text[given.start : given.end].split()), SHOWN)

@@ -10,6 +10,7 @@ are known.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ _ALL_WORDS = re.compile(r"\"?\$(?:\{[A-Za-z_]\w*\[[@*]\]\}|\{?[@*]\}?)\"?")
 _QUOTED = re.compile(r"(?s)(?:[A-Za-z_]\w*\+?=)?(['\"])(.*)\1")
 _HAS_FLAGS = re.compile(r"(?:^|\s)--[A-Za-z]|\.py\s")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)\+?=")
-_ENDS_COMMAND = re.compile(r"[;|&<>]|\d>")
+_ASSIGNED_FLAG = re.compile(r"[A-Za-z_]\w*\+?=(--[A-Za-z][^'\"]*)")
+_ENDS_COMMAND = re.compile(r"[;|&<>]|\d+[<>]")
+# `8;` or `8>log`, without quotes, in which such letters are no operators.
+_BEFORE_OPERATOR = re.compile(r"(?:[^;|&<>$`'\"\\]|\$\w+|\$\{[^}]*\})+(?=[;|&<>])")
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class Word:
     Attributes:
         container: start and end of the quoted word that it stands in, with the quotes.
         is_inner: it stands in quotes, so that quotes of its own are letters.
+        is_assigned: it is what a variable holds, without quotes around it.
     """
 
     start: int
     end: int
     container: tuple[int, int] | None = None
     is_inner: bool = False
+    is_assigned: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,11 @@ class ScriptReader:
         self._is_known = is_known
         tokens = tokens_of(text)
         bodies = [list(_tokens_in(text, token)) for token in tokens if token.kind is Kind.HEREDOC]
-        self._variables = Variables(text, tokens)
+        self._variables = Variables(text, (*tokens, *itertools.chain(*bodies)))
         self._pieces = [*self._pieces_of(tokens)]
         for body in bodies:
             self._pieces += self._pieces_of(body)
+        self._forget_inner_assignments()
         # Strings and arrays that hold flags: where they are expanded, more flags follow.
         self._names = {piece.name for piece in self._pieces if piece.name and self._flags(piece)}
 
@@ -152,32 +159,48 @@ class ScriptReader:
                     command.words.append(Word(token.start, token.end))
                 else:
                     command.words += inner or [Word(token.start, token.end)]
-            elif array is None:
+            elif array is None and token.kind is not Kind.REDIRECTION:
                 pieces.append(command)
                 command = _Piece()
         pieces.append(command)
         return pieces
 
     def _inner(self, token: Token) -> list[Word]:
-        """The words of a quoted word that has flags or a program in it; empty: it has none."""
+        """The words of a quoted word that has flags or a program in it; empty: it has none.
+
+        `NAME=--flag` needs no quotes.
+        """
         raw = self._text[token.start : token.end]
+        if assigned := _ASSIGNED_FLAG.fullmatch(raw):
+            return [Word(token.start + assigned.start(1), token.end, is_assigned=True)]
         found = _QUOTED.fullmatch(raw)
         if found is None or not _HAS_FLAGS.search(found[2]):
             return []
         start, end = (token.start + place for place in found.span(2))
         container = (token.start, token.end)
         try:
-            return [
-                Word(*span, container, True) for span in words_in_quotes(self._text, start, end)
-            ]
+            spans = words_in_quotes(self._text, start, end)
         except ShellSyntaxError:
             return []  # two quoted texts in one word, whose quotes do not pair
+        if len(spans) == 1 and not _ASSIGNED.match(raw):
+            return []  # a flag in quotes, which are its own
+        return [Word(*span, container, True) for span in spans]
+
+    def _forget_inner_assignments(self) -> None:
+        """A string that another shell executes may set a variable that has a value out here, too:
+        which of the two a flag in there has is not known.
+        """
+        for piece in self._pieces:
+            for word in piece.words:
+                assigned = _ASSIGNED.match(self._raw(word)) if word.is_inner else None
+                if assigned:
+                    self._variables.forget(assigned[1])
 
     def _raw(self, word: Word) -> str:
         return self._text[word.start : word.end]
 
     def _flags(self, piece: _Piece) -> list[str]:
-        found = (_FLAG.match(self._raw(word)) for word in piece.words)
+        found = (_FLAG.match(self._raw(word).strip("'\"")) for word in piece.words)
         return [flag[0] for flag in found if flag]
 
     def _program_in(self, piece: _Piece) -> int | None:
@@ -198,11 +221,13 @@ class ScriptReader:
         """Those before a redirection or another command, in a string."""
         found = []
         for word in words:
-            if _ENDS_COMMAND.match(self._raw(word)):
+            if word.is_inner and _ENDS_COMMAND.match(self._raw(word)):
+                break
+            before = _BEFORE_OPERATOR.match(self._raw(word)) if word.is_inner else None
+            if before:
+                found.append(dataclasses.replace(word, end=word.start + before.end()))
                 break
             found.append(word)
-            if self._raw(word).endswith(";"):
-                break
         return found
 
     def _uses(self) -> tuple[set[str], set[str]]:
@@ -252,12 +277,9 @@ class ScriptReader:
             bare = raw.strip("'\"")
             match = _FLAG.match(bare)
             if match is not None:
-                first = word.start + raw.index("--")
                 flag, rest = match[0], bare[match.end() :]
-                behind = None
-                if rest.startswith("="):
-                    begin = first + len(flag) + 1
-                    behind = (begin, begin + len(rest) - 1)
+                begin = word.start + raw.index("--") + len(flag) + 1
+                behind = self._behind_equals(word, begin) if rest.startswith("=") else None
                 is_open = not rest and not self._takes_no_value(flag)
                 if not rest or behind is not None:
                     found.append(Given(flag, word, (), behind))
@@ -267,6 +289,16 @@ class ScriptReader:
                 last = found[-1]
                 found[-1] = dataclasses.replace(last, values=(*last.values, word))
         return found
+
+    def _behind_equals(self, word: Word, begin: int) -> tuple[int, int] | None:
+        """Start and end of the value in `--flag=value`, with the value's own quotes; None, if the
+        quotes around flag and value do not go around all of it.
+        """
+        raw = self._raw(word)
+        quote = raw[0]
+        if word.is_inner or quote not in "'\"":
+            return begin, word.end
+        return (begin, word.end - 1) if raw.find(quote, 1) == len(raw) - 1 else None
 
     def _has_more_flags(self, raw: str) -> bool:
         """Whether a word may expand to flags."""

@@ -57,6 +57,10 @@ class Variables:
     def _set(self, name: str, raw: str | None) -> None:
         self._assigned.setdefault(name, set()).add(raw)
 
+    def forget(self, name: str) -> None:
+        """What this variable holds is not known, whatever the script assigns."""
+        self._set(name, None)
+
     def values_of(self, name: str) -> Values:
         """What a variable may hold. One that holds itself, or too many others, is unknown."""
         if name in self._pending or len(self._pending) > _DEEPEST:

@@ -18,6 +18,10 @@ from typing import NamedTuple
 
 _BLANKS = " \t\r"
 _METACHARACTERS = frozenset(" \t\r\n;&|()<>")
+_CONTINUATION = re.compile(r"\\\r?\n")  # bash wants no "\r", but a script of Windows's has it
+# `2>&1`, `&>log`; a process substitution is none. The number belongs to it, and is no argument.
+_REDIRECTION = re.compile(r"\d*(?:<<<|<>|>>|>\||[<>]&|[<>](?![<(]))|&>>?")
+_SUBSTITUTIONS = ("<(", ">(")  # of a process, whose name in the file system is a word
 _ARRAY_NAME = re.compile(r"[A-Za-z_]\w*\+?=")
 _DEEPEST = 40  # expansions within expansions
 
@@ -33,6 +37,7 @@ class Kind(enum.Enum):
     ARRAY_OPEN = "name and parenthesis of an array"
     ARRAY_CLOSE = "parenthesis of an array"
     OPERATOR = "operator"
+    REDIRECTION = "redirection, with the word behind it"
     NEWLINE = "newline"
     COMMENT = "comment"
     HEREDOC = "body of a here-document"
@@ -74,12 +79,15 @@ def words_in_quotes(text: str, start: int, end: int) -> list[tuple[int, int]]:
     words = []
     place = start
     while place < end:
-        if text[place] in " \t\r\n" or text.startswith("\\\n", place):
-            place += 2 if text[place] == "\\" else 1
+        if continuation := _CONTINUATION.match(text, place):
+            place = continuation.end()
+            continue
+        if text[place] in " \t\r\n":
+            place += 1
             continue
         first = place
         while place < end and text[place] not in " \t\r\n":
-            if text.startswith("\\\n", place):
+            if _CONTINUATION.match(text, place):
                 break
             is_plain = text[place] not in "$`\\"
             place = place + 1 if is_plain else scanner.past_expansion(place, is_quoted=True)
@@ -110,8 +118,8 @@ class _Scanner:
             first = place
             if char in _BLANKS:
                 place += 1
-            elif self.text.startswith("\\\n", place):
-                place += 2
+            elif continuation := _CONTINUATION.match(self.text, place):
+                place = continuation.end()
             elif char == "\n":
                 place += 1
                 self._add(Kind.NEWLINE, first, place)
@@ -136,8 +144,14 @@ class _Scanner:
                 place, heredoc = self._heredoc(place)
                 heredocs += heredoc
                 self._add(Kind.OPERATOR, first, place)
+            elif self.text.startswith(_SUBSTITUTIONS, place):
+                place = self._past_command(place + 2)
+                self._add(Kind.WORD, first, place)
+            elif redirection := _REDIRECTION.match(self.text, place):
+                place = self._past_target(redirection.end())
+                self._add(Kind.REDIRECTION, first, place)
             elif char in ";&|<>":
-                place += 3 if self.text.startswith("<<<", place) else 1
+                place += 1
                 self._add(Kind.OPERATOR, first, place)
             else:
                 place = self._past_word(place)
@@ -181,10 +195,20 @@ class _Scanner:
 
     def _past_word(self, place: int) -> int:
         while place < self.end and self.text[place] not in _METACHARACTERS:
-            if self.text.startswith("\\\n", place):
+            if _CONTINUATION.match(self.text, place):
                 return place
             place = self._past_piece(place)
         return place
+
+    def _past_target(self, place: int) -> int:
+        """The place behind the word that a redirection names; the same, if there is none."""
+        start = place
+        while start < self.end and self.text[start] in _BLANKS:
+            start += 1
+        if self.text.startswith(_SUBSTITUTIONS, start):
+            return self._past_command(start + 2)
+        end = self._past_word(start)
+        return end if end > start else place
 
     def _past_piece(self, place: int) -> int:
         """The place behind a letter, a quoted text or an expansion."""

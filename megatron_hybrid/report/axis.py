@@ -66,6 +66,9 @@ def value_axis(
 
 
 def _decades(low: float, high: float, start: float, end: float) -> Axis:
+    # Values beyond forty decades lie at the axis's end. A power of ten below 1e-308 would be 0.
+    high = max(high, 1e-260)
+    low = max(low, high * 1e-40)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     stride = max(1, -(-(last - first) // _MOST_DECADES))
     ticks = tuple(10.0**power for power in range(first, last + 1, stride))

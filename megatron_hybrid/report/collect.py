@@ -103,14 +103,17 @@ class Collector:
         path = _metrics_path(self._folder, start)
         if path != self._reader.path:
             self._reader = MetricsReader(path)
+        writes_none = "metrics" in start and start["metrics"] is None
         try:
             self._reader.read()
         except (FileNotFoundError, NotADirectoryError):
-            if "metrics" in start and start["metrics"] is None:
+            if writes_none:
                 return "The run writes no metrics: it was started with --metrics-jsonl none."
             return f"No metrics yet: there is no {METRICS_FILE} beside the run's events."
         except OSError as error:
             return f"The metrics could not be read: {error}"
+        if writes_none:
+            return "The last start writes no metrics (--metrics-jsonl none): these are older ones."
         return "The metrics file is so long that its beginning is left out." * self._reader.is_cut
 
 

@@ -55,7 +55,7 @@ _MOST_BYTES = 2**30
 _MOST_ROWS = 2**21  # of a table: of the train records 270 MB
 _PLAIN_LINE_BYTES = 4000  # too short for an integer that takes long to convert
 _BLOCK_BYTES = 2**20  # read at a time; a block is all that is held of the text
-_MOST_ITERATION = 2**53  # a float holds all integers up to it
+_MOST_ITERATION = 2**52  # a float holds all integers up to twice as many, so the next one too
 _MOST_VALUE = 1e300
 _NUMBERS = {int, float, type(None)}
 _NEWLINE = b"\n"
@@ -76,41 +76,54 @@ class Columns:
 
 
 class _Table:
-    """The records of one kind, in the order of the file."""
+    """The records of one kind, in the order of the file.
+
+    A row begins with the number of its record in the file and its iteration.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._keys = ("iteration", *names)
-        self._chunks: list[Numbers] = []  # [rows, 1 + columns]
+        self._names = tuple(names)
+        self._chunks: list[Numbers] = []  # [rows, 2 + columns]
         self._num_rows = 0
         self.is_cut = False
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """The next ones. Forgets the oldest if there are too many."""
-        keys = self._keys
-        chunk = _numbers([tuple(map(record.get, keys)) for record in records])
-        iterations = chunk[:, 0]
+    def add(self, records: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """The next ones, with their numbers. Forgets the oldest if there are too many."""
+        keys = ("iteration", *self._names)
+        chunk = _numbers([(number, *map(record.get, keys)) for number, record in records])
+        iterations = chunk[:, 1]
         is_plausible = (iterations >= 0) & (iterations <= _MOST_ITERATION) & (iterations % 1 == 0)
         chunk = chunk[is_plausible]
         self._chunks.append(chunk)
         self._num_rows += len(chunk)
 
-        while self._num_rows > _MOST_ROWS:
-            self._num_rows -= len(self._chunks.pop(0))
+        # The first chunk may hold almost all rows: only as many as are too many go.
+        while (surplus := self._num_rows - _MOST_ROWS) > 0:
+            first = self._chunks[0]
+            self._chunks[:1] = [first[surplus:]] if len(first) > surplus else []
+            self._num_rows -= min(surplus, len(first))
             self.is_cut = True
 
-    def columns(self) -> Columns:
-        """Of several rows of an iteration the last one counts."""
+    def rows(self) -> Numbers:
+        """All that there are."""
         if len(self._chunks) > 1:
             self._chunks = [np.concatenate(self._chunks)]
-        rows = self._chunks[0] if self._chunks else np.empty((0, len(self._keys)))
+        return self._chunks[0] if self._chunks else np.empty((0, 2 + len(self._names)))
 
-        iterations = rows[:, 0].astype(np.int64)
-        if np.any(iterations[1:] <= iterations[:-1]):
-            # The first of the reversed rows is the last one of the file.
-            iterations, first = np.unique(iterations[::-1], return_index=True)
-            rows = rows[len(rows) - 1 - first]
-        names = self._keys[1:]
-        return Columns(iterations, {name: rows[:, 1 + n] for n, name in enumerate(names)})
+    def columns(self, steps: Numbers) -> Columns:
+        """The rows that still hold.
+
+        A run that resumes makes iterations again. What an earlier attempt has logged of them, and
+        of all that would have come, is not of this run any more: the last row may well be one of
+        those, and would be taken for how the run is doing now.
+
+        Args:
+            steps: the rows of the steps, which tell where the run has resumed.
+        """
+        rows = self.rows()
+        rows = rows[_is_made_last(rows, steps) & _is_made_last(rows, rows)]
+        values = {name: rows[:, 2 + n] for n, name in enumerate(self._names)}
+        return Columns(rows[:, 1].astype(np.int64), values)
 
 
 class MetricsReader:
@@ -125,6 +138,7 @@ class MetricsReader:
         self._file: tuple[int, int] | None = None  # which one has been read
         self._offset = 0
         self._rest = b""  # of a line whose end was not there yet
+        self._num_records = 0
         self._skips_line = False  # this line is too long, or its beginning was not read
         self._is_cut = False
 
@@ -159,7 +173,7 @@ class MetricsReader:
 
     def columns(self, table: str) -> Columns:
         """What has been read: of a kind of records, or of a split's evaluations."""
-        return self._tables[table].columns()
+        return self._tables[table].columns(self._tables[TRAIN].rows())
 
     def _take(self, block: bytes) -> None:
         first, *lines = block.split(_NEWLINE)
@@ -179,23 +193,31 @@ class MetricsReader:
             self._rest, self._skips_line = b"", True
 
     def _add(self, records: Iterable[dict[str, Any]]) -> None:
-        by_table: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tables}
+        by_table: dict[str, list[tuple[int, dict[str, Any]]]] = {name: [] for name in self._tables}
         for record in records:
+            self._num_records += 1
             kind = record.get("kind")
             name = record.get("split") if kind == "eval" else kind
             if isinstance(name, str) and name in by_table:
-                by_table[name].append(record)
+                by_table[name].append((self._num_records, record))
 
         for name, found in by_table.items():
             if found:
                 self._tables[name].add(found)
 
 
+def _is_made_last(rows: Numbers, others: Numbers) -> NDArray[np.bool_]:
+    """Whether all of the others that stand further on in the file have greater iterations."""
+    least = np.minimum.accumulate(others[::-1, 1])[::-1]
+    following = np.searchsorted(others[:, 0], rows[:, 0], side="right")
+    return rows[:, 1] < np.append(least, np.inf)[following]
+
+
 def _records(lines: list[bytes]) -> list[dict[str, Any]]:
     """The objects that lines are; others are skipped.
 
-    Lines of a run are parsed together, as one array, which takes two thirds of the time. A brace at
-    the beginning of each and nowhere else sees to it that no object goes over two lines.
+    Lines of a run are parsed together, as one array, which takes two thirds of the time. Each line
+    begins with its only brace, so as many objects as lines means that each line is one.
     """
     is_plain = (
         max(map(len, lines), default=0) <= _PLAIN_LINE_BYTES
@@ -204,8 +226,10 @@ def _records(lines: list[bytes]) -> list[dict[str, Any]]:
     )
     if is_plain:
         try:
-            found: list[dict[str, Any]] = json.loads(f"[{b','.join(lines).decode()}]")
-            return found
+            found: list[Any] = json.loads(f"[{b','.join(lines).decode()}]")
+            # `{...}, 5` is no object, but would be two elements; and a brace may be in a string.
+            if len(found) == len(lines) and all(isinstance(each, dict) for each in found):
+                return found
         except (ValueError, RecursionError):
             pass  # a line is torn, say: one by one the others are found
     records = (parse_object(line) for line in lines)

@@ -115,6 +115,65 @@ def test_what_becomes_of_a_flag_may_depend_on_a_variable(before, flags, outcome)
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # The number of a redirection is no value, and what follows is the command's still.
+        ("--train-samples 80 2>&1 | tee log", "--train-iters 10 2>&1 | tee log"),
+        ("--transformer-impl local 2>/dev/null", "2>/dev/null"),
+        ("--seed 2 --use-mcore-models>log", "--seed 2 >log"),
+        ("--train-samples ${N}>log", "--train-iters 10 >log"),
+        ("--data-path <(a) --manual-gc > >(tee log)", "--data-path <(a) > >(tee log)"),
+        (">log --transformer-impl local --lr 1", ">log --lr 1"),
+        # Quotes stay in pairs, and several words do not become one.
+        ("\"--train-samples\" '80' --lr 1", "--train-iters 10 --lr 1"),
+        ("'--train-samples=80' --lr 1", "--train-iters 10 --lr 1"),
+        ('--train-samples="80" --lr 1', "--train-iters 10 --lr 1"),
+        ('"--batch-size=$B 1"', '--micro-batch-size "$B 1"'),
+        ("'--use-mcore-models' --lr 1", "--lr 1"),
+        ("\\\r\n  --use-mcore-models \\\r\n  --lr 1\r", "\\\r\n  --lr 1\r"),
+    ],
+)
+def test_what_stands_around_a_flag_stays_as_bash_reads_it(before, after):
+    command = f"{COMMAND} --global-batch-size 8"
+    assert rewrite(f"N=80\n{command} {before}\n").text == f"N=80\n{command} {after}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("--train-samples 80; echo", "--train-iters 10; echo"),
+        ("--sequence-parallel; echo", "; echo"),
+        ("--transformer-impl local>log", ">log"),
+    ],
+)
+def test_a_command_in_a_string_ends_at_an_operator_without_a_blank(before, after):
+    command = 'srun bash -c "torchrun pretrain_gpt.py --global-batch-size 8'
+    expected = f'{command} {after}"\n'.replace("8 ;", "8;")
+    assert rewrite(f'{command} {before}"\n').text == expected
+
+
+def test_a_quoted_flag_in_an_array_is_one_word_before_and_two_after():
+    text = 'A=("--train-samples=80")\ntorchrun pretrain_gpt.py --global-batch-size 8 "${A[@]}"\n'
+    assert rewrite(text).text == text.replace('"--train-samples=80"', "--train-iters 10")
+
+
+def test_a_variable_that_an_inner_script_sets_is_not_the_outer_ones():
+    flags = "pretrain_gpt.py --global-batch-size $B --train-samples 80"
+    for text in (
+        f"B=8\ncat <<'END' >job.sh\nB=16\ntorchrun {flags}\nEND\n",
+        f"B=8\nsrun bash -c 'B=16; torchrun {flags}'\n",
+    ):
+        assert outcomes(text)["--train-samples"] is Outcome.UNDECIDED
+
+
+def test_a_variable_may_hold_a_flag_without_quotes():
+    text = "A=--use-mcore-models\nB=--squared-relu\ntorchrun pretrain_gpt.py $A $B --lr 1\n"
+    expected = text.replace("--use-mcore-models", "")
+    expected = expected.replace("--squared-relu", '"--activation-func squared_relu"')
+    assert rewrite(text).text == expected
+
+
 def test_variables_stay_where_a_value_only_moves():
     text = f"B=4\n{COMMAND} --batch-size $B --encoder-seq-length=${{S}}\n"
     expected = f"B=4\n{COMMAND} --micro-batch-size $B --seq-length ${{S}}\n"
@@ -256,3 +315,22 @@ def test_bytes_that_are_no_utf8_stay(tmp_path):
     path.write_bytes(b"# caf\xe9\r\n" + COMMAND.encode() + b" --manual-gc\r\n")
     assert megatron_flags.main([str(path), "--in-place"]) == 0
     assert path.read_bytes() == b"# caf\xe9\r\n" + COMMAND.encode() + b"\r\n"
+
+
+def test_a_place_where_nothing_can_be_written_is_named_as_it_was_given(tmp_path, capsys):
+    path = tmp_path / "x.sh"
+    path.write_text(f"{COMMAND} --manual-gc\n")
+    for output in (tmp_path, tmp_path / "missing" / "y.sh"):
+        assert megatron_flags.main([str(path), "--output", str(output)]) == 2
+        printed = capsys.readouterr().err
+        assert "--output: expected a file in a folder that exists, got" in printed
+        assert f"{output}." in printed or f"{output}," in printed
+
+
+def test_a_script_without_a_training_command_is_not_reported_as_done(tmp_path, capsys):
+    path = tmp_path / "x.sh"
+    path.write_text("python evaluate.py --use-mcore-models\n")
+    assert megatron_flags.main([str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "no training command with flags was found" in printed.err
+    assert printed.out == path.read_text()

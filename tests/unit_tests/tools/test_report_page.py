@@ -153,14 +153,16 @@ def test_what_happened_is_in_the_table_latest_first_and_on_the_curves(run):
     assert marks["mark save"] == charts + 1
 
 
-def test_an_iteration_that_was_made_twice_is_drawn_as_it_was_made_last(run):
+def test_an_iteration_that_is_made_again_is_drawn_as_it_was_made_last(run):
     run.start()
     run.metrics([1, 2, 3])
     run.metrics([2], loss=9.5)
-    data = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page_text(run.folder))
+    text = page_text(run.folder)
+    data = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text)
     loss = json.loads(data[0])["lines"][0]
-    assert loss["at"] == [1, 2, 3]
+    assert loss["at"] == [1, 2], "iteration 3 is yet to be made again"
     assert loss["text"][1] == "9.500"
+    assert "Loss 9.500" in Page(text).text, "how the run is doing now, not before it resumed"
 
 
 def test_sections_without_anything_say_why(run):
@@ -176,6 +178,8 @@ def test_sections_without_anything_say_why(run):
         assert words in text
     run.start(metrics=None)
     assert "it was started with --metrics-jsonl none" in page_of(run).text
+    run.metrics([1])
+    assert "The last start writes no metrics" in page_of(run).text
     (run.folder / "iter_0000500").mkdir()
     (run.folder / EVENTS_FILE).unlink()
     text = page_of(run).text

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -84,7 +84,19 @@ def test_a_value_axis_holds_its_values_and_has_few_ticks_each_once(low, span):
     assert 10.0 <= axis.place(low + span) <= axis.place(low) <= 200.0
 
 
-@given(st.integers(0, 2**53), st.integers(0, 2**53))
+@given(st.floats(5e-324, 1e299), st.floats(0, 1e300))
+@example(5e-324, 1.0)
+@example(5e-324, 1e-310)
+@example(1e-300, 1e300)
+def test_a_logarithmic_axis_holds_any_range(low, high):
+    axis = value_axis(low, max(high, 50 * low), 200.0, 10.0, is_logarithmic=True)
+    assert 2 <= len(axis.ticks) <= 8
+    assert all(0 < tick < math.inf for tick in axis.ticks)
+    assert 10.0 <= axis.place(high) <= axis.place(low) <= 200.0 or high < low
+
+
+@given(st.integers(0, 2**52), st.integers(0, 2**52))
+@example(2**52, 0)
 def test_an_axis_of_iterations_has_whole_ticks(first, length):
     axis = iteration_axis(first, first + length, 50.0, 588.0)
     assert all(tick == int(tick) for tick in axis.ticks)

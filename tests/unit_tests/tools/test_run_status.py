@@ -387,7 +387,7 @@ def test_checkpoints_elsewhere_are_found_through_the_log(run, tmp_path, monkeypa
         "save_published", iteration=20, checkpoint=str(elsewhere / "iter_0000020"), seconds=2.0
     )
     assert run.status()["checkpoint"]["iteration"] == 30
-    for place in ("s3://bucket/run", "a/relative/path", "."):
+    for place in ("s3://bucket/run", "a/relative/path", ".", "/" + "x" * 5000):
         run.write("save_published", iteration=40, checkpoint=f"{place}/iter_0000040", seconds=2.0)
         line = (
             "checkpoint: iteration 40, 0 s ago, took 2.00 s, by the log alone; no save failed since"
