@@ -11,7 +11,7 @@
 
 Those who queue work say what it is (`timed`, `note`), the thread that computes says which phase
 begins and what it waits for (`phase`, `waiting`, `awaited`). All of it becomes spans, which read
-clocks and wait for nothing; `lane_timings.py` adds up the same spans. On an accelerator a span lies
+clocks and wait for nothing; `lane_timings.py` adds up those of work, too. On an accelerator a span lies
 between two events of a stream, and becomes a time of the host's clock only when it is asked for.
 
 What begins while the timeline is open is recorded, also if it was queued before. Without a
@@ -74,6 +74,7 @@ class Timeline:
         self._clock = clock
         self._origins = device.origins(clock)
         self._origin = Origin(clock())  # of the iteration under way
+        self._computing_spans = device.spans(clock)
         self._iteration = 0
         self._is_open = False
         self._notes: deque[_Note] = deque()
@@ -89,6 +90,7 @@ class Timeline:
         self._end_slices()
         # A new one each time: an accelerator says how far events are apart in few digits.
         self._origin = self._origins()
+        self._computing_spans = self._device.spans(self._clock)
         self._iteration = number
         self._is_open = True
         self._whole = self._begin(Slice(COMPUTE, ITERATION, f"iteration {number}", 0, 0, number))
@@ -123,18 +125,17 @@ class Timeline:
         if self._is_open:
             self._add(Slice(row, WORK, name, 0, 0, self._iteration, nbytes), span)
 
-    def note_wait(self, what: str, span: Span, about: str = "") -> None:
-        """Records a wait of the computation, whose span is about to begin."""
-        if self._is_open:
-            name = f"wait for {what}"
-            self._add(Slice(COMPUTE, WAIT, name, 0, 0, self._iteration, about=about), span)
-
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:
-        """Around a wait of the thread that computes or, on an accelerator, of its stream."""
+        """Around a wait of the computation: of its thread or, on an accelerator, of its stream.
+
+        There it may be another thread that waits, or this one for the host: the stream then idles
+        as long as it has nothing left to do.
+        """
         if not self._is_open:
             return _NOTHING
         span = self._span(COMPUTE)
-        self.note_wait(what, span, about)
+        name = f"wait for {what}"
+        self._add(Slice(COMPUTE, WAIT, name, 0, 0, self._iteration, about=about), span)
         return span
 
     def awaited(self, event: Event, what: str, about: str = "") -> Event:
@@ -173,6 +174,9 @@ class Timeline:
         self._dated.clear()
 
     def _span(self, row: str) -> Span:
+        if row == COMPUTE:
+            # Of one stream, whoever waits: what begins on it later lies later, or inside.
+            return self._computing_spans()
         return ClockSpan(self._clock) if row in _ON_THREADS else self._device.span(self._clock)
 
     def _begin(self, what: Slice) -> Span:
@@ -245,9 +249,6 @@ class NoTimeline:
         return work
 
     def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
-        """Nobody asks."""
-
-    def note_wait(self, what: str, span: Span, about: str = "") -> None:
         """Nobody asks."""
 
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:  # noqa: ARG002

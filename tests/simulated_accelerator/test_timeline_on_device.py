@@ -7,7 +7,18 @@ import time
 import pytest
 
 from megatron.core.timeline import Timeline
-from megatron.core.trace_file import COMPUTE, D2H, GATHER, H2D, HOST, ITERATION, PHASE, REDUCE, WORK
+from megatron.core.trace_file import (
+    COMPUTE,
+    D2H,
+    GATHER,
+    H2D,
+    HOST,
+    ITERATION,
+    PHASE,
+    REDUCE,
+    WAIT,
+    WORK,
+)
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.sim
@@ -51,6 +62,40 @@ def test_spans_of_streams_are_dated_on_the_hosts_clock_however_late_the_device_i
     assert asked - CLOSE <= wait.begin <= asked + CLOSE + 0.1
     assert late.end <= wait.end + CLOSE
     assert slices["forward"].end - slices["forward"].begin > 0.15
+
+
+@on_ranks(1, device="sim")
+def test_a_wait_for_the_host_lasts_as_long_as_the_computations_stream_idles() -> None:
+    import torch
+
+    import tests.simulated_accelerator.device as sim
+    from megatron.core.device import Device
+    from megatron.core.lane_timings import TimingRecorder
+    from megatron.core.lanes import relay
+
+    device = Device("sim", 0)
+    timeline, recorder = Timeline(device), TimingRecorder(device, has_lanes=True)
+    recorder.record_to(timeline)
+    host, gather = device.host_lane("host"), device.lane("gather")
+    step = recorder.begin()
+
+    with sim.held(torch.accelerator.current_stream()):
+        timeline.begin_iteration(1)
+        timeline.phase("forward")
+        updated = relay(host, lambda: time.sleep(0.2) or device.event())
+        # Blocks this thread, while the stream that computes still has all of its work to do.
+        gather.enqueue(lambda: None, [step.awaited(updated)]).wait()
+        timeline.end_iteration()
+    torch.accelerator.synchronize()
+
+    recorder.end()
+    assert recorder.collect().waited_host >= 0.15
+    slices = {one.kind: one for one in timeline.slices(0.0)}
+    forward, wait = slices[PHASE], slices[WAIT]
+    assert wait.name == "wait for host"
+    assert forward.begin <= wait.begin <= wait.end <= forward.end
+    assert wait.end - wait.begin < 0.1
+    host.close()
 
 
 @on_ranks(2, device="sim")

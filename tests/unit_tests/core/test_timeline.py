@@ -233,7 +233,7 @@ def test_without_lanes_work_is_a_wait_of_the_computation():
     timeline.begin_iteration(1)
     recorder.begin().timed(HOST, clock.taking(1.0), 8, "layers.1")()
     timeline.end_iteration()
-    _, work, wait = recorded(timeline, clock)
+    _, wait, work = recorded(timeline, clock)
     assert (work.row, wait.name) == (HOST, "wait for host")
     assert (work.begin, work.end) == (wait.begin, wait.end)
 
