@@ -136,7 +136,8 @@ class LaneProfile:
         self._is_written = True
         self.timeline.forget()
         try:
-            path.parent.mkdir(exist_ok=True)
+            # Other machines may have a root of their own, where rank 0 has made nothing.
+            path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, Sync.NOTHING) as stream:
                 stream.write(trace.to_json())
         except OSError as error:
