@@ -169,6 +169,7 @@ def test_a_run_that_dies_in_the_middle_leaves_nothing(tmp_path: Path):
         (1, 30, []),
         (1, 21, ["iteration 22 was not recorded, since this start of the run makes iterations"]),
         (22, 30, ["iterations 20 to 21 were not recorded"]),
+        (21, 21, ["iteration 20 and iteration 22 were not recorded"]),
         (24, 30, ["iterations 20 to 22 will not be recorded", "iterations 20 to 22 were not"]),
     ],
 )  # fmt: skip
