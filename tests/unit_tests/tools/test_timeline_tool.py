@@ -136,6 +136,19 @@ def test_merged_ranks_are_one_trace(
     assert "2 ranks in" in shown(capsys, recording, "--merge", merged)
     events = json.loads(merged.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+    assert "1 rank in" in shown(capsys, recording / "trace_rank1.json", "--merge", merged)
+
+
+def test_only_whole_recordings_are_merged(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
+    message = refused(capsys, recording, other, "--merge", merged)
+    assert "--merge: expected each rank once, got the ranks 0, 1, 1." in message
+    message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
+    assert "--merge: expected no other option" in message
+    assert "got --rank and --json." in message
+    assert not merged.exists()
 
 
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.wide)])
