@@ -17,7 +17,8 @@ PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reo
 # Where `make test-matrix` makes its environments.
 MATRIX_DIR ?= .venv-matrix
 
-.PHONY: help install data pretrain generate test test-fast test-all test-matrix peer gpu-check check format clean-runs clean
+.PHONY: help install data pretrain generate test test-fast test-all test-matrix test-docs docs bench report peers peer \
+        gpu-check check format clean-runs clean
 
 help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
@@ -26,6 +27,11 @@ help:
 	@echo "make test-fast  a few minutes' worth of them, from every room"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
+	@echo "make docs       build the site from docs/ and check its links"
+	@echo "make test-docs  type the README's and the tutorial's commands in fresh clones, build the site"
+	@echo "make bench      every benchmark, half an hour on an idle machine; ARGS=--quick: minutes"
+	@echo "make report     draw the newest results, write their tables; ARGS=--check names what is stale"
+	@echo "make peers      environments of the projects that benchmarks compare with (DeepSpeed, torchao, megatron-core)"
 	@echo "make check      lint, format, types, import floors"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
@@ -66,21 +72,61 @@ test-fast: install
 	$(RUN) $(BIN)/python $(PYTEST) $(shell sed 's/\#.*//' tests/fast_tests.txt)
 
 test-all: install peer
-	$(RUN) $(BIN)/python $(PYTEST) -m ''
+	$(RUN) $(BIN)/python $(PYTEST) -m 'not docs'
 
-# Another project of the same import name needs an environment of its own.
-.venv-peer/.installed: requirements/peer.txt
-	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
-	.venv-peer/bin/python -m pip install $(PIP_FLAGS) $(TORCH)
-	.venv-peer/bin/python -m pip install $(PIP_FLAGS) --requirement requirements/peer.txt
+# The other projects that this one is compared with, each in an environment of its own: they need other versions, and one
+# has our import name. torch first, then the project, then what our package needs, for processes that import both.
+PEERS := $(basename $(notdir $(wildcard requirements/peers/*.txt)))
+PEER_PIP = .venv-peers/$*/bin/python -m pip install $(PIP_FLAGS)
+PINNED := --constraint requirements/constraints.txt
+OUR_NEEDS = sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml
+
+.venv-peers/%/.installed: requirements/peers/%.txt requirements/constraints.txt
+	test -x .venv-peers/$*/bin/python || $(PYTHON) -m venv .venv-peers/$*
+	$(PEER_PIP) $(TORCH)
+	$(if $(BUILD_NEEDS),$(PEER_PIP) $(PINNED) $(BUILD_NEEDS))
+	$(PEER_PIP) $(PINNED) $(BUILD_FLAGS) --requirement $<
+	$(OUR_NEEDS) > .venv-peers/$*/needs.txt
+	$(PEER_PIP) $(PINNED) --requirement .venv-peers/$*/needs.txt
 	touch $@
 
-peer: install .venv-peer/.installed
+# DeepSpeed compiles its kernels as it is installed, so that no run waits for them, against the torch that is there: not in
+# pip's isolated environment, and not from its cache, which would have a wheel without them.
+DEEPSPEED := .venv-peers/deepspeed/.installed
+$(DEEPSPEED): export DS_ACCELERATOR := cpu
+$(DEEPSPEED): export DS_BUILD_CPU_ADAM := 1
+$(DEEPSPEED): export DS_BUILD_SHM_COMM := 1
+$(DEEPSPEED): BUILD_NEEDS := setuptools wheel ninja packaging py-cpuinfo psutil
+$(DEEPSPEED): BUILD_FLAGS := --no-build-isolation --no-cache-dir
+
+peers: $(PEERS:%=.venv-peers/%/.installed)
+
+peer: install .venv-peers/megatron-core/.installed
 	$(RUN) $(BIN)/python -m pytest -m peer
 
 # An environment for each line of requirements/matrix.txt. ARGS: pairs like 3.12:2.13.0 in their place, --allow-missing.
 test-matrix:
 	$(RUN) $(PYTHON) tests/matrix.py --environments $(MATRIX_DIR) $(ARGS)
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint requirements/constraints.txt --editable '.[docs]'
+	touch $@
+
+# The variable silences an advertisement of mkdocs-material's.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html; with its search: $(BIN)/python -m http.server --directory site"
+
+# Clones the last commit, and makes an environment for each page whose commands it types.
+test-docs: $(VENV)/.installed-docs
+	$(BIN)/python -m pytest -m docs
+
+# Beside `make peers`: what has no environment is reported as not run.
+bench: install
+	$(BIN)/python -m benchmarks run $(ARGS)
+
+report: install
+	$(BIN)/python -m benchmarks report $(ARGS)
 
 # Installs nothing: a machine with a GPU may have no network, and its own torch.
 gpu-check:
@@ -100,4 +146,4 @@ clean-runs:
 	rm -rf runs
 
 clean: clean-runs
-	rm -rf data build *.egg-info $(VENV) .venv-peer .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf data build site *.egg-info $(VENV) .venv-peers .venv-matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -34,6 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "pretrain": Command("pretrain_gpt", "train a GPT; on several ranks under launch or torchrun"),
     "pretrain-vlm": Command("pretrain_vlm", "train a model that reads images and text"),
+    "plan": Command("plan.command", "say what a run would take, and how long its steps would be"),
     "launch": Command("launcher", "torchrun, without its tracebacks"),
     "preprocess": Command("preprocess_data", "tokenize text into token files"),
     "preprocess-multimodal": Command(

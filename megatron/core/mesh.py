@@ -31,14 +31,18 @@ def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: 
     Raises:
         ValueError: if the ranks cannot be divided into as many equal groups.
     """
+    shape = hybrid_shape(data_parallel_size, num_instances)
+    return _build(device_kind, shape, (OUTER_AXIS, INNER_AXIS))
+
+
+def hybrid_shape(data_parallel_size: int, num_instances: int) -> tuple[int, int]:
+    """Ranks along the axes of `build_hybrid_mesh`, which documents the error."""
     if data_parallel_size % num_instances:
         raise ValueError(
             f"Expected a number of instances that divides {data_parallel_size} ranks, got "
             f"{num_instances}."
         )
-
-    shape = (num_instances, data_parallel_size // num_instances)
-    return _build(device_kind, shape, (OUTER_AXIS, INNER_AXIS))
+    return (num_instances, data_parallel_size // num_instances)
 
 
 def build_expert_mesh(
@@ -57,6 +61,14 @@ def build_expert_mesh(
     Raises:
         ValueError: if the ranks of an instance cannot be divided into groups of `expert_size`.
     """
+    axes = expert_axes(data_parallel_size, expert_size, num_instances)
+    return _build(device_kind, tuple(axes.values()), tuple(axes))
+
+
+def expert_axes(
+    data_parallel_size: int, expert_size: int, num_instances: int = 1
+) -> dict[str, int]:
+    """Ranks along each axis of `build_expert_mesh`, which documents the error, by its name."""
     unit = expert_size * num_instances
     if data_parallel_size % unit:
         raise ValueError(
@@ -64,10 +76,8 @@ def build_expert_mesh(
             f"{expert_size} in {num_instances} instance(s)."
         )
 
-    shape, names = (data_parallel_size // unit, expert_size), (EXPERT_DATA_AXIS, EXPERT_AXIS)
-    if num_instances > 1:
-        return _build(device_kind, (num_instances, *shape), (OUTER_AXIS, *names))
-    return _build(device_kind, shape, names)
+    outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}
+    return {**outer, EXPERT_DATA_AXIS: data_parallel_size // unit, EXPERT_AXIS: expert_size}
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -34,16 +34,11 @@ from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     offloaded_modules,
-    offloaded_numel_in_fp32,
-    offloaded_numel_of_experts,
     plan_offload,
 )
-from megatron.core.optimizer.host_preflight import (
-    HostPart,
-    check_host_memory_for,
-    check_memory_on_all_ranks,
-)
+from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.options import expect
 from megatron.core.timeline import AnyTimeline
@@ -107,6 +102,11 @@ class EngineConfig:
             f"one of {', '.join(COMPUTE_DTYPES)}",
             self.compute_dtype,
         )
+
+    def states(self, world_size: int, pins_memory: bool) -> StateSettings:
+        """What decides about the memory of weights, gradients and states."""
+        dtype = DTYPES[self.compute_dtype]
+        return StateSettings(self.optimizer, self.parallel, dtype, world_size, pins_memory)
 
 
 class ModuleEngine:
@@ -361,7 +361,7 @@ class ModuleEngine:
                 f"Expected one process for a module that is not sharded, got {self.mesh.size()} "
                 "ranks."
             )
-        self._check_host_memory(plan, torch.float32, torch.float32)
+        self._check_host_memory(model, plan)
         self._materialize(model)
 
     def _reshard(self) -> None:
@@ -380,39 +380,18 @@ class ModuleEngine:
         else:
             model.to(self.device.torch_device)
 
-    def _check_host_memory(
-        self,
-        plan: OffloadPlan | None,
-        grad_dtype: torch.dtype,
-        weight_dtype: torch.dtype,
-        numel_in_fp32: int = 0,
-        numel_of_experts: int = 0,
-    ) -> None:
-        """Refuses a plan that the host has no room for.
-
-        Args:
-            grad_dtype, weight_dtype: of what travels, but for `numel_in_fp32` elements.
-            numel_of_experts: elements that are cut as experts are.
-        """
-        others = self.config.execution.host_needs(self.device)
-        if plan is None or not plan.host_numel:
-            if others:
-                check_memory_on_all_ranks(others, self._num_local_ranks, self.mesh)
+    def _check_host_memory(self, model: nn.Module, plan: OffloadPlan | None) -> None:
+        """Refuses what the host has no room for, before there are any weights."""
+        needs = self.config.execution.host_needs(self.device)
+        if plan is not None and plan.host_numel:
+            settings = self.config.states(self.mesh.size(), self.device.pins_host_memory)
+            planned = plan_memory(model, settings, plan, self.mesh.get_local_rank())
+            needs = planned.host_needs + needs
+        elif not needs:
             return
 
-        config, fp32 = self.config, torch.float32
-        num_shards = config.parallel.num_optimizer_shards(self.mesh.size())
-        num_expert_shards = config.parallel.num_expert_shards(self.mesh.size())
-        main_dtype = DTYPES[config.optimizer.main_params_dtype]
-        experts = numel_of_experts // num_expert_shards
-        dense = (plan.host_numel - numel_in_fp32 - numel_of_experts) // num_shards
-        parts = [
-            HostPart(dense + experts, main_dtype, grad_dtype, weight_dtype),
-            HostPart(numel_in_fp32 // num_shards, fp32, fp32, fp32),
-        ]
-        check_host_memory_for(
-            parts, config.optimizer, self._num_local_ranks, self.mesh, others=others
-        )
+        # All ranks or none: one whose part of the rows is empty takes part too.
+        check_memory_on_all_ranks(needs, self._num_local_ranks, self.mesh)
 
 
 class MegatronEngine(ModuleEngine):
@@ -422,11 +401,7 @@ class MegatronEngine(ModuleEngine):
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         config, compute_dtype = self.config, DTYPES[self.config.compute_dtype]
-        grad_dtype = megatron_fsdp.main_grads_dtype(config.parallel, compute_dtype)
-        in_fp32 = 0 if plan is None else offloaded_numel_in_fp32(model, plan)
-        of_experts = 0 if plan is None else offloaded_numel_of_experts(model, plan)
-        self._check_host_memory(plan, grad_dtype, compute_dtype, in_fp32, of_experts)
-
+        self._check_host_memory(model, plan)
         megatron_fsdp.shard_model(
             model,
             self.mesh,
@@ -445,7 +420,7 @@ class FSDPEngine(ModuleEngine):
     own_format = TORCH_DCP
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
-        self._check_host_memory(plan, torch.float32, torch.float32)
+        self._check_host_memory(model, plan)
 
         torch_fsdp2.shard_model(
             model,

@@ -1,4 +1,4 @@
-"""The examples that are programs, and the commands of those that are pages."""
+"""The examples that are programs, and the commands of the page on fine-tuning."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_the_proxy_goes_from_its_pictures_to_its_accuracy_in_one_command(tmp_pat
 
 
 @pytest.mark.wide
-def test_the_commands_for_a_hugging_face_model_run_as_they_stand(tmp_path):
+def test_the_commands_for_fine_tuning_run_as_they_stand(tmp_path):
     pytest.importorskip("transformers")
     for name in ("docs", "megatron", "megatron_hybrid", "pretrain_gpt.py", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     # `python` and `torchrun` are those that run the tests.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    blocks = bash_blocks(ROOT / "examples" / "finetune_hf.md")
-    assert len(blocks) == 5
+    blocks = bash_blocks(ROOT / "docs" / "fine-tuning.md")
+    assert len(blocks) == 8
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
         cwd=tmp_path,
@@ -79,7 +79,9 @@ def test_the_commands_for_a_hugging_face_model_run_as_they_stand(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"lm loss: (\d+\.\d+E[+-]\d+)", done.stdout)]
-    assert len(losses) == 3, "two of the run, one of that which begins with a checkpoint"
+    assert len(losses) == 6, "two of each training that logs, and its validation"
     assert losses[1] < losses[0] < 8, "random weights of 1000 tokens begin with 6.9"
-    assert (tmp_path / "exports" / "tiny" / WEIGHTS_FILE).exists()
+    assert losses[4] < losses[3] < losses[1], "conversations begin with what text has taught"
+    for name in ("tiny", "chats"):
+        assert (tmp_path / "exports" / name / WEIGHTS_FILE).exists()
     assert "--- prompt: 'A checkpoint'" in done.stdout

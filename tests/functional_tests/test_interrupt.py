@@ -5,20 +5,15 @@ process in the foreground, as it does for a user.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import multiprocessing as mp
 import os
 import re
 import signal
-import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -32,67 +27,11 @@ from megatron.training.health.reports import Reports
 from megatron_hybrid import run_status
 from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT, Job, environment
 from tests.functional_tests.helpers.runs import LAUNCHER, SETTINGS
+from tests.functional_tests.helpers.terminal import CTRL_C, Terminal, killed_at_the_end, typed_at
 
-CTRL_C = b"\x03"
 LONG = [*SETTINGS, *"--train-iters 100000 --log-interval 1 --save-interval 2".split()]
 HANDLED = [*LONG, "--exit-signal-handler"]
 ITERATION = 4  # in or after which Ctrl-C is typed: checkpoint 2 is there, 4 is due
-
-
-class Process(Protocol):
-    """What multiprocessing's and subprocess's processes have in common."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
-class Terminal:
-    """A pseudo-terminal. What is printed to it is read as it comes, since its buffer is small."""
-
-    def __init__(self) -> None:
-        self._master, self.slave = os.openpty()
-        self.name = os.ttyname(self.slave)
-        self._output = bytearray()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def type(self, data: bytes) -> None:
-        os.write(self._master, data)
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + TIMEOUT
-        while text not in self.text:
-            assert time.monotonic() < deadline, f"expected {text!r}, got\n{self.text}"
-            time.sleep(0.01)
-
-    def read_to_the_end(self) -> str:
-        """All that was printed, once no process has the terminal open."""
-        os.close(self.slave)
-        self._reader.join(TIMEOUT)
-        assert not self._reader.is_alive(), f"a process still holds the terminal:\n{self.text}"
-        os.close(self._master)
-        return self.text
-
-    @property
-    def text(self) -> str:
-        return bytes(self._output).decode(errors="replace").replace("\r\n", "\n")
-
-    def _read(self) -> None:
-        try:
-            while data := os.read(self._master, 65536):
-                self._output += data
-        except OSError:  # on Linux, the end
-            pass
-
-
-@contextmanager
-def killed_at_the_end(process: Process) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
 
 
 # A run in a forked process that has imported everything, and waits at a place of the test's choice.
@@ -261,29 +200,6 @@ def test_a_second_ctrl_c_ends_the_run_at_once_wherever_it_is(tmp_path, capsys):
 
 
 # Runs as a user starts them.
-
-
-@contextmanager
-def typed_at(command: Sequence[str], cwd: Path = ROOT) -> Iterator[tuple[Terminal, Any]]:
-    """A command in the foreground of a terminal of its own."""
-    terminal = Terminal()
-
-    def take_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what started the tests may ignore it
-
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(),
-        stdin=terminal.slave,
-        stdout=terminal.slave,
-        stderr=terminal.slave,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    )
-    with killed_at_the_end(process):
-        yield terminal, process
 
 
 @pytest.mark.wide

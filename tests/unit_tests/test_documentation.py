@@ -1,5 +1,5 @@
-"""The programs in documents run: every block of Python of docs/coming-from.md, and the loop of
-one's own in docs/offload.md.
+"""The programs in documents run: every block of Python of the pages docs/coming-from*.md, and the
+loop of one's own in docs/offload.md.
 
 The blocks of a section continue each other, on two ranks, in a folder of their own.
 """
@@ -60,7 +60,11 @@ def run(program: Program, folder: str) -> None:
         os.chdir(before)
 
 
-COMING_FROM = programs("docs/coming-from.md", (ROOT / "docs" / "coming-from.md").read_text())
+COMING_FROM = [
+    program
+    for page in sorted((ROOT / "docs").glob("coming-from*.md"))
+    for program in programs(f"docs/{page.name}", page.read_text())
+]
 OFFLOAD = [
     program
     for program in programs("docs/offload.md", (ROOT / "docs" / "offload.md").read_text())
@@ -76,8 +80,8 @@ def test_a_section_of_a_document_runs(program: Program, tmp_path: Path) -> None:
 
 
 def test_the_sections_that_must_have_programs_have_them() -> None:
-    headings = [program.heading for program in COMING_FROM]
-    for name in ("FSDP2", "Megatron-FSDP v2", "TransformerEngine", "AReaL"):
+    headings = [f"{program.path}: {program.heading}" for program in COMING_FROM]
+    for name in ("FSDP2", "Megatron-FSDP v2", "TransformerEngine", "AReaL", "deepspeed"):
         assert any(name in heading for heading in headings), name
     assert len(OFFLOAD) == 1
 

@@ -72,6 +72,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.transformer.layer",
         "megatron.core.transformer.expert_bias",
         "megatron.core.models.gpt.flops",
+        "megatron.core.models.gpt.activations",
         "megatron.core.models.gpt.output_layer",
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.compiled_layers",
@@ -129,6 +130,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.placement",
         "megatron.core.distributed.fsdp.policy",
         "megatron.core.distributed.fsdp.layout",
+        "megatron.core.distributed.fsdp.group_memory",
         "megatron.core.distributed.fsdp.uneven_shard",
     ],
     [
@@ -160,9 +162,11 @@ FLOORS: list[list[str]] = [
         "megatron.core.distributed.fsdp.nested_tensors",
         "megatron.core.distributed.fsdp.module",
         "megatron.core.distributed.fsdp.fsdp2_arguments",
+        "megatron.core.distributed.fsdp.parameter_grouping",
         "megatron.core.distributed.fsdp.fully_shard",
         "megatron.core.distributed.experts",
         "megatron.core.distributed.megatron_fsdp",
+        "megatron.core.distributed.planned_groups",
         "megatron.core.distributed.torch_fsdp2",
     ],
     [
@@ -192,6 +196,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.cpu_offloading.fsdp_bucket",
         "megatron.core.optimizer.cpu_offloading.tensor_bucket",
         "megatron.core.optimizer.cpu_offloading.groups",
+        "megatron.core.optimizer.cpu_offloading.host_layout",
         "megatron.core.optimizer.cpu_offloading.host_allocator",
         "megatron.core.optimizer.cpu_offloading.sub_optimizers",
         "megatron.core.optimizer.cpu_offloading.bucket_optimizers",
@@ -201,6 +206,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.state_memory",
         "megatron.core.optimizer.loss_scaler",
         "megatron.core.optimizer.distrib_optimizer",
+        "megatron.core.optimizer.planned_memory",
     ],
     [
         "megatron.core.dist_checkpointing.config",

@@ -265,7 +265,9 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
 @pytest.mark.peer
 def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path: Path) -> None:
     """As pip lays its files over ours, or ours over them."""
-    (theirs,) = (ROOT / ".venv-peer" / "lib").glob("*/site-packages/megatron/core")
+    (theirs,) = (ROOT / ".venv-peers" / "megatron-core" / "lib").glob(
+        "*/site-packages/megatron/core"
+    )
     after = unpacked(wheel, tmp_path / "after", {})
     shutil.copytree(theirs, after / "core", dirs_exist_ok=True)
     shutil.copytree(theirs, tmp_path / "before" / "megatron" / "core")

@@ -3,13 +3,17 @@ docs/gpu.md.
 
     python3 -m tools.gpu_check.prediction       prints the tables of that page
 
-Standard library only. Bytes an element are those of docs/offload.md, for bf16 compute with bf16
-main gradients.
+Standard library only, as the stages that compare runs are. The time of a step is that of
+`megatron-hybrid plan`; here are the model that the stages train and the machine that is expected.
+Bytes an element are those of docs/offload.md, for bf16 compute with bf16 main gradients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from megatron_hybrid.plan.step_time import Machine as AnyMachine
+from megatron_hybrid.plan.step_time import StepTime, Work, step_time
 
 # Bytes an element of what stays on the device between steps.
 _REST_ON_DEVICE = 16  # compute weight, gradient, main weight, two moments
@@ -68,8 +72,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Bandwidths and arithmetic that a training step reaches, a second."""
+class Machine(AnyMachine):
+    """What a training step is expected to reach, a second, on an H200."""
 
     flops: float = 400e12  # half of what an H200's matrix products reach alone
     device_bytes: float = 4.3e12  # read and written
@@ -81,13 +85,17 @@ class Machine:
 class Prediction:
     """The cost of one step with a share of the optimizer in host memory."""
 
-    seconds: float
-    exposed_host: float  # what the computation waits for the host's pass
-    exposed_link: float
-    host_pass: float
-    link: float  # each way
-    device_pass: float  # of what is not in host memory
+    time: StepTime
     peak_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.time.seconds
+
+    @property
+    def exposed(self) -> float:
+        """What the computation waits for offloading."""
+        return self.time.exposed_host + self.time.exposed_link
 
 
 def compute_seconds(shape: Shape, machine: Machine) -> float:
@@ -109,28 +117,19 @@ def predict(
         moments: dtype of those in host memory.
         compute: seconds of forward and backward, where that was measured.
     """
-    compute = compute_seconds(shape, machine) if compute is None else compute
     on_host = fraction * shape.numel
-    host_pass = HOST_PASS[moments] * on_host / machine.host_bytes
-    link = _LINK * on_host / machine.link_bytes
-
-    # Forward is a third of a microbatch, backward the rest. Gradients go down during the last
-    # microbatch's backward; the pass begins when the norm is known, so all that can hide it is the
-    # first microbatch's forward.
-    forward = compute / shape.num_microbatches / 3
-    exposed_link = max(0.0, link - 2 * forward)
-    exposed_host = max(0.0, max(host_pass, link) - forward)
-    device_pass = _DEVICE_PASS * (shape.numel - on_host) / machine.device_bytes
-    seconds = compute + device_pass + exposed_host + exposed_link
-    return Prediction(
-        seconds,
-        exposed_host,
-        exposed_link,
-        host_pass,
-        link,
-        device_pass,
-        peak_bytes(shape, fraction),
+    microbatch = shape.flops / shape.num_microbatches
+    work = Work(
+        forward_flops=microbatch / 3,
+        backward_flops=microbatch * 2 / 3,
+        num_microbatches=shape.num_microbatches,
+        host_pass=HOST_PASS[moments] * on_host,
+        device_pass=_DEVICE_PASS * (shape.numel - on_host),
+        down=_LINK * on_host,
+        up=_LINK * on_host,
     )
+    time = step_time(work, machine, compute=compute)
+    return Prediction(time, peak_bytes(shape, fraction))
 
 
 def peak_bytes(shape: Shape, fraction: float) -> float:
@@ -197,10 +196,9 @@ def main() -> None:
         (1.0, "bf16"),
     ):
         found = predict(shape, machine, fraction, moments=moments)
-        exposed = found.exposed_host + found.exposed_link
         print(
-            f"| {fraction:g} | {moments} | {found.host_pass:.2f} s | {found.link:.2f} s | "
-            f"{exposed:.2f} s "
+            f"| {fraction:g} | {moments} | {found.time.host_pass:.2f} s | {found.time.up:.2f} s | "
+            f"{found.exposed:.2f} s "
             f"| {found.seconds:.2f} s | {found.seconds / device.seconds:.2f}x "
             f"| {found.peak_bytes / 1e9:.0f} GB, {found.peak_bytes / device.peak_bytes:.0%} |"
         )

@@ -103,20 +103,6 @@ class DataParallelConfig:
         """Whether an engine runs, rather than the bare model."""
         return bool(self.use_megatron_fsdp) or self.use_torch_fsdp2
 
-    def num_optimizer_shards(self, world_size: int) -> int:
-        """Into how many parts optimizer states are cut, over `world_size` ranks."""
-        if self.data_parallel_sharding_strategy == "no_shard" or not self.is_sharded:
-            return 1
-
-        is_outer_replicated = self.outer_dp_sharding_strategy == "no_shard"
-        return world_size // (
-            self.num_distributed_optimizer_instances if is_outer_replicated else 1
-        )
-
-    def num_expert_shards(self, world_size: int) -> int:
-        """As `num_optimizer_shards`, for the states of experts."""
-        return max(self.expert_model_parallel_size, self.num_optimizer_shards(world_size))
-
     @property
     def engine(self) -> str:
         """What a log calls the engine."""

@@ -30,6 +30,8 @@ from megatron.core.mesh import (
     OUTER_AXIS,
     build_expert_mesh,
     build_hybrid_mesh,
+    expert_axes,
+    hybrid_shape,
 )
 
 
@@ -38,6 +40,20 @@ class _Cut(NamedTuple):
 
     mesh: DeviceMesh
     placements: Placements
+
+
+class CutShape(NamedTuple):
+    """The same without a mesh: ranks along each axis of the placements."""
+
+    mesh_shape: tuple[int, ...]
+    placements: Placements
+
+
+class CutShapes(NamedTuple):
+    """How a model is sharded, and how its experts are."""
+
+    dense: CutShape
+    experts: CutShape
 
 
 def shard_model(
@@ -66,12 +82,7 @@ def shard_model(
             the start.
     """
     dense, experts = _cuts(config, mesh, device)
-    policy = MixedPrecisionPolicy(
-        main_params_dtype=main_params_dtype,
-        main_grads_dtype=main_grads_dtype(config, compute_dtype),
-        grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
-        compute_dtype=compute_dtype,
-    )
+    policy = policy_of(config, compute_dtype, main_params_dtype)
 
     def shard(module: nn.Module, cut: _Cut, **how: Any) -> None:
         offload_policy = OffloadPolicy(main_weights_on_host=module in offloaded)
@@ -106,15 +117,27 @@ def _tell_exchange(experts: nn.Module, is_backward: bool) -> None:
     experts.parameter_groups[0].tell_exchange(experts.context.gather_lane, is_backward)
 
 
+def policy_of(
+    config: DataParallelConfig, compute_dtype: torch.dtype, main_params_dtype: torch.dtype
+) -> MixedPrecisionPolicy:
+    """The dtypes of a run's weights and gradients."""
+    return MixedPrecisionPolicy(
+        main_params_dtype=main_params_dtype,
+        main_grads_dtype=main_grads_dtype(config, compute_dtype),
+        grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
+        compute_dtype=compute_dtype,
+    )
+
+
 def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the gradients that the optimizer reads."""
     # "auto" is no dtype by name, so it gives the compute dtype.
     return DTYPES.get(config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype)
 
 
-def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements:
+def build_placements(config: DataParallelConfig) -> Placements:
     """The placements of the strategies that `config` names."""
-    if mesh.ndim == 1:
+    if config.num_distributed_optimizer_instances == 1:
         return Placements.for_strategy(config.data_parallel_sharding_strategy)
 
     # With several instances the strategy is optim_grads_params: DataParallelConfig checks it.
@@ -127,18 +150,35 @@ def build_placements(config: DataParallelConfig, mesh: DeviceMesh) -> Placements
     )
 
 
+def cut_shapes(config: DataParallelConfig, world_size: int) -> CutShapes:
+    """How a model is sharded over so many ranks. Makes no mesh."""
+    num_instances, expert_size = (
+        config.num_distributed_optimizer_instances,
+        config.expert_model_parallel_size,
+    )
+    shape: tuple[int, ...] = (world_size,)
+    if num_instances > 1:
+        shape = hybrid_shape(world_size, num_instances)
+    dense = CutShape(shape, build_placements(config))
+    if expert_size == 1:
+        return CutShapes(dense, dense)
+
+    axes = expert_axes(world_size, expert_size, num_instances)
+    placements = dense.placements.with_kept_axis(EXPERT_AXIS, [*axes][:-1])
+    return CutShapes(dense, CutShape(tuple(axes.values()), placements))
+
+
 def _cuts(config: DataParallelConfig, mesh: DeviceMesh, device: Device) -> tuple[_Cut, _Cut]:
     """How the model is sharded, and how its experts are."""
-    expert_mesh = expert_mesh_of(config, mesh, device)
+    shapes, expert_mesh = cut_shapes(config, mesh.size()), expert_mesh_of(config, mesh, device)
     num_instances = config.num_distributed_optimizer_instances
     if num_instances > 1:
         mesh = build_hybrid_mesh(device.kind, mesh.size(), num_instances)
 
-    dense = _Cut(mesh, build_placements(config, mesh))
+    dense = _Cut(mesh, shapes.dense.placements)
     if expert_mesh is None:
         return dense, dense
-    names = expert_mesh.mesh_dim_names or ()
-    return dense, _Cut(expert_mesh, dense.placements.with_kept_axis(EXPERT_AXIS, names[:-1]))
+    return dense, _Cut(expert_mesh, shapes.experts.placements)
 
 
 def expert_mesh_of(

@@ -20,7 +20,6 @@ from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
-from megatron.core.fp32_module import Fp32Module
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
@@ -304,13 +303,13 @@ def plan_offload(
             our engine has them; else each tensor goes by itself.
 
     Returns:
-        For `offloaded_modules`, `check_host_memory_for` and `build_optimizer`; None without
+        For `offloaded_modules`, `plan_memory` and `build_optimizer`; None without
         offloading.
     """
     if not config.optimizer_cpu_offload:
         return None
 
-    modules = _unit_names(model)
+    modules = unit_names(model)
     groups = groups_of(
         parameter_groups(model, config),
         lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
@@ -331,43 +330,7 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
     return {modules[group.name] for group in plan.groups if group.is_on_host}
 
 
-def offloaded_numel_in_fp32(model: nn.Module, plan: OffloadPlan) -> int:
-    """How many of a plan's elements on the host belong to an `Fp32Module`, over all ranks.
-
-    For plans by module, before the model is sharded.
-    """
-    on_host = {group.name for group in plan.groups if group.is_on_host}
-    modules = _unit_names(model)
-    in_fp32 = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, Fp32Module)
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad
-    }
-    return sum(
-        parameter.numel()
-        for parameter in in_fp32
-        if modules.get(id(parameter), THE_MODEL) in on_host
-    )
-
-
-def offloaded_numel_of_experts(model: nn.Module, plan: OffloadPlan) -> int:
-    """How many of a plan's elements on the host belong to mixtures' experts, over all ranks.
-
-    For plans by module, before the model is sharded.
-    """
-    on_host = offloaded_modules(model, plan)
-    return sum(
-        parameter.numel()
-        for experts in expert_units(model)
-        if experts in on_host
-        for parameter in experts.parameters()
-        if parameter.requires_grad
-    )
-
-
-def _unit_names(model: nn.Module) -> dict[int, str]:
+def unit_names(model: nn.Module) -> dict[int, str]:
     """The name of the innermost unit of each parameter that is in one, by the parameter's id."""
     # Units come before those inside them, whose names are the last to be entered.
     return {

@@ -76,7 +76,7 @@ class FusedStep(NamedTuple):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """See the module's docstring.
+    """Adam and AdamW; the module's docstring says over what, and whose arithmetic it is.
 
     `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
 
@@ -88,8 +88,12 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: decoupled weight decay; otherwise it is added to the gradient (L2).
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
         num_host_threads: of the pass over CPU tensors; default: the cores that this rank may use.
-        master_weights, master_weight_dtype, store_param_remainders, use_decoupled_grad,
-            set_grad_none: see te_parity.py. None for `set_grad_none` means True, as in
+        master_weights: keep the main weights of 16-bit parameters, `fully_shard`'s own excepted.
+        master_weight_dtype: of these: fp32, or fp16 with a scale.
+        store_param_remainders: of a bf16 parameter's fp32 main weight, keep only the bits that the
+            parameter lacks.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
+        set_grad_none: whether `zero_grad` drops gradients; None means True, as in
             TransformerEngine.
 
     Raises:
@@ -216,9 +220,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
         Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
-
-        Raises:
-            As `step` does.
+        It raises what `step` raises.
         """
         self.init_state()
         inputs = self._step_inputs()
@@ -260,12 +262,13 @@ class FusedAdam(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
 
+        After an error no parameter has been stepped.
+
         Raises:
             RuntimeError: for gradients that are partial sums, for GPU tensors without Triton, and
                 for a second step before the grad_scaler's `update`.
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
                 parameter, and for a gradient in an attribute that is not read.
-            In either case, no parameter has been stepped.
         """
         loss = None
         if closure is not None:

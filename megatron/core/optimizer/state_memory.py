@@ -23,7 +23,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
 _MASTER = "master_param"  # the state that is a parameter's main weight
 _FIRST = (COMPUTE, MAIN, GRADIENTS)
-_SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the names of the device's
+SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the names of the device's
 
 
 class StateBytes(NamedTuple):
@@ -56,7 +56,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state if hybrid is None else {}
     if hybrid is not None:
         for name, nbytes in hybrid.host_bytes_by_state().items():
-            counter.add_host(_SHOWN.get(name, name), nbytes)
+            counter.add_host(SHOWN.get(name, name), nbytes)
         if hybrid.device_optimizer is not None:
             states = hybrid.device_optimizer.state
 
@@ -102,6 +102,15 @@ def format_state_memory(table: Mapping[str, StateBytes]) -> str:
     return "\n".join(lines)
 
 
+def in_order(device: Mapping[str, int], host: Mapping[str, int]) -> dict[str, StateBytes]:
+    """Bytes by name on each side as a table's rows: weights and gradients first, the rest by name.
+    States without memory have no row.
+    """
+    ordered = [*_FIRST, *sorted((device.keys() | host.keys()).difference(_FIRST))]
+    table = {name: StateBytes(device.get(name, 0), host.get(name, 0)) for name in ordered}
+    return {name: row for name, row in table.items() if any(row)}
+
+
 def _shown(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
@@ -133,13 +142,8 @@ class _Counter:
         self._host[name] = self._host.get(name, 0) + nbytes
 
     def table(self) -> dict[str, StateBytes]:
-        """All bytes added so far: weights and gradients first, the rest by name."""
-        names = self._device.keys() | self._host.keys()
-        ordered = [*_FIRST, *sorted(names.difference(_FIRST))]
-        table = {
-            name: StateBytes(self._device.get(name, 0), self._host.get(name, 0)) for name in ordered
-        }
-        return {name: row for name, row in table.items() if any(row)}
+        """All bytes added so far; see `in_order`."""
+        return in_order(self._device, self._host)
 
 
 def _groups_of(parameters: Iterable[torch.Tensor]) -> list[FsdpParameterGroup]:

@@ -221,6 +221,17 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *grads, None
 
 
+def state_nbytes(seq: int, heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> int:
+    """What backward is kept of the states: fp32, one for each segment.
+
+    Args:
+        heads: of all sequences together.
+    """
+    length = max(1, min(chunk_size, seq))
+    spans = _spans(seq, length, (heads, key_dim, value_dim))
+    return len(spans) * heads * key_dim * value_dim * torch.float32.itemsize
+
+
 def _spans(seq: int, length: int, state_shape: tuple[int, int, int]) -> list[slice]:
     """The positions of each segment, whole chunks but for the last one's end."""
     heads, key_dim, value_dim = state_shape

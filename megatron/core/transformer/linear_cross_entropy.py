@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron.core.autocast import without_autocast
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """How much is done at a time.
 
     Attributes:
@@ -47,11 +47,11 @@ class _Sizes(NamedTuple):
 
 
 # Pieces that a processor's cache holds; an accelerator would rather have few kernels.
-_CPU = _Sizes(1 << 25, 1 << 19)
-ACCELERATOR = _Sizes(1 << 27, 1 << 24)
+_CPU = Sizes(1 << 25, 1 << 19)
+ACCELERATOR = Sizes(1 << 27, 1 << 24)
 
 # Elements of the weight's gradient that change their dtype at a time.
-_BLOCK_NUMEL = 1 << 22
+BLOCK_NUMEL = 1 << 22
 
 _SMALLEST_WEIGHT = 2.0**-100
 
@@ -182,7 +182,7 @@ class _Gradients(NamedTuple):
             else:
                 # Not at once: the product in fp32 would be as large as the gradient.
                 out = torch.empty_like(gradient, dtype=like.dtype)
-                for rows in _slices(len(out), _BLOCK_NUMEL // max(1, out.shape[1])):
+                for rows in _slices(len(out), BLOCK_NUMEL // max(1, out.shape[1])):
                     torch.mul(gradient[rows], factor, out=out[rows])
             found.append(out.view(like.shape))
         return found
@@ -298,7 +298,7 @@ def _pass_in_own_dtypes(
         unit,
     )
 
-    chunk_numel = options.chunk_numel or _sizes_for(hidden.device).chunk
+    chunk_numel = options.chunk_numel or sizes_for(hidden.device.type).chunk
     chunk = min(max(1, chunk_numel // vocab_size), num_tokens)
     buffer = hidden.new_empty(chunk, vocab_size)
     for rows in _slices(num_tokens, chunk):
@@ -318,7 +318,7 @@ def _softmax(
     """The losses and log_sums of a chunk, [tokens] fp32 each. Writes the gradient over the logits
     [tokens, vocab], if weights [tokens] are given; otherwise anything.
     """
-    step = max(1, _sizes_for(logits.device).piece // logits.shape[1])
+    step = max(1, sizes_for(logits.device.type).piece // logits.shape[1])
     found = []
     for rows in _slices(len(labels), step):
         weights = None if token_weights is None else token_weights[rows]
@@ -361,12 +361,13 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
         return
-    for rows in _slices(len(total), max(1, _BLOCK_NUMEL // total.shape[1])):
+    for rows in _slices(len(total), max(1, BLOCK_NUMEL // total.shape[1])):
         total[rows] += logits[:, rows].t() @ hidden
 
 
-def _sizes_for(device: torch.device) -> _Sizes:
-    return _CPU if device.type == "cpu" else ACCELERATOR
+def sizes_for(device_kind: str) -> Sizes:
+    """How much is done at a time on a device of this kind."""
+    return _CPU if device_kind == "cpu" else ACCELERATOR
 
 
 def _slices(count: int, step: int) -> Iterator[slice]:

@@ -75,24 +75,6 @@ def test_dividing_experts_needs_an_engine():
     assert _refusal(flags, 1) == f"{SIZE}: expected --use-megatron-fsdp, got 2."
 
 
-@pytest.mark.parametrize(
-    ("flags", "shards", "expert_shards"),
-    [
-        ("", 8, 8),
-        ("--data-parallel-sharding-strategy no_shard", 1, 4),
-        ("--data-parallel-sharding-strategy optim", 8, 8),
-        ("--num-distributed-optimizer-instances 2", 4, 4),
-        ("--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim", 8, 8),
-    ],
-)
-def test_experts_are_cut_into_as_many_parts_as_there_are_ranks_that_divide_them_or_more(
-    flags, shards, expert_shards
-):
-    config = parse_config([*MINIMAL, "--num-experts", "8", SIZE, "4", *flags.split()], 8)
-    assert config.parallel.num_optimizer_shards(8) == shards
-    assert config.parallel.num_expert_shards(8) == expert_shards
-
-
 def test_one_rank_for_all_experts_is_no_setting():
     assert parse_config([*MINIMAL, SIZE, "1"], 4) == parse_config(MINIMAL, 4)
 

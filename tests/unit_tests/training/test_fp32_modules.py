@@ -15,10 +15,10 @@ from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.fp32_module import Fp32Module
+from megatron.core.host_memory import HostNeed
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.host_preflight import HostPart, host_needs
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, state_memory
 from megatron.training import engines
@@ -323,15 +323,15 @@ def _bytes(fraction: float) -> tuple[dict[str, Any], list[int], int]:
     """What each state takes, what the preflight has counted, and what is on the host."""
     counted: list[int] = []
 
-    def note(parts: Sequence[HostPart], config: OptimizerConfig, *_: Any, **__: Any) -> None:
-        counted.extend(need.nbytes for need in host_needs(parts, config))
+    def note(needs: Sequence[HostNeed], *_: Any) -> None:
+        counted.extend(need.nbytes for need in needs)
 
     parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
-    check, engines.check_host_memory_for = engines.check_host_memory_for, note
+    check, engines.check_memory_on_all_ranks = engines.check_memory_on_all_ranks, note
     try:
         engine = make(parallel, offloaded(fraction))
     finally:
-        engines.check_host_memory_for = check
+        engines.check_memory_on_all_ranks = check
 
     optimizer = engine.state.optimizer.optimizer
     assert isinstance(optimizer, HybridDeviceOptimizer)

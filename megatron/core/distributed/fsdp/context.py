@@ -76,7 +76,7 @@ class _Backward:
 
 
 class FsdpContext:
-    """See the module's docstring. Made by `fully_shard_context`.
+    """What the modules of one model share. Made by `fully_shard_context`, passed to `microbatch`.
 
     Attributes:
         device: of the compute weights.

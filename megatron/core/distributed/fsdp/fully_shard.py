@@ -36,7 +36,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.distributed.fsdp.context import FsdpContext
@@ -46,11 +45,17 @@ from megatron.core.distributed.fsdp.fsdp2_arguments import (
     own_offload_policy,
 )
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.parameter_grouping import (
+    check_parameters,
+    check_rows,
+    grouped,
+    own_modules,
+    owned_parameters,
+)
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.fp32_module import Fp32Module
 from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
 
@@ -170,11 +175,11 @@ def fully_shard(
 
     context = construction.context
     owned, device = _checked_parameters(module, context), context.device
-    _check_rows(owned, placements, mesh)
+    check_rows(owned, placements, mesh.shape)
     first = context.next_number(mesh)
     groups = [
         FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
-        for number, (policy, own) in enumerate(_grouped(owned, policies), start=first)
+        for number, (policy, own) in enumerate(grouped(owned, policies.for_dtype), start=first)
     ]
     _fill(groups, owned, device.torch_device, construction.reset_parameters)
     return _attach(module, context, groups, reshard_after_forward, policies)
@@ -241,30 +246,15 @@ def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
     return contexts[0]
 
 
-def _submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and the modules in it, without sharded ones and what these contain.
-
-    In the order of `nn.Module.modules()`, each once.
-    """
-    seen = set()
-    stack = [module]
-    while stack:
-        current = stack.pop()
-        if id(current) not in seen:
-            seen.add(id(current))
-            yield current
-            stack += [
-                child
-                for child in reversed(list(current.children()))
-                if not isinstance(child, FsdpModule)
-            ]
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FsdpModule)
 
 
 def _checked_parameters(module: nn.Module, context: FsdpContext) -> list[OwnedParameter]:
     """The parameters that `module` will own, once nothing speaks against sharding them."""
     _check_module(module, context)
-    owned = _owned_parameters(module)
-    _check_parameters(module, owned)
+    owned = owned_parameters(module, _is_sharded)
+    check_parameters(type(module).__name__, owned)
     _check_buffers(module)
     return owned
 
@@ -283,83 +273,6 @@ def _check_module(module: nn.Module, context: FsdpContext) -> None:
                 f"Expected inner modules of the same context, got {name} of another "
                 "fully_shard_context."
             )
-
-
-def _owned_parameters(module: nn.Module) -> list[OwnedParameter]:
-    """Every physical parameter that `module` will own, with all its names and owners."""
-    names = {id(submodule): name for name, submodule in module.named_modules()}
-    found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
-    for submodule in _submodules(module):
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                _, fqns, owners = found.setdefault(id(parameter), (parameter, [], []))
-                prefix = names[id(submodule)]
-                fqns.append(f"{prefix}.{name}" if prefix else name)
-                owners.append((submodule, name))
-
-    return [
-        OwnedParameter(tuple(fqns), tuple(owners), parameter)
-        for parameter, fqns, owners in found.values()
-    ]
-
-
-def _check_parameters(module: nn.Module, owned: Sequence[OwnedParameter]) -> None:
-    for parameter in owned:
-        name, original = parameter.fqns[0], parameter.original
-        if group_of(original) is not None or REPLACED in vars(original):
-            raise ValueError(
-                f"Expected every parameter in one sharded module, got {name} of "
-                f"{type(module).__name__}, which another owns already. Shard the module that "
-                "contains both."
-            )
-        if isinstance(original, DTensor):
-            raise TypeError(
-                f"Expected plain parameters, got the DTensor {name} with {original.placements}."
-            )
-        if isinstance(original, nn.parameter.UninitializedParameter):
-            raise TypeError(
-                f"Expected parameters whose shapes are known, got {name}, which is lazy."
-            )
-        if original._backward_hooks or getattr(original, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"Expected parameters without hooks, which would be lost, got some on {name}."
-            )
-        if original.ndim == 0 or original.numel() == 0:
-            raise ValueError(
-                f"Expected parameters with rows and elements, got {name} of "
-                f"{tuple(original.shape)}."
-            )
-
-
-def _check_rows(owned: Sequence[OwnedParameter], placements: Placements, mesh: DeviceMesh) -> None:
-    """ValueError for rows that the ranks of kept axes cannot divide."""
-    num_blocks = placements.num_blocks(mesh)
-    for parameter in owned:
-        if parameter.original.shape[0] % num_blocks:
-            raise ValueError(
-                f"Expected rows that the {num_blocks} ranks of the kept axes "
-                f"{placements.kept_axes} divide, got {parameter.fqns[0]} of "
-                f"{tuple(parameter.original.shape)}."
-            )
-
-
-def _grouped(
-    owned: Sequence[OwnedParameter], policies: PrecisionPolicies
-) -> list[tuple[MixedPrecisionPolicy, list[OwnedParameter]]]:
-    """The parameters that can share buffers, with their policy, in the order of the first of each.
-
-    Such have one dtype, one requires_grad and one policy. An `Fp32Module` only costs a group, and
-    its collectives, where its dtypes are not those of its neighbours anyway.
-    """
-    groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
-    for parameter in owned:
-        dtype = parameter.original.dtype
-        policy = policies.for_dtype(dtype).resolve(dtype)
-        if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
-            policy = policy.at_least_fp32()
-        kind = policy, dtype, parameter.original.requires_grad
-        groups.setdefault(kind, []).append(parameter)
-    return [(policy, own) for (policy, _, _), own in groups.items()]
 
 
 def _fill(
@@ -417,7 +330,7 @@ def _attach(
     """Makes `module` a sharded one of the context."""
     for group in groups:
         context.add_group(group)
-    for submodule in _submodules(module):
+    for submodule in own_modules(module, _is_sharded):
         _move_buffers(submodule, context.device.torch_device)
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
 

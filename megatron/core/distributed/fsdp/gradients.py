@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.group_memory import sent_dtype
 from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
@@ -43,8 +44,8 @@ class GradientDtypes:
 
     @property
     def sent(self) -> torch.dtype:
-        """The narrower of compute and comm: widening before sending would only send more."""
-        return self.comm if self.comm.itemsize < self.compute.itemsize else self.compute
+        """Of whole gradients; see `sent_dtype`."""
+        return sent_dtype(self.compute, self.comm)
 
 
 # From the parameters that have a gradient in a reduction to what ranks tell each other before it.

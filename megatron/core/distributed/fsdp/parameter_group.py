@@ -112,7 +112,7 @@ class FsdpParameterGroup:
         self._main_grad_read: Event | None = None
 
         shapes = [parameter.original.shape for parameter in owned]
-        self.layout = GlobalLayout.build(shapes, mesh.size(), placements.num_blocks(mesh))
+        self.layout = GlobalLayout.build(shapes, mesh.size(), placements.num_blocks(mesh.shape))
         self._make_weights()
         self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
         self.fsdp_parameters = [

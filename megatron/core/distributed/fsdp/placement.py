@@ -249,9 +249,9 @@ class Placements:
         """The placements of the weights that modules compute with."""
         return tuple(Flat() if kept else Replicate() for kept in self.is_kept)
 
-    def num_blocks(self, mesh: DeviceMesh) -> int:
-        """Into how many parts the kept axes of the data-parallel mesh divide every tensor."""
-        sizes = zip(mesh.shape, self.is_kept, strict=True)
+    def num_blocks(self, mesh_shape: Sequence[int]) -> int:
+        """Into how many parts the kept axes of a data-parallel mesh divide every tensor."""
+        sizes = zip(mesh_shape, self.is_kept, strict=True)
         return math.prod(size for size, kept in sizes if kept)
 
     @property

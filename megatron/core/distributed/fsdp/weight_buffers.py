@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.group_memory import has_own_main, is_gathered
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.host_memory import HostSlab
@@ -65,7 +66,7 @@ class WeightBuffers(NamedTuple):
         main = post_optimizer_model
         if is_on_host:
             main = _host_buffer(mesh, placements.optimizer, layout, main_dtype, device)
-        elif main_dtype != dtype:
+        elif has_own_main(main_dtype, dtype, is_on_host=is_on_host):
             main = allocate(placements.optimizer, main_dtype)
         elif main is not model:
             # Gathering the rest of the model weights is no change of the main weights.
@@ -74,7 +75,7 @@ class WeightBuffers(NamedTuple):
             post_optimizer_model = main
 
         unsharded = model
-        if model.range.numel < layout.block_numel:
+        if is_gathered(layout, model.range.numel):
             unsharded = allocate(placements.in_use, dtype)
         return cls(main, model, post_optimizer_model, unsharded)
 

@@ -58,8 +58,8 @@ class HybridStep(NamedTuple):
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
-    """See the module's docstring. A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP
-    groups' parameters.
+    """A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP groups' parameters, part of
+    which it keeps and updates in host memory.
 
     `param_groups` may be changed at any time and count from the next step on. A parameter without a
     gradient is not stepped, on either side. Reading `state`, `state_dict()`, and saving wait for
@@ -204,8 +204,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Steps nothing. A plan holds the gradients, whose values may still change.
 
-        Raises:
-            As `step` does.
+        It raises what `step` raises.
         """
         inputs = self._step_inputs()
         check_whole(inputs.gradients)

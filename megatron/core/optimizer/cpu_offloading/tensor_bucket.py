@@ -34,7 +34,7 @@ class TensorBucket(Bucket):
         slots, numel = [], 0
         for parameter in parameters:
             slots.append(Slot(parameter, numel, local_tensor(parameter).numel()))
-            numel += math.ceil(slots[-1].numel / _ALIGNMENT) * _ALIGNMENT
+            numel += padded_numel(slots[-1].numel)
 
         # Decoupled gradients may have other dtypes than parameters: they travel in fp32.
         dtype = parameters[0].dtype
@@ -88,6 +88,11 @@ class TensorBucket(Bucket):
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         slot = self.slots[index]
         return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
+
+
+def padded_numel(numel: int) -> int:
+    """What a parameter takes of each array."""
+    return math.ceil(numel / _ALIGNMENT) * _ALIGNMENT
 
 
 def _version(parameter: torch.Tensor) -> int:

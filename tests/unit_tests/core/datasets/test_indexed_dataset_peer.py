@@ -23,7 +23,9 @@ SCRIPT = Path(__file__).parent / "helpers" / "peer_indexed_dataset.py"
 
 
 def _peer(action: str, prefix: Path, path: Path) -> None:
-    python = os.environ.get("MEGATRON_PEER_PYTHON", str(ROOT / ".venv-peer" / "bin" / "python"))
+    python = os.environ.get(
+        "MEGATRON_PEER_PYTHON", str(ROOT / ".venv-peers" / "megatron-core" / "bin" / "python")
+    )
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }

@@ -1,0 +1,63 @@
+"""The environments of `make peers`: their interpreters, and what cannot run in them here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.helpers.result import NotRun
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBES = Path(__file__).resolve().parent / "probes"
+# What each probe asks for, by the name of its environment.
+PROBED = {
+    "torchao": "torchao CPUOffloadOptimizer",
+    "megatron-core": "Megatron-LM HybridDeviceOptimizer",
+}
+
+
+def interpreter(peer: str) -> Path | None:
+    """The Python of a peer's environment; None if it has not been made."""
+    python = ROOT / ".venv-peers" / peer / "bin" / "python"
+    return python if python.exists() else None
+
+
+def not_made(side: str, peer: str) -> NotRun:
+    """For a side whose environment is missing."""
+    return NotRun(side, f".venv-peers/{peer} has not been made: make peers")
+
+
+def probe(peer: str) -> str | None:
+    """Asks a peer, in its own environment, to build its offloaded optimizer. None if it did; or the
+    error that it gave.
+    """
+    python = interpreter(peer)
+    assert python is not None, "the caller has looked"
+    # Isolated: the folder of a script, or the present one, may have modules of the same names.
+    script = PROBES / f"{peer.replace('-', '_')}.py"
+    done = subprocess.run(
+        [python, "-I", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode == 0:
+        return None
+    return done.stderr.rstrip().rpartition("\n")[2] or f"exit code {done.returncode}"
+
+
+def peers_that_cannot_run() -> Iterator[NotRun]:
+    """Those that a probe was written for, each with the reason. One that could run says so."""
+    for peer, side in PROBED.items():
+        if interpreter(peer) is None:
+            yield not_made(side, peer)
+            continue
+        error = probe(peer)
+        if error is None:
+            yield NotRun(side, "it runs on this machine, but this benchmark has no side for it yet")
+        else:
+            yield NotRun(side, f"its constructor fails on this machine: {error}")
+
+
+if __name__ == "__main__":
+    for row in peers_that_cannot_run():
+        print(f"{row.side}: {row.why}", file=sys.stdout)

@@ -1,0 +1,186 @@
+"""`GroupMemory`: the bytes of a parameter group's buffers on one rank, from integers alone.
+
+    buffer            placements   bytes at rest                       more in use
+    compute weights   parameter    parameter x compute dtype           in_use x compute dtype, where
+                                                                       they are gathered
+    main weights      optimizer    optimizer x main dtype, or none:    none
+                                   see `has_own_main`
+    gradients         optimizer    optimizer x gradient dtype          in_use x sent dtype, and the
+                                                                       sums of a deferred reduction
+
+Every rank's piece of a buffer is as long as any other's, so this is what each rank of the mesh has.
+`WeightBuffers` and `GroupGradients` allocate by the same rules: they ask `has_own_main`,
+`is_gathered` and `sent_dtype`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+
+
+def has_own_main(
+    main_dtype: torch.dtype | None, dtype: torch.dtype | None, *, is_on_host: bool
+) -> bool:
+    """Whether main weights have memory apart from that of the compute weights, of `dtype`."""
+    return is_on_host or main_dtype != dtype
+
+
+def is_gathered(layout: GlobalLayout, numel_at_rest: int) -> bool:
+    """Whether compute weights in use are another buffer than those at rest."""
+    return numel_at_rest < layout.block_numel
+
+
+def sent_dtype(compute: torch.dtype, comm: torch.dtype) -> torch.dtype:
+    """The dtype of whole gradients: the narrower one, for widening would only send more."""
+    return comm if comm.itemsize < compute.itemsize else compute
+
+
+@dataclass(frozen=True)
+class GroupMemory:
+    """See the module's docstring.
+
+    Attributes:
+        mesh_shape: ranks along each axis of `placements`.
+        policy: resolved.
+        is_on_host: whether the main weights are in host memory.
+    """
+
+    layout: GlobalLayout
+    placements: Placements
+    mesh_shape: tuple[int, ...]
+    policy: MixedPrecisionPolicy
+    requires_grad: bool
+    is_on_host: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the compute weights."""
+        return _known(self.policy.compute_dtype)
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Of the main weights."""
+        policy = self.policy
+        dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
+        return _known(dtype)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the gradients that the optimizer reads."""
+        return _known(self.policy.main_grads_dtype)
+
+    @property
+    def optimizer_numel(self) -> int:
+        """Elements of each buffer that the optimizer works on, padding included."""
+        return self._numel(self.placements.optimizer)
+
+    # At rest
+
+    @property
+    def compute_nbytes(self) -> int:
+        """Of the compute weights between uses."""
+        return self._numel(self.placements.parameter) * self.dtype.itemsize
+
+    @property
+    def main_nbytes(self) -> int:
+        """Of the main weights, apart from compute weights, on either side."""
+        is_apart = has_own_main(self.main_dtype, self.dtype, is_on_host=self.is_on_host)
+        return self.optimizer_numel * self.main_dtype.itemsize if is_apart else 0
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Of the gradients that the optimizer reads."""
+        return self.optimizer_numel * self.grad_dtype.itemsize if self.requires_grad else 0
+
+    # In use
+
+    @property
+    def whole_weights_nbytes(self) -> int:
+        """Of the weights in use, where they are another buffer than those at rest."""
+        if not is_gathered(self.layout, self._numel(self.placements.parameter)):
+            return 0
+        return self._numel(self.placements.in_use) * self.dtype.itemsize
+
+    @property
+    def whole_grads_nbytes(self) -> int:
+        """Of the gradients as a backward leaves them."""
+        if not self.requires_grad:
+            return 0
+        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype))
+        return self._numel(self.placements.in_use) * sent.itemsize
+
+    @property
+    def partial_grads_nbytes(self) -> int:
+        """Of the sums over microbatches that wait for a deferred reduction."""
+        if not self.requires_grad or not self.placements.defers_reduction:
+            return 0
+        return self._numel(self.placements.gradient) * self.grad_dtype.itemsize
+
+    # Over the wire
+
+    @property
+    def is_gathered_per_use(self) -> bool:
+        """Whether every use of the weights gathers them, not only the first one after a step."""
+        return self.whole_weights_nbytes > 0
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """That this rank receives where the weights are gathered once."""
+        begin = self.placements.parameter if self.is_gathered_per_use else self.placements.optimizer
+        whole = self._numel(self.placements.in_use)
+        return (whole - self._numel(begin)) * self.dtype.itemsize
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """That this rank sends where the gradients of one microbatch are reduced."""
+        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype)).itemsize
+        ranks = self._num_ranks(is_deferred=False)
+        whole = self._numel(self.placements.in_use)
+        return whole * (ranks - 1) // ranks * sent if self.requires_grad else 0
+
+    @property
+    def reduced_last_nbytes(self) -> int:
+        """That this rank sends once a step, over the axes whose reduction is deferred."""
+        if not self.partial_grads_nbytes:
+            return 0
+        ranks = self._num_ranks(is_deferred=True)
+        # A replicated result travels twice: reduced in parts, which are then gathered.
+        is_cut = self.optimizer_numel < self._numel(self.placements.gradient)
+        return (1 if is_cut else 2) * self.partial_grads_nbytes * (ranks - 1) // ranks
+
+    def _num_ranks(self, *, is_deferred: bool) -> int:
+        """Along the axes that are reduced over, in each microbatch or after the last one."""
+        axes = zip(self.mesh_shape, self.placements.is_kept, self.placements.gradient, strict=True)
+        return math.prod(
+            size
+            for size, is_kept, placement in axes
+            if not is_kept and isinstance(placement, Partial) == is_deferred
+        )
+
+    def local_numel(self, tensor: int, coordinate: tuple[int, ...]) -> int:
+        """Elements of one tensor that the rank at `coordinate` updates, without padding."""
+        is_sharded = sharded_axes(self.placements.optimizer)
+        piece = self.layout.local_range(self.mesh_shape, is_sharded, coordinate)
+        rows = sum(chunk.num_rows for chunk in self.layout.chunks(piece) if chunk.tensor == tensor)
+        shape = self.layout.tensor_shapes[tensor]
+        return rows * (self.layout.numel(tensor) // shape[0])
+
+    def _numel(self, placements: Iterable[Placement]) -> int:
+        """Elements of this rank's piece."""
+        first = (0,) * len(self.mesh_shape)
+        return self.layout.local_range(self.mesh_shape, sharded_axes(placements), first).numel
+
+
+def _known(dtype: torch.dtype | None) -> torch.dtype:
+    assert dtype is not None, "the policy is resolved"
+    return dtype

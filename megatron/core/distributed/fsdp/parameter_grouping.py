@@ -1,0 +1,127 @@
+"""Which parameters a module owns, and which of them share buffers.
+
+A module takes the parameters that no sharded module in it has taken. `fully_shard` asks here as it
+shards, and a plan of memory before anything is sharded, so both find the same groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
+from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.fp32_module import Fp32Module
+
+IsSharded = Callable[[nn.Module], bool]
+
+
+def own_modules(module: nn.Module, is_sharded: IsSharded) -> Iterator[nn.Module]:
+    """The module and the modules in it, without sharded ones and what these contain.
+
+    In the order of `nn.Module.modules()`, each once.
+    """
+    seen = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack += [child for child in reversed([*current.children()]) if not is_sharded(child)]
+
+
+def owned_parameters(module: nn.Module, is_sharded: IsSharded) -> list[OwnedParameter]:
+    """Every physical parameter that `module` will own, with all its names and owners."""
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
+    for submodule in own_modules(module, is_sharded):
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                _, fqns, owners = found.setdefault(id(parameter), (parameter, [], []))
+                prefix = names[id(submodule)]
+                fqns.append(f"{prefix}.{name}" if prefix else name)
+                owners.append((submodule, name))
+
+    return [
+        OwnedParameter(tuple(fqns), tuple(owners), parameter)
+        for parameter, fqns, owners in found.values()
+    ]
+
+
+def grouped(
+    owned: Sequence[OwnedParameter], policy_for: Callable[[torch.dtype], MixedPrecisionPolicy]
+) -> list[tuple[MixedPrecisionPolicy, list[OwnedParameter]]]:
+    """The parameters that can share buffers, with their policy, in the order of the first of each.
+
+    Such have one dtype, one requires_grad and one policy. An `Fp32Module` only costs a group, and
+    its collectives, where its dtypes are not those of its neighbours anyway.
+
+    Args:
+        policy_for: the policy of parameters of a dtype.
+    """
+    groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
+    for parameter in owned:
+        dtype = parameter.original.dtype
+        policy = policy_for(dtype).resolve(dtype)
+        if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
+            policy = policy.at_least_fp32()
+        kind = policy, dtype, parameter.original.requires_grad
+        groups.setdefault(kind, []).append(parameter)
+    return [(policy, own) for (policy, _, _), own in groups.items()]
+
+
+def check_parameters(module_type: str, owned: Sequence[OwnedParameter]) -> None:
+    """Refuses parameters that no buffer can hold.
+
+    Args:
+        module_type: of the module that owns them, for messages.
+
+    Raises:
+        ValueError: for one that another sharded module owns, has hooks, or has no rows or elements.
+        TypeError: for a DTensor, and for one whose shape is not known yet.
+    """
+    for parameter in owned:
+        name, original = parameter.fqns[0], parameter.original
+        if group_of(original) is not None or REPLACED in vars(original):
+            raise ValueError(
+                f"Expected every parameter in one sharded module, got {name} of "
+                f"{module_type}, which another owns already. Shard the module that "
+                "contains both."
+            )
+        if isinstance(original, DTensor):
+            raise TypeError(
+                f"Expected plain parameters, got the DTensor {name} with {original.placements}."
+            )
+        if isinstance(original, nn.parameter.UninitializedParameter):
+            raise TypeError(
+                f"Expected parameters whose shapes are known, got {name}, which is lazy."
+            )
+        if original._backward_hooks or getattr(original, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"Expected parameters without hooks, which would be lost, got some on {name}."
+            )
+        if original.ndim == 0 or original.numel() == 0:
+            raise ValueError(
+                f"Expected parameters with rows and elements, got {name} of "
+                f"{tuple(original.shape)}."
+            )
+
+
+def check_rows(
+    owned: Sequence[OwnedParameter], placements: Placements, mesh_shape: Sequence[int]
+) -> None:
+    """ValueError for rows that the ranks of kept axes cannot divide."""
+    num_blocks = placements.num_blocks(mesh_shape)
+    for parameter in owned:
+        if parameter.original.shape[0] % num_blocks:
+            raise ValueError(
+                f"Expected rows that the {num_blocks} ranks of the kept axes "
+                f"{placements.kept_axes} divide, got {parameter.fqns[0]} of "
+                f"{tuple(parameter.original.shape)}."
+            )

@@ -1,0 +1,222 @@
+"""How much memory a model's forward keeps for its backward, from its shapes.
+
+Counted tensor by tensor, as the modules' forwards leave them to autograd: inputs of matrix products
+and norms, what attention's kernel reads, both factors of a gate. Statistics of rows (a mean, a
+log-sum-exp) and the angles of positions are left out, being a few bytes a token. So are the blocks
+that windowed attention cuts, and masks of attention's dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.delta_rule import state_nbytes
+from megatron.core.transformer.linear_cross_entropy import BLOCK_NUMEL, sizes_for
+from megatron.core.transformer.spec import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForward,
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mixer,
+    ModelSpec,
+    MoeSpec,
+    NormKind,
+    NormSpec,
+)
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What runs through the model at once, and on what.
+
+    Attributes:
+        size: sequences.
+        seq_length: tokens of each.
+        itemsize: bytes of an element of the compute dtype.
+        device_kind: `Device.kind`. On the CPU torch composes RMSNorm of single operations, and the
+            norm keeps two fp32 tensors instead of its input.
+        exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
+    """
+
+    size: int
+    seq_length: int
+    itemsize: int
+    device_kind: str
+    exchanges_tokens: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.size * self.seq_length
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """The memory of one microbatch between its forward and its backward.
+
+    Attributes:
+        layers: kept by each layer, in their order.
+        recomputed: what the largest layer has for the time of its backward, where layers keep only
+            their inputs.
+        rest: the final norm's input.
+        loss: beside these, while the losses are computed: logits of a chunk of tokens, and the
+            gradients of hidden states and of the head's weight, in fp32.
+    """
+
+    layers: tuple[int, ...]
+    recomputed: int
+    rest: int
+    loss: int
+
+    @property
+    def kept(self) -> int:
+        """All that waits for the backward once the forward has ended."""
+        return sum(self.layers) + self.rest
+
+
+def activation_bytes(
+    spec: ModelSpec,
+    vocab_size: int,
+    batch: Microbatch,
+    recompute_granularity: str | None = None,
+) -> ActivationBytes:
+    """What a training step with a loss in one number keeps; see `weighted_cross_entropy`.
+
+    Args:
+        vocab_size: rows of the output projection.
+        recompute_granularity: see TransformerConfig; "selective" recomputes only what no other
+            operation keeps anyway.
+    """
+    whole = [_layer(layer, spec.hidden_size, batch) for layer in spec.layers]
+    layers, recomputed = whole, 0
+    if recompute_granularity == "full":
+        of_input = batch.num_tokens * batch.itemsize * spec.hidden_size
+        layers, recomputed = [of_input] * len(whole), max(whole, default=0)
+
+    rest = batch.num_tokens * _norm_input(spec.final_norm, spec.hidden_size, batch.itemsize, batch)
+    return ActivationBytes(
+        tuple(layers), recomputed, rest, _loss(spec.hidden_size, vocab_size, batch)
+    )
+
+
+def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:
+    sizes = sizes_for(batch.device_kind)
+    chunk = min(max(1, sizes.chunk // vocab_size), batch.num_tokens) * vocab_size
+    piece = min(max(1, sizes.piece // vocab_size) * vocab_size, chunk)
+    weight, is_narrow = vocab_size * hidden_size, batch.itemsize < _FP32
+    # Logits; then a piece of them in fp32 and what one operation makes of that, or a product that
+    # is added to the weight's gradient.
+    product = min(weight, BLOCK_NUMEL) * batch.itemsize if is_narrow else 0
+    logits = chunk * batch.itemsize + max(2 * piece * _FP32, product)
+
+    # Backward makes the weight's gradient of the one in fp32, which it may be itself.
+    of_backward = weight * batch.itemsize if is_narrow else 0
+    gradients = weight * _FP32 + batch.num_tokens * hidden_size * batch.itemsize
+    return gradients + max(logits, of_backward)
+
+
+def _layer(spec: LayerSpec, hidden_size: int, batch: Microbatch) -> int:
+    """Of one layer."""
+    # The residual stream before each norm, and the norms' outputs, which projections read.
+    of_norm = _norm_input(spec.norm, hidden_size, batch.itemsize, batch)
+    per_token = 2 * (of_norm + hidden_size * batch.itemsize)
+    if spec.post_norm is not None:
+        per_token += 2 * _norm_input(spec.post_norm, hidden_size, batch.itemsize, batch)
+    if spec.dropout:
+        per_token += 2 * hidden_size  # masks, of a byte an element
+    per_token += _mixer(spec.mixer, batch) + _feed_forward(spec.feed_forward, hidden_size, batch)
+    nbytes = batch.num_tokens * per_token
+    if isinstance(spec.mixer, GatedDeltaNetSpec):
+        nbytes += _delta_states(spec.mixer, batch)
+    return nbytes
+
+
+def _norm_input(spec: NormSpec, size: int, itemsize: int, batch: Microbatch) -> int:
+    """Bytes a token that a norm keeps of its input, of `size` channels; `itemsize` 0: the input is
+    kept by others already.
+    """
+    if spec.kind is NormKind.RMS_NORM and batch.device_kind == "cpu":
+        # The input in fp32, unless it is that already, and the normalized input.
+        own = itemsize if batch.itemsize == _FP32 else _FP32
+        return size * (own + _FP32)
+    # A zero-centred scale is fp32, and so is the input that it is multiplied with.
+    return size * (_FP32 if spec.is_zero_centered and batch.itemsize < _FP32 else itemsize)
+
+
+def _mixer(spec: Mixer, batch: Microbatch) -> int:
+    """Bytes a token of one mixer, but for states of delta nets."""
+    if isinstance(spec, GatedDeltaNetSpec):
+        return _delta_net(spec, batch)
+    if isinstance(spec, LatentAttentionSpec):
+        return _latent_attention(spec, batch)
+    return _attention(spec, batch)
+
+
+def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
+    query, key_value = spec.query_size, spec.key_value_size
+    # The projection, of which values and gates are views; the result, which the next projection
+    # reads in rows.
+    elements = query + 2 * key_value + query
+    if spec.rotary is not None or spec.qk_norm is not None:
+        elements += query + key_value
+    if spec.has_output_gate:
+        # The gates themselves, their sigmoids, and the product.
+        elements += 3 * query
+    nbytes = elements * batch.itemsize
+    if spec.qk_norm is not None:
+        nbytes += _norm_input(spec.qk_norm, query + key_value, 0, batch)
+    return nbytes
+
+
+def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
+    # Both latents, or what becomes of them in a norm; queries, keys, values and the result of the
+    # heads, these padded to the queries' channels; the result in rows.
+    latents = (spec.query_rank or 0) + spec.key_value_rank
+    nbytes = (latents + 4 * spec.query_size + spec.value_size) * batch.itemsize
+    if spec.latent_norm is not None:
+        nbytes += _norm_input(spec.latent_norm, latents, batch.itemsize, batch)
+    return nbytes
+
+
+def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
+    key, value, heads = spec.key_size, spec.value_size, spec.num_value_heads
+    # The projection, the convolution's output, and what the output's projection reads.
+    elements = (2 * key + 2 * value + 2 * heads) + (2 * key + value) + value
+    # The gated norm of the heads' outputs is composed in fp32; rates and decays are fp32.
+    copies = 4 if batch.itemsize == _FP32 else 5
+    return elements * batch.itemsize + _FP32 * (copies * value + 5 * heads)
+
+
+def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
+    """Of a microbatch: the states at the beginnings of segments."""
+    heads = batch.size * spec.num_value_heads
+    return state_nbytes(batch.seq_length, heads, spec.key_head_dim, spec.value_head_dim)
+
+
+def _feed_forward(spec: FeedForward, hidden_size: int, batch: Microbatch) -> int:
+    """Bytes a token of one feed-forward network."""
+    if isinstance(spec, DenseSpec):
+        return _dense(spec) * batch.itemsize
+    return _mixture(spec, hidden_size, batch)
+
+
+def _dense(spec: DenseSpec) -> int:
+    """Elements a token of one MLP, but for its input."""
+    if not spec.is_gated:
+        return 2 * spec.size  # the activation's input, and its output
+    clamped = 2 * spec.size if spec.clamp is not None or spec.up_offset else 0
+    return 4 * spec.size + clamped  # gate, up, the gate's activation, the product
+
+
+def _mixture(spec: MoeSpec, hidden_size: int, batch: Microbatch) -> int:
+    top_k, num_experts = spec.router.top_k, spec.router.num_experts
+    # Tokens in the order of experts, and what experts make of them; twice where they travel.
+    copies = 4 if batch.exchanges_tokens else 2
+    elements = top_k * (copies * hidden_size + _dense(spec.expert))
+    if spec.shared is not None:
+        elements += _dense(spec.shared) + (hidden_size if spec.has_shared_gate else 0)
+    # Scores and the choice: a number for each expert, an index and a weight for each chosen one.
+    return elements * batch.itemsize + _FP32 * num_experts + 16 * top_k

@@ -1,0 +1,150 @@
+"""`HostLayout`: what every bucket needs of host memory, added up to the byte, from shapes alone.
+
+Four slabs, of which two may be pinned, since only they are copied from and to the device:
+
+    gradients         pinned with `pins_grads`    on their way down
+    compute weights   pinned with `pins_params`   on their way up; none where gradients make room
+    main weights      never pinned                a model keeps them when its optimizer is deleted
+    states            never pinned                moments, and widened gradients
+
+New compute weights are written over the gradients that they came from, where both have one dtype
+and are pinned alike. Main weights that are in host memory already stay where they are.
+`HostAllocator` makes the slabs; a plan made before there are weights only asks how large they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.host_memory import HostNeed, SlabBuilder
+
+
+class BucketShape(NamedTuple):
+    """A bucket's arrays, without memory.
+
+    Attributes:
+        numel: elements of each array, padding included.
+        main_dtype, grad_dtype, weight_dtype: of the arrays.
+        has_main: whether its main weights are in host memory already, in as many elements.
+    """
+
+    numel: int
+    main_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    has_main: bool
+
+
+class HostRules(NamedTuple):
+    """What decides which arrays a bucket has, and which of them are pinned.
+
+    Attributes:
+        moment_dtypes: of our AdamW's two moments; None for other optimizers, which allocate states
+            of their own.
+        pins_memory: whether the device pins host memory at all.
+    """
+
+    moment_dtypes: tuple[torch.dtype, torch.dtype] | None
+    pins_grads: bool
+    pins_params: bool
+    pins_memory: bool
+
+
+class Place(NamedTuple):
+    """Where an array lies: in the slab of a purpose."""
+
+    purpose: str
+    offset: int  # bytes
+    numel: int
+    dtype: torch.dtype
+
+
+class HostLayout:
+    """See the module's docstring.
+
+    Attributes:
+        pins: whether the slab of a purpose is to be pinned.
+        builders: the slabs' sizes, by purpose.
+        places: of the arrays, by the number of the bucket, and what the array is.
+        widest: the number of the bucket whose gradients take the most memory once they are
+            widened; None if none are.
+        needs: what is to be allocated.
+    """
+
+    def __init__(self, buckets: Sequence[BucketShape], rules: HostRules) -> None:
+        """Takes in what every bucket needs, one kind of array after the other."""
+        self._buckets = buckets
+        self._rules = rules
+        self.pins = {
+            "gradients": rules.pins_grads,
+            "compute weights": rules.pins_params,
+            "main weights": False,
+            "states": False,
+        }
+        self.builders = {purpose: SlabBuilder() for purpose in self.pins}
+        self.places: dict[tuple[int, str], Place] = {}
+        self.widest: int | None = None
+        self.needs: list[HostNeed] = []
+
+        every = range(len(buckets))
+        new = [index for index in every if not buckets[index].has_main]
+        self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
+        if rules.moment_dtypes is not None:
+            exp_avg, exp_avg_sq = rules.moment_dtypes
+            self._add_each("exp_avg", "states", every, lambda _: exp_avg)
+            self._add_each("exp_avg_sq", "states", every, lambda _: exp_avg_sq)
+
+        self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
+        if rules.moment_dtypes is None:
+            self._add_widened()
+        apart = [index for index in every if not self.shares(index)]
+        self._add_each("compute weights", "compute weights", apart, lambda b: b.weight_dtype)
+
+    @property
+    def nbytes_by_state(self) -> dict[str, int]:
+        """All bytes that the buckets lie in, by what they are for: main weights that were there
+        before are among them, and what aligns an array counts with it.
+        """
+        own = sum(b.numel * b.main_dtype.itemsize for b in self._buckets if b.has_main)
+        by_state = {"main weights": own} if own else {}
+        for need in self.needs:
+            by_state[need.what] = by_state.get(need.what, 0) + need.nbytes
+        return by_state
+
+    def shares(self, index: int) -> bool:
+        """Whether a bucket's weights on their way up are written over its gradients."""
+        bucket, rules = self._buckets[index], self._rules
+        return bucket.grad_dtype == bucket.weight_dtype and rules.pins_grads == rules.pins_params
+
+    def _add_widened(self) -> None:
+        # Other optimizers take gradients in the main weights' dtype only. Buckets are updated one
+        # after the other, so the largest one's memory serves all.
+        buckets = self._buckets
+        narrow = [i for i, one in enumerate(buckets) if one.grad_dtype != one.main_dtype]
+        self.widest = max(
+            narrow, key=lambda i: buckets[i].numel * buckets[i].main_dtype.itemsize, default=None
+        )
+        if self.widest is not None:
+            self._add_each("widened gradients", "states", [self.widest], lambda b: b.main_dtype)
+
+    def _add_each(
+        self,
+        what: str,
+        purpose: str,
+        indices: Iterable[int],
+        dtype_of: Callable[[BucketShape], torch.dtype],
+    ) -> None:
+        builder = self.builders[purpose]
+        before = builder.nbytes
+        for index in indices:
+            bucket = self._buckets[index]
+            dtype = dtype_of(bucket)
+            offset = builder.add(bucket.numel, dtype)
+            self.places[index, what] = Place(purpose, offset, bucket.numel, dtype)
+
+        if added := builder.nbytes - before:
+            is_pinned = self.pins[purpose] and self._rules.pins_memory
+            self.needs.append(HostNeed(what, added, is_pinned))

@@ -1,0 +1,318 @@
+"""The memory that a rank's weights, gradients and optimizer states will take, before there are any.
+
+    planned.at_rest       what `state_memory` will tell of the run, to the byte, by state and side
+    planned.host_needs    the host's part of it, which a run holds against the machine before it
+                          makes a single weight
+    planned.groups        the parameter groups, whose whole weights and gradients come on top while
+                          they are in use
+
+It is arithmetic on shapes: the model may be on meta, and no process group is needed. What decides
+about buffers is asked where it is decided when they are made: which parameters share one
+(parameter_grouping.py), where they are cut (layout.py, placement.py), which buffers are apart
+(group_memory.py), and what the host's arrays are (host_layout.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.planned_groups import GroupPlan, plan_groups
+from megatron.core.dtypes import DTYPES
+from megatron.core.host_memory import HostNeed
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, groups_of
+from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
+from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
+from megatron.core.optimizer.cpu_offloading.tensor_bucket import padded_numel
+from megatron.core.optimizer.distrib_optimizer import offloaded_modules, unit_names
+from megatron.core.optimizer.state_memory import (
+    COMPUTE,
+    GRADIENTS,
+    MAIN,
+    SHOWN,
+    StateBytes,
+    in_order,
+)
+from megatron.core.optimizer.torch_optimizer import parameter_groups
+
+_T = TypeVar("_T")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StateSettings:
+    """What decides about a run's memory besides its model.
+
+    Attributes:
+        compute_dtype: of weights and activations in forward and backward.
+        world_size: ranks of the run.
+        pins_memory: whether the device pins host memory.
+    """
+
+    optimizer: OptimizerConfig
+    parallel: DataParallelConfig
+    compute_dtype: torch.dtype
+    world_size: int
+    pins_memory: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """See the module's docstring.
+
+    Attributes:
+        at_rest: by state, in the order of `state_memory`'s table. The states of other optimizers
+            than our AdamW, which allocate them in their first step, are in it.
+        host_needs: by what the memory is for, moments together.
+        groups: of Megatron-FSDP; none of other engines.
+    """
+
+    at_rest: dict[str, StateBytes]
+    host_needs: list[HostNeed]
+    groups: list[GroupPlan]
+
+    @property
+    def device_nbytes(self) -> int:
+        """Of everything at rest on the device."""
+        return sum(row.device for row in self.at_rest.values())
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of everything in host memory."""
+        return sum(row.host for row in self.at_rest.values())
+
+
+def plan_memory(
+    model: nn.Module, settings: StateSettings, plan: OffloadPlan | None, rank: int = 0
+) -> PlannedMemory:
+    """What a rank will have between two steps.
+
+    Args:
+        model: on meta or real, not sharded, with frozen what will be frozen.
+        plan: what `plan_offload` has answered for this model.
+        rank: ranks differ in the rows that uneven cuts leave them, which are few.
+    """
+    planner = _Planner(settings)
+    groups: list[GroupPlan] = []
+    if settings.parallel.use_megatron_fsdp:
+        groups = plan_groups(
+            model,
+            settings.world_size,
+            settings.parallel,
+            compute_dtype=settings.compute_dtype,
+            main_params_dtype=DTYPES[settings.optimizer.main_params_dtype],
+            offloaded=offloaded_modules(model, plan),
+        )
+        planner.add_groups(model, groups, plan, rank)
+    else:
+        planner.add_tensors(model, plan, rank)
+    return PlannedMemory(planner.table(), planner.host_needs(), groups)
+
+
+class _Share(NamedTuple):
+    """This rank's part of a tensor outside of parameter groups, in elements."""
+
+    numel: int
+    stored: int  # of its storage, which FSDP2 pads to the longest part
+
+
+class _Planner:
+    """Adds up memory by name and side; lives for one `plan_memory`."""
+
+    def __init__(self, settings: StateSettings) -> None:
+        self._settings = settings
+        self._config = settings.optimizer
+        self._device: dict[str, int] = {}
+        self._host: dict[str, int] = {}
+        self._pinned: set[str] = set()
+
+    def table(self) -> dict[str, StateBytes]:
+        """As `state_memory` orders it."""
+        shown = {SHOWN.get(name, name): nbytes for name, nbytes in self._host.items()}
+        return in_order(self._device, shown)
+
+    def host_needs(self) -> list[HostNeed]:
+        """The host's part, moments as one need."""
+        nbytes: dict[str, int] = {}
+        for name, size in self._host.items():
+            what = "moments" if name in _MOMENTS else name
+            nbytes[what] = nbytes.get(what, 0) + size
+        return [HostNeed(what, size, what in self._pinned) for what, size in nbytes.items() if size]
+
+    # Parameter groups
+
+    def add_groups(
+        self, model: nn.Module, groups: Sequence[GroupPlan], plan: OffloadPlan | None, rank: int
+    ) -> None:
+        """Takes in the groups of Megatron-FSDP."""
+        by_parameter = {id(p): group for group in groups for p in group.parameters}
+        for _, _, memory in groups:
+            self._add(COMPUTE, memory.compute_nbytes)
+            self._add(GRADIENTS, memory.grad_nbytes)
+            if not memory.is_on_host:
+                self._add(MAIN, memory.main_nbytes)
+
+        for group in groups:
+            if group.memory.requires_grad and not group.memory.is_on_host:
+                self._add_group_states(group, rank)
+
+        # In the order of the offloaded optimizer's buckets, which decides where gaps are.
+        buckets = [
+            fsdp_group
+            for group in self._offloaded(model, plan, by_module=True)
+            for fsdp_group in _each_once(by_parameter[id(p)] for p in group.parameters)
+        ]
+        self._add_buckets(
+            [
+                BucketShape(
+                    memory.optimizer_numel,
+                    memory.main_dtype,
+                    memory.grad_dtype,
+                    memory.dtype,
+                    has_main=True,
+                )
+                for _, _, memory in buckets
+            ]
+        )
+        for group in buckets:
+            for numel in _local_numels(group, rank):
+                self._add_wrapped_states(self._host, numel, group.memory.main_dtype)
+
+    def _add_group_states(self, group: GroupPlan, rank: int) -> None:
+        """States of a group that is stepped on the device."""
+        memory = group.memory
+        if self._has_flat_states:
+            # Parameter groups have main weights of their own, whatever their dtype.
+            for name, dtype in self._moments().items():
+                self._add(name, memory.optimizer_numel * dtype.itemsize)
+            return
+        for numel in _local_numels(group, rank):
+            self._add_wrapped_states(self._device, numel, memory.main_dtype)
+
+    # Other tensors
+
+    def add_tensors(self, model: nn.Module, plan: OffloadPlan | None, rank: int) -> None:
+        """Takes in the parameters of PyTorch FSDP2, or of a model that is not sharded."""
+        offloaded = self._offloaded(model, plan, by_module=False)
+        on_host = {id(p) for group in offloaded for p in group.parameters}
+        is_sharded = self._settings.parallel.use_torch_fsdp2
+        for parameter in _each_once(model.parameters()):
+            share, itemsize = self._share(parameter, rank), parameter.dtype.itemsize
+            is_main = is_sharded and id(parameter) not in on_host
+            self._add(MAIN if is_main else COMPUTE, share.stored * itemsize)
+            if not parameter.requires_grad:
+                continue
+
+            self._add(GRADIENTS, share.numel * itemsize)
+            if id(parameter) in on_host:
+                self._add_wrapped_states(self._host, share.numel, parameter.dtype)
+            elif self._has_flat_states:
+                for name, dtype in self._moments().items():
+                    self._add(name, share.numel * dtype.itemsize)
+                # Beside an offloaded optimizer, 16-bit parameters have fp32 main weights apart.
+                if plan is not None and itemsize < torch.float32.itemsize:
+                    self._add(MAIN, share.numel * torch.float32.itemsize)
+            else:
+                self._add_wrapped_states(self._device, share.numel, parameter.dtype)
+
+        # Every array is whole cache lines, so it does not matter which tensors share a bucket.
+        numels: dict[torch.dtype, int] = {}
+        for parameter in (p for group in offloaded for p in group.parameters):
+            numel = padded_numel(self._share(parameter, rank).numel)
+            numels[parameter.dtype] = numels.get(parameter.dtype, 0) + numel
+        self._add_buckets(
+            [
+                BucketShape(
+                    numel,
+                    torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype,
+                    dtype,
+                    dtype,
+                    has_main=False,
+                )
+                for dtype, numel in numels.items()
+            ]
+        )
+
+    def _share(self, parameter: nn.Parameter, rank: int) -> _Share:
+        if not self._settings.parallel.use_torch_fsdp2:
+            return _Share(parameter.numel(), parameter.numel())
+        num_rows, row = parameter.shape[0], math.prod(parameter.shape[1:])
+        most = -(-num_rows // self._settings.world_size)
+        return _Share(max(0, min(most, num_rows - rank * most)) * row, most * row)
+
+    # Common
+
+    def _add(self, name: str, nbytes: int) -> None:
+        self._device[name] = self._device.get(name, 0) + nbytes
+
+    def _add_buckets(self, buckets: Sequence[BucketShape]) -> None:
+        config = self._config
+        moments = (DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype])
+        layout = HostLayout(
+            buckets,
+            HostRules(
+                moments if config.optimizer == "adam" else None,
+                config.pin_cpu_grads,
+                config.pin_cpu_params,
+                self._settings.pins_memory,
+            ),
+        )
+        self._host.update(layout.nbytes_by_state)
+        self._pinned = {need.what for need in layout.needs if need.is_pinned}
+
+    @property
+    def _has_flat_states(self) -> bool:
+        """Whether the device's optimizer is our AdamW."""
+        return self._config.optimizer == "adam" and self._config.gpu_optimizer in ("auto", "native")
+
+    def _moments(self) -> dict[str, torch.dtype]:
+        """Of our AdamW on the device, by name."""
+        dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
+        return {name: DTYPES[dtype] for name, dtype in zip(_MOMENTS, dtypes, strict=True)}
+
+    def _add_wrapped_states(self, side: dict[str, int], numel: int, dtype: torch.dtype) -> None:
+        """States that an optimizer of PyTorch's, or another package's, makes of each parameter."""
+        config = self._config
+        names: tuple[str, ...] = ()
+        if config.optimizer == "sgd":
+            names = ("momentum_buffer",) if config.sgd_momentum else ()
+        elif side is self._device:
+            names = _MOMENTS
+            dtype = dtype if config.gpu_optimizer == "torch" else torch.float32
+        for name in names:
+            side[name] = side.get(name, 0) + numel * dtype.itemsize
+
+    def _offloaded(
+        self, model: nn.Module, plan: OffloadPlan | None, *, by_module: bool
+    ) -> list[OffloadGroup]:
+        """What is planned on the host, in the order in which the optimizer finds it."""
+        if plan is None:
+            return []
+        modules: Mapping[int, str] = unit_names(model) if by_module else {}
+        groups = groups_of(
+            parameter_groups(model, self._config),
+            lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
+        )
+        return [group for index, group in enumerate(groups) if plan.is_on_host(index)]
+
+
+def _local_numels(group: GroupPlan, rank: int) -> Iterator[int]:
+    """A rank's elements of each parameter of a group."""
+    coordinate: list[int] = []
+    for size in reversed(group.memory.mesh_shape):
+        rank, place = divmod(rank, size)
+        coordinate.insert(0, place)
+    for tensor in range(len(group.parameters)):
+        yield group.memory.local_numel(tensor, tuple(coordinate))
+
+
+def _each_once(items: Iterable[_T]) -> list[_T]:
+    """Without repetitions, by identity."""
+    return list({id(item): item for item in items}.values())

@@ -1,0 +1,445 @@
+"""`--measure`: what each rank of this machine reaches, while the others do the same, in seconds.
+
+    compute         forward and backward of one layer of each kind that the model has, and of its
+                    output projection with the loss, on fewer tokens where a microbatch would take
+                    too long
+    device pass     our AdamW over states on the device
+    host pass       the same in host memory, with the threads that a run takes
+    link            copies between the two, each way, pinned as a run pins them
+    interconnect    the engine's own all-gather and reduce-scatter between the ranks
+    disk            writes past the page cache, with the sync at their end
+
+A run's ranks share caches, memory, cores and links, so as many processes as the run has ranks
+measure at the same time, phase by phase.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import queue
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+
+from megatron.core.device import Device
+from megatron.core.distributed.fsdp import collectives
+from megatron.core.distributed.units import sharding_units
+from megatron.core.dtypes import DTYPES
+from megatron.core.host_memory import HostNeed, HostSlab, check_host_memory
+from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.models.gpt.gpt_model import TransformerBlock
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.host_threads import host_threads
+from megatron.core.shared_file import SharedFile
+from megatron.core.transformer.linear_cross_entropy import weighted_cross_entropy
+from megatron.core.transformer.spec import LayerSpec, ModelSpec
+from megatron_hybrid.plan.planned_run import PlannedRun
+from megatron_hybrid.plan.step_time import Machine
+
+_SECONDS = 0.25  # for each thing that is measured, and three repetitions at least
+_LONG = 1.0  # seconds, beside which it does not matter that something is the first of its kind
+_LEAST_TOKENS = 64
+_PASS_NUMEL = 1 << 23  # elements: larger than caches
+_COPY_NBYTES = 1 << 25
+_DISK_NBYTES = 1 << 26
+_TIMEOUT = timedelta(minutes=5)
+
+
+class Measured(NamedTuple):
+    """What this machine reaches with so many ranks."""
+
+    machine: Machine
+    disk_bytes: float | None  # of all ranks together; None: it was not measured
+
+
+class Job(NamedTuple):
+    """What every process is told."""
+
+    spec: ModelSpec
+    vocab_size: int
+    size: int  # sequences of a microbatch
+    seq_length: int
+    compute_dtype: torch.dtype
+    moment_dtypes: tuple[torch.dtype, torch.dtype]
+    recompute_granularity: str | None
+    num_host_threads: int | None
+    num_ranks: int
+    device_kind: str
+    folder: str | None
+
+
+class Rates(NamedTuple):
+    """Of one rank, a second."""
+
+    compute: float  # FLOP
+    device_pass: float  # bytes, as the others
+    host_pass: float
+    link: float
+    interconnect: float  # 0: there is one rank
+    collectives: float  # without bytes to speak of; 0: there is one rank
+    disk: float  # 0: not measured
+
+
+def measure(run: PlannedRun, folder: str | None) -> Measured:
+    """Measures with as many processes as the run has ranks.
+
+    Args:
+        folder: where a file may be written for a moment; None: the disk is not measured.
+
+    Raises:
+        HostMemoryError: if this machine has no room for what is measured.
+        RuntimeError: from a process that failed, with what went wrong.
+    """
+    if run.device_kind == "cpu":
+        need = HostNeed("a layer to measure", _layer_nbytes(run), is_pinned=False)
+        check_host_memory([need], num_local_ranks=run.world_size)
+    rates = _on_processes(job_of(run, folder))
+    disk = min(one.disk for one in rates) * run.world_size
+    return Measured(machine_of(rates, run.device_kind), disk or None)
+
+
+def job_of(run: PlannedRun, folder: str | None = None) -> Job:
+    """What each rank measures for a run."""
+    config = run.config
+    optimizer = config.optimizer
+    return Job(
+        run.spec,
+        run.model.vocab_size,
+        config.training.micro_batch_size,
+        config.data.seq_length,
+        DTYPES[config.training.compute_dtype],
+        (DTYPES[optimizer.exp_avg_dtype], DTYPES[optimizer.exp_avg_sq_dtype]),
+        config.model.recompute_granularity,
+        optimizer.host_threads,
+        run.world_size,
+        run.device_kind,
+        folder,
+    )
+
+
+def machine_of(rates: Sequence[Rates], device_kind: str) -> Machine:
+    """What every rank reaches: the slowest one is the one that a step waits for."""
+    least = Rates(*(min(values) for values in zip(*rates, strict=True)))
+    return Machine(
+        flops=least.compute,
+        device_bytes=least.device_pass,
+        link_bytes=least.link,
+        host_bytes=least.host_pass,
+        interconnect_bytes=least.interconnect or None,
+        collective_seconds=1 / least.collectives if least.collectives else 0.0,
+        device_is_host=device_kind == "cpu",
+    )
+
+
+def _layer_nbytes(run: PlannedRun) -> int:
+    """Of the largest layer, or the head: drawn in fp32, then in the compute dtype, with gradients
+    and, of the head, their sum in fp32.
+    """
+    numels = [sum(p.numel() for p in unit.parameters()) for unit in sharding_units(run.model)]
+    numels.append(run.model.vocab_size * run.spec.hidden_size)
+    itemsize = run.states(run.config).compute_dtype.itemsize
+    return max(numels) * (2 * torch.float32.itemsize + 2 * itemsize)
+
+
+def rates_of_rank(job: Job, device: Device) -> Rates:
+    """Measures on this rank. All ranks of the default process group call it together."""
+    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives, _disk]
+    found = []
+    for step in steps:
+        # Memory of one measurement must not be missing in the next.
+        gc.collect()
+        dist.barrier()
+        found.append(step(job, device))
+    return Rates(*found)
+
+
+def _on_processes(job: Job) -> list[Rates]:
+    results: Any = mp.get_context("spawn").Queue()
+    found: list[Rates] = []
+    with tempfile.TemporaryDirectory(prefix="plan-measure-") as folder:
+        context = start_processes(
+            _serve,
+            (job, str(Path(folder) / "store"), results),
+            nprocs=job.num_ranks,
+            join=False,
+            start_method="spawn",
+        )
+        while len(found) < job.num_ranks:
+            with suppress(queue.Empty):
+                found.append(results.get(timeout=0.2))
+            context.join(timeout=0)  # raises what a process has raised
+        while not context.join():
+            pass
+    return found
+
+
+def _serve(rank: int, job: Job, store: str, results: Any) -> None:
+    # As torchrun starts the ranks of a machine: each with one thread of torch's.
+    if job.num_ranks > 1 and job.device_kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    device = Device.for_rank(job.device_kind, rank, job.num_ranks)
+    device.make_current()
+    dist.init_process_group(
+        device.collective_backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=job.num_ranks,
+        timeout=_TIMEOUT,
+    )
+    try:
+        results.put(rates_of_rank(job, device))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _timed(work: Callable[[], object], device: Device) -> float:
+    """Seconds of one call, the median of a few after a first one that does not count."""
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < 3 or time.perf_counter() - begin < _SECONDS:
+        start = time.perf_counter()
+        work()
+        device.event().synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+# Computation
+
+
+def _compute(job: Job, device: Device) -> float:
+    """FLOP a second over a microbatch of the whole model."""
+    kinds = Counter(job.spec.layers)
+    seconds = sum(
+        count * _layer_seconds(job, layer, device) for layer, count in kinds.items()
+    ) + _loss_seconds(job, device)
+    repeated = 4 / 3 if job.recompute_granularity == "full" else 1.0
+    flops = num_floating_point_operations(job.spec, job.vocab_size, job.seq_length, job.size)
+    # A step's FLOP contain the repeated forward, so the rate does, too.
+    return flops * repeated / seconds
+
+
+def _layer_seconds(job: Job, layer: LayerSpec, device: Device) -> float:
+    """Forward and backward of one layer over a microbatch, as many tokens at a time as fit."""
+    spec = job.spec
+    one = ModelSpec(
+        **{name: getattr(spec, name) for name in vars(spec) if name != "layers"}, layers=(layer,)
+    )
+    with device.torch_device:
+        block = TransformerBlock(one, job.recompute_granularity)
+    block.to(job.compute_dtype)
+
+    def work(num_sequences: int, length: int) -> Callable[[], object]:
+        hidden = torch.randn(
+            num_sequences,
+            length,
+            spec.hidden_size,
+            dtype=job.compute_dtype,
+            device=device.torch_device,
+            requires_grad=True,
+        )
+
+        def run() -> None:
+            output, _ = block(hidden)
+            output.backward(output)
+            hidden.grad = None
+            for parameter in block.parameters():
+                parameter.grad = None
+
+        return run
+
+    return _seconds_of_microbatch(job, device, work)
+
+
+def _loss_seconds(job: Job, device: Device) -> float:
+    """The output projection and the loss, forward and backward, over a microbatch."""
+    weight = nn.Parameter(
+        torch.randn(
+            job.vocab_size,
+            job.spec.hidden_size,
+            dtype=job.compute_dtype,
+            device=device.torch_device,
+        )
+    )
+
+    def work(num_sequences: int, length: int) -> Callable[[], object]:
+        num_tokens = num_sequences * length
+        hidden = torch.randn(
+            num_tokens,
+            job.spec.hidden_size,
+            dtype=job.compute_dtype,
+            device=device.torch_device,
+            requires_grad=True,
+        )
+        labels = torch.randint(job.vocab_size, (num_tokens,), device=device.torch_device)
+        weights = torch.full((num_tokens,), 1 / num_tokens, device=device.torch_device)
+
+        def run() -> None:
+            weighted_cross_entropy(hidden, weight, labels, weights).loss.backward()
+            hidden.grad = weight.grad = None
+
+        return run
+
+    return _seconds_of_microbatch(job, device, work)
+
+
+def _seconds_of_microbatch(
+    job: Job, device: Device, work: Callable[[int, int], Callable[[], object]]
+) -> float:
+    """The seconds of a whole microbatch, from those of as many tokens as are quick enough.
+
+    Whole sequences if one is: attention's work grows with the square of their length.
+    """
+    few = min(_LEAST_TOKENS, job.seq_length)
+    probe = work(1, few)
+    seconds = _slowest(probe, device)
+    if seconds < _LONG:
+        # The first one has loaded libraries and taken memory.
+        seconds = _slowest(probe, device)
+
+    affordable = max(few, int(_SECONDS * few / seconds))
+    length = min(job.seq_length, affordable)
+    num_sequences = max(1, min(job.size, affordable // length))
+    if affordable > few:
+        seconds = _timed(work(num_sequences, length), device)
+    return seconds * (job.size * job.seq_length) / (num_sequences * length)
+
+
+def _slowest(work: Callable[[], object], device: Device) -> float:
+    """Seconds of one call on the slowest rank: all must decide alike what to measure next, or some
+    would be done while others still work.
+    """
+    start = time.perf_counter()
+    work()
+    device.event().synchronize()
+    elapsed = time.perf_counter() - start
+    slowest = torch.tensor(elapsed, dtype=torch.float64, device=device.torch_device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+# Memory
+
+
+def _device_pass(job: Job, device: Device) -> float:
+    """Bytes that our AdamW reads and writes a second on the device."""
+    parameter = nn.Parameter(torch.zeros(_PASS_NUMEL, device=device.torch_device))
+    parameter.grad = torch.zeros_like(parameter)
+    exp_avg, exp_avg_sq = job.moment_dtypes
+    optimizer = FusedAdam([parameter], exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+    moments = exp_avg.itemsize + exp_avg_sq.itemsize
+    nbytes = _PASS_NUMEL * (4 + 2 * (4 + moments))
+    return nbytes / _timed(optimizer.step, device)
+
+
+def _host_pass(job: Job, device: Device) -> float:
+    """Bytes that the pass reads and writes a second in host memory."""
+    exp_avg, exp_avg_sq = job.moment_dtypes
+    if exp_avg != exp_avg_sq or exp_avg not in (torch.float32, torch.bfloat16):
+        exp_avg = exp_avg_sq = torch.float32  # others are not offloaded
+
+    arrays = {"grad": job.compute_dtype, "weight": torch.float32}
+    arrays |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    tensors = {
+        name: _slab(device, dtype, is_pinned=False).zero_() for name, dtype in arrays.items()
+    }
+    out = tensors["grad"] if job.compute_dtype != torch.float32 else None
+    piece = AdamPiece(AdamStep(10, lr=1e-4, weight_decay=0.01), out=out, **tensors)
+    threads = host_threads(device, job.num_ranks, job.num_host_threads)
+    kernel = HostAdam(threads.number, cores=threads.cores)
+
+    nbytes = _PASS_NUMEL * sum(
+        (1 if name == "grad" else 2) * dtype.itemsize for name, dtype in arrays.items()
+    )
+    nbytes += 0 if out is None else _PASS_NUMEL * out.dtype.itemsize
+    return nbytes / _timed(lambda: kernel.run([piece]), device)
+
+
+def _slab(device: Device, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
+    """Host memory as the offloaded optimizer has it."""
+    slab = HostSlab(
+        _PASS_NUMEL * dtype.itemsize, device, is_pinned=is_pinned, purpose="a measurement"
+    )
+    return slab.tensor(0, _PASS_NUMEL, dtype)
+
+
+def _link(job: Job, device: Device) -> float:
+    """Bytes a second between host and device, in the slower direction."""
+    del job
+    on_host = _slab(device, torch.float32, is_pinned=True).zero_()
+    on_device = torch.zeros_like(on_host, device=device.torch_device)
+    down = _timed(lambda: on_host.copy_(on_device, non_blocking=True), device)
+    up = _timed(lambda: on_device.copy_(on_host, non_blocking=True), device)
+    return on_host.nbytes / max(down, up)
+
+
+def _interconnect(job: Job, device: Device) -> float:
+    """Bytes that a rank sends, or receives, a second, in all-gathers and reduce-scatters."""
+    if job.num_ranks == 1:
+        return 0.0
+    numel = _COPY_NBYTES // job.compute_dtype.itemsize // job.num_ranks
+    nbytes = 2 * numel * (job.num_ranks - 1) * job.compute_dtype.itemsize
+    return nbytes / _exchange_seconds(job, device, numel, count=3)
+
+
+def _collectives(job: Job, device: Device) -> float:
+    """All-gathers and reduce-scatters of next to nothing a second."""
+    if job.num_ranks == 1:
+        return 0.0
+    return 2 / _exchange_seconds(job, device, 1, count=20)
+
+
+def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> float:
+    """Of an all-gather and a reduce-scatter of `numel` elements a rank, as the engine does them."""
+    group, dtype = dist.group.WORLD, job.compute_dtype
+    assert group is not None, "of all ranks"
+    own = torch.zeros(numel, dtype=dtype, device=device.torch_device)
+    whole = torch.zeros(numel * job.num_ranks, dtype=dtype, device=device.torch_device)
+    how, note = collectives.Reduction(is_average=True), [0]
+
+    def exchange() -> None:
+        collectives.all_gather(whole, own, group, note=note)
+        collectives.reduce_scatter(own, whole, group, how, note=note)
+
+    # A fixed number of times: all ranks must take part in every collective.
+    exchange()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        exchange()
+    device.event().synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def _disk(job: Job, device: Device) -> float:
+    """Bytes a second that this rank writes beside the others."""
+    del device
+    if job.folder is None:
+        return 0.0
+    content = bytearray(_DISK_NBYTES)
+    descriptor, name = tempfile.mkstemp(prefix=".plan-measure-", dir=job.folder)
+    os.close(descriptor)
+    try:
+        file = SharedFile(Path(name), _DISK_NBYTES)
+        start = time.perf_counter()
+        file.write_at(0, memoryview(content))
+        file.close()
+        return _DISK_NBYTES / (time.perf_counter() - start)
+    finally:
+        Path(name).unlink()

@@ -1,0 +1,171 @@
+"""What a rank computes and moves in one step: the run in the terms of `step_time`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.dtypes import DTYPES
+from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron_hybrid.plan.planned_run import PlannedRun
+from megatron_hybrid.plan.step_time import Overlap, Work
+
+
+class _Part(NamedTuple):
+    """Elements that one optimizer pass goes over on this rank, and their dtypes."""
+
+    numel: int
+    is_on_host: bool
+    main: torch.dtype
+    grad: torch.dtype
+    weight: torch.dtype
+
+
+def work_of(run: PlannedRun, fraction: float | None) -> Work:
+    """One step of a rank at a fraction."""
+    config = run.at(fraction)
+    parts = _parts(run, fraction)
+    host = [part for part in parts if part.is_on_host]
+    moved = _traffic(run, fraction)
+    forward = flops_of_microbatch(run) / 3
+    repeats = forward if config.model.recompute_granularity == "full" else 0.0
+    return Work(
+        forward_flops=forward,
+        backward_flops=2 * forward + repeats,
+        num_microbatches=run.num_microbatches,
+        host_pass=sum(_pass_bytes(part, config.optimizer) for part in host),
+        device_pass=sum(
+            # The norm reads the gradients once more, those of the host's part too.
+            part.numel * part.grad.itemsize
+            + (0 if part.is_on_host else _pass_bytes(part, config.optimizer) + _cast_bytes(part))
+            for part in parts
+        ),
+        down=sum(part.numel * part.grad.itemsize for part in host),
+        up=sum(part.numel * part.weight.itemsize for part in host),
+        overlap=_overlap(config.optimizer),
+        **moved,
+    )
+
+
+def flops_of_microbatch(run: PlannedRun) -> int:
+    """Of forward and backward, as Megatron counts them."""
+    return num_floating_point_operations(
+        run.spec,
+        run.model.vocab_size,
+        run.config.data.seq_length,
+        run.config.training.micro_batch_size,
+    )
+
+
+def checkpoint_nbytes(run: PlannedRun) -> int:
+    """Of a checkpoint of the run, over all ranks: main weights, and the states of those that are
+    trained.
+    """
+    optimizer, total = run.config.optimizer, 0
+    main = DTYPES[optimizer.main_params_dtype].itemsize
+    for parameter in run.model.parameters():
+        itemsize = main
+        if not parameter.requires_grad and run.config.parallel.use_megatron_fsdp:
+            itemsize = run.states(run.config).compute_dtype.itemsize
+        total += parameter.numel() * itemsize
+        if parameter.requires_grad:
+            total += parameter.numel() * _state_bytes(optimizer)
+    return total
+
+
+def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
+    states = run.memory(fraction).states
+    if states.groups:
+        return [
+            _Part(
+                group.memory.optimizer_numel,
+                group.memory.is_on_host,
+                group.memory.main_dtype,
+                group.memory.grad_dtype,
+                group.memory.dtype,
+            )
+            for group in states.groups
+            if group.memory.requires_grad
+        ]
+
+    plan, fp32 = run.plan(fraction), torch.float32
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    on_host = 0 if plan is None else plan.host_numel
+    return [
+        _Part(numel // run.world_size, is_on_host, fp32, fp32, fp32)
+        for numel, is_on_host in ((trained - on_host, False), (on_host, True))
+        if numel
+    ]
+
+
+def _state_bytes(optimizer: OptimizerConfig) -> int:
+    """Of an element's states besides its main weight."""
+    if optimizer.optimizer == "sgd":
+        return torch.float32.itemsize if optimizer.sgd_momentum else 0
+    return DTYPES[optimizer.exp_avg_dtype].itemsize + DTYPES[optimizer.exp_avg_sq_dtype].itemsize
+
+
+def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:
+    """That one pass reads and writes."""
+    read_and_written = 2 * (part.main.itemsize + _state_bytes(optimizer))
+    # On the host the pass also writes the new compute weight.
+    written = part.weight.itemsize if part.is_on_host else 0
+    return part.numel * (part.grad.itemsize + read_and_written + written)
+
+
+def _cast_bytes(part: _Part) -> int:
+    """Of making compute weights of main weights on the device."""
+    is_apart = part.main != part.weight
+    return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
+
+
+def _overlap(optimizer: OptimizerConfig) -> Overlap:
+    if not optimizer.overlap_cpu_optimizer_d2h_h2d:
+        return Overlap.NONE
+    return Overlap.FORWARD if optimizer.overlap_optimizer_with_forward else Overlap.TRANSFERS
+
+
+def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
+    """Bytes that this rank receives or sends in collectives, and how many these are."""
+    states, config = run.memory(fraction).states, run.at(fraction)
+    moved: dict[str, Any] = Counter()
+    for unit, _, memory in states.groups:
+        if not memory.is_gathered_per_use:
+            moved["gathered_once"] += memory.gathered_nbytes
+        else:
+            moved["gathered_forward"] += memory.gathered_nbytes
+            moved["collectives_forward"] += 1
+            # The root module keeps its weights between forward and backward.
+            if config.parallel.megatron_fsdp_reshard_after_forward and unit is not run.model:
+                moved["gathered_backward"] += memory.gathered_nbytes
+                moved["collectives_backward"] += 1
+        if memory.reduced_nbytes:
+            moved["reduced"] += memory.reduced_nbytes
+            moved["collectives_backward"] += 1
+        moved["reduced_once"] += memory.reduced_last_nbytes
+    if config.parallel.expert_model_parallel_size > 1:
+        moved["exchanged"] = _exchanged(run)
+        moved["exchanges"] = 4 * len(run.spec.mixtures)
+    if states.groups or not config.parallel.use_torch_fsdp2:
+        return {**moved}
+
+    # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
+    others = run.numel * (run.world_size - 1) / run.world_size
+    gathered = others * run.states(config).compute_dtype.itemsize
+    return {
+        "gathered_forward": gathered,
+        "gathered_backward": gathered,
+        "reduced": others * torch.float32.itemsize,
+    }
+
+
+def _exchanged(run: PlannedRun) -> float:
+    """Bytes of tokens on their way to experts on other ranks and back, and of their gradients."""
+    size = run.config.parallel.expert_model_parallel_size
+    choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
+    batch = run.microbatch
+    of_token = run.spec.hidden_size * batch.itemsize
+    return 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size

@@ -1,0 +1,101 @@
+"""The activations that are counted from shapes are those that autograd is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.activations import Microbatch, activation_bytes
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
+
+VOCAB, SEQ, SIZE = 512, 128, 2
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 352,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+GROUPED = {"kv_channels": 32, "group_query_attention": True, "num_query_groups": 2}
+MIXTURE = {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_router_topk": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": GROUPED,
+    "GELU, LayerNorm": {"normalization": "LayerNorm", "swiglu": False},
+    "norms and gates of heads": {**GROUPED, "qk_layernorm": True, "attention_output_gate": True},
+    "norms behind": {**GROUPED, "post_norm": True},
+    "mixture": {**GROUPED, **MIXTURE},
+    "shared experts": {**GROUPED, **MIXTURE, "moe_shared_expert_intermediate_size": 96},
+    "gated delta nets": {
+        "linear_attention_freq": "[1,0]",
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "latent attention": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 24,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 24,
+        "qk_layernorm": True,
+    },
+    "recomputed": {**GROUPED, "recompute_granularity": "full"},
+}
+
+
+def _saved(config: TransformerConfig, dtype: torch.dtype) -> int:
+    """The bytes that a training forward leaves, each storage once, without weights."""
+    torch.manual_seed(0)
+    model = GPTModel(config, VOCAB).to(dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(VOCAB, (SIZE, SEQ))
+    counts = torch.full(tokens.shape, 1.0 / tokens.numel())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens, loss_weights=counts)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_the_count_is_what_autograd_keeps(model, dtype):
+    config = TransformerConfig(**{**BASE, **model})
+    batch = Microbatch(SIZE, SEQ, dtype.itemsize, "cpu")
+    counted = activation_bytes(model_spec(config), VOCAB, batch, config.recompute_granularity)
+    # Statistics of rows are not counted, and the residual stream is not kept apart from norms.
+    assert counted.kept == pytest.approx(_saved(config, dtype), rel=0.03)
+
+
+def test_recomputation_keeps_inputs_and_has_one_layer_at_a_time():
+    config = TransformerConfig(**BASE)
+    batch = Microbatch(SIZE, SEQ, 2, "cuda")
+    whole = activation_bytes(model_spec(config), VOCAB, batch)
+    recomputed = activation_bytes(model_spec(config), VOCAB, batch, "full")
+    assert recomputed.layers == (SIZE * SEQ * 2 * 128,) * 2
+    assert recomputed.recomputed == max(whole.layers) > recomputed.layers[0]
+    assert (recomputed.rest, recomputed.loss) == (whole.rest, whole.loss)
+
+
+def test_tokens_that_travel_to_experts_are_kept_where_they_arrive_too():
+    config = TransformerConfig(**BASE, **MIXTURE)
+    spec, near = model_spec(config), Microbatch(SIZE, SEQ, 2, "cuda")
+    far = Microbatch(SIZE, SEQ, 2, "cuda", exchanges_tokens=True)
+    more = activation_bytes(spec, VOCAB, far).kept - activation_bytes(spec, VOCAB, near).kept
+    assert more == 2 * SIZE * SEQ * (2 * 2 * 128) * 2

@@ -1,0 +1,250 @@
+"""Memory that is planned before there are weights is the memory of the run, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import plan_offload
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.optimizer.planned_memory import PlannedMemory, plan_memory
+from megatron.core.optimizer.state_memory import StateBytes
+from megatron.core.parts import freeze
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training import engines
+from megatron.training.engines import EngineConfig, build_engine
+from tests.helpers.ranks import run_ranks
+
+VOCAB = 61  # rows that no number of ranks divides
+
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 20,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 28,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+DENSE = TransformerConfig(**SIZES)
+MIXTURE = TransformerConfig(
+    **SIZES,
+    num_experts=4,
+    moe_ffn_hidden_size=7,
+    moe_layer_freq="[0,1,1]",
+    moe_router_topk=2,
+    moe_router_dtype="fp32",
+    moe_shared_expert_intermediate_size=9,
+    untie_embeddings_and_output_weights=True,
+)
+HYBRID = TransformerConfig(
+    **SIZES,
+    linear_attention_freq="[1,0,1]",
+    linear_key_head_dim=4,
+    linear_value_head_dim=6,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+LATENT = TransformerConfig(
+    **SIZES,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    q_lora_rank=6,
+    kv_lora_rank=8,
+    qk_head_dim=6,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
+)
+BF16_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its model, how it is sharded, and its optimizer."""
+
+    model: TransformerConfig = DENSE
+    parallel: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    compute_dtype: str = "bf16"
+    freeze: tuple[str, ...] = ()
+
+    def on_host(self, fraction: float, **options: Any) -> Case:
+        """With a fraction of the optimizer in host memory."""
+        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        parallel = self.parallel
+        if not parallel.get("use_torch_fsdp2"):
+            parallel = {"megatron_fsdp_main_grads_dtype": "auto", **parallel}
+        return replace(self, parallel=parallel, optimizer={**offload, **options})
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            OptimizerConfig(**self.optimizer),
+            LRScheduleConfig(lr=0.1, lr_decay_style="constant"),
+            DataParallelConfig(**self.parallel),
+            train_iters=1,
+            compute_dtype=self.compute_dtype,
+        )
+
+    def build(self) -> nn.Module:
+        model = GPTModel(self.model, VOCAB)
+        freeze(model, self.freeze, "--freeze")
+        return model
+
+
+class Seen(NamedTuple):
+    """What was planned, asked of the host, and found; on one rank."""
+
+    planned: PlannedMemory
+    asked: int
+    found: dict[str, StateBytes]
+
+
+def _seen(case: Case) -> Seen:
+    config, asked = case.engine_config(), list[int]()
+    original = engines.check_memory_on_all_ranks
+
+    def recorded(needs: Any, *others: Any) -> None:
+        asked.append(sum(need.nbytes for need in needs))
+        original(needs, *others)
+
+    with torch.device("meta"):
+        model = case.build()
+    by_module = bool(config.parallel.use_megatron_fsdp)
+    plan = plan_offload(model, config.optimizer, by_module=by_module)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    planned = plan_memory(model, config.states(world_size, pins_memory=False), plan, rank)
+
+    engines.check_memory_on_all_ranks = recorded
+    try:
+        engine = build_engine(config, Device("cpu"), build_mesh("cpu", world_size))
+        engine.initialize(case.build)
+    finally:
+        engines.check_memory_on_all_ranks = original
+    found = engine.state.optimizer.state_memory(engine.model)
+    if config.optimizer.optimizer == "sgd" or config.optimizer.gpu_optimizer == "torch":
+        # Such states are made in the first step.
+        tokens = torch.arange(12).view(2, 6) + rank
+        batch = {"tokens": tokens, "labels": tokens}
+        engine.train_batch([batch], lambda model, batch: model(**batch).mean())
+        found = engine.state.optimizer.state_memory(engine.model)
+    # Groups are of modules, which do not travel between processes.
+    return Seen(replace(planned, groups=[]), sum(asked), found)
+
+
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+NO_SHARD = {"data_parallel_sharding_strategy": "no_shard"}
+HSDP = {"num_distributed_optimizer_instances": 2}
+HFSDP = {**HSDP, "outer_dp_sharding_strategy": "optim"}
+EP2 = {"expert_model_parallel_size": 2}
+FSDP2 = {"use_torch_fsdp2": True}
+
+CHEAP = {
+    "dense, half on the host": Case().on_host(0.5),
+    "experts divided, all on the host": Case(MIXTURE, EP2).on_host(1.0),
+    "gated delta nets, bf16 moments": Case(HYBRID).on_host(0.5, **BF16_MOMENTS),
+    "frozen embedding, fp32 gradients": Case(
+        parallel={"megatron_fsdp_main_grads_dtype": "fp32"}, freeze=("embedding",)
+    ).on_host(1.0),
+    "ZeRO-1": Case(MIXTURE, ZERO1),
+}
+WIDE = {
+    "dense": Case(),
+    "dense, nothing on the host": Case().on_host(0.0),
+    "dense, all on the host": Case().on_host(1.0),
+    "dense, fp32": Case(compute_dtype="fp32"),
+    "dense, fp32, on the host": Case(compute_dtype="fp32").on_host(0.5),
+    "experts divided": Case(MIXTURE, EP2),
+    "experts first": Case(MIXTURE, EP2).on_host(0.3, optimizer_offload_experts_first=True),
+    "experts, ZeRO-1 on the host": Case(MIXTURE, {**ZERO1, **EP2}).on_host(0.5),
+    "experts divided, not sharded": Case(MIXTURE, {**NO_SHARD, **EP2}).on_host(1.0),
+    "gated delta nets": Case(HYBRID),
+    "latent attention": Case(LATENT).on_host(0.7),
+    "frozen layers": Case(freeze=("decoder.layers.0", "decoder.layers.2")).on_host(0.5),
+    "frozen, on the device": Case(freeze=("decoder",)),
+    "ZeRO-1 on the host": Case(parallel=ZERO1).on_host(0.5),
+    "ZeRO-1, fp32": Case(parallel=ZERO1, compute_dtype="fp32").on_host(0.5),
+    "ZeRO-2": Case(parallel=ZERO2),
+    "ZeRO-2 on the host": Case(parallel=ZERO2).on_host(1.0),
+    "not sharded": Case(parallel=NO_SHARD).on_host(0.5),
+    "bf16 main weights": Case().on_host(
+        0.5, use_precision_aware_optimizer=True, main_params_dtype="bf16"
+    ),
+    "fp8 moments": Case(
+        optimizer={
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "fp8",
+            "exp_avg_sq_dtype": "fp16",
+        }
+    ),
+    "weights apart from gradients": Case().on_host(0.5, pin_cpu_params=False),
+    "momentum": Case(optimizer={"optimizer": "sgd"}),
+    "momentum on the host": Case().on_host(0.5, optimizer="sgd"),
+    "momentum on the host, widened": Case(HYBRID).on_host(1.0, optimizer="sgd"),
+    "no momentum": Case(optimizer={"optimizer": "sgd", "sgd_momentum": 0.0}),
+    "PyTorch's AdamW": Case(optimizer={"gpu_optimizer": "torch"}),
+    "FSDP2": Case(parallel=FSDP2),
+    "FSDP2 on the host": Case(parallel=FSDP2).on_host(0.5),
+    "FSDP2, experts": Case(MIXTURE, FSDP2).on_host(1.0),
+    "FSDP2, frozen": Case(parallel=FSDP2, freeze=("embedding",)).on_host(0.5),
+}
+EVEN = {  # for two ranks or four alone
+    "HSDP": Case(parallel=HSDP).on_host(0.5),
+    "HFSDP": Case(parallel=HFSDP).on_host(1.0),
+    "HSDP with experts": Case(MIXTURE, HSDP).on_host(0.5),
+}
+
+
+def _check(case: Case, world_size: int) -> None:
+    for seen in run_ranks(world_size, _seen, case):
+        assert seen.planned.at_rest == seen.found
+        assert seen.planned.device_nbytes > 0
+        # What a run asks of its machine before it has weights is what it then takes.
+        assert seen.asked == sum(need.nbytes for need in seen.planned.host_needs)
+        assert seen.asked == sum(row.host for row in seen.found.values())
+
+
+@pytest.mark.parametrize("case", CHEAP.values(), ids=CHEAP)
+def test_a_plan_is_the_memory_of_a_run_to_the_byte(case):
+    _check(case, 2)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("case", [*CHEAP.values(), *WIDE.values()], ids=[*CHEAP, *WIDE])
+def test_a_plan_is_the_memory_of_a_run_on_any_number_of_ranks(case, world_size):
+    if EP2.items() <= case.parallel.items() and world_size != 2:
+        world_size = 4
+    _check(case, world_size)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", EVEN.values(), ids=EVEN)
+def test_a_plan_is_the_memory_of_hybrid_shards(case, world_size):
+    _check(case, world_size)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
+def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
+    case = Case(parallel={"use_megatron_fsdp": False}, compute_dtype="fp32")
+    if fraction is not None:
+        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        case = replace(case, optimizer=offload)
+    _check(case, 1)

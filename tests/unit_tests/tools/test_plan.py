@@ -1,0 +1,320 @@
+"""`megatron-hybrid plan`: what a run takes, what fits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.options import ConfigError
+from megatron_hybrid.plan.answer import Limits, answer, rows_of
+from megatron_hybrid.plan.command import main
+from megatron_hybrid.plan.planned_run import PlannedRun
+from megatron_hybrid.plan.quantities import parse_flops, parse_rate, parse_size, shown_size
+from megatron_hybrid.plan.step_time import Machine
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 301,
+}
+FLAGS = """--num-layers 6 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
+    --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --seq-length 64
+    --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --bf16
+    --tokenizer-type NullTokenizer --vocab-size 300 --make-vocab-size-divisible-by 1""".split()
+MACHINE = Machine(flops=1e9, device_bytes=1e9, link_bytes=1e8, host_bytes=1e8)
+RATES = ["--flops", "1TFLOP/s", "--link", "50GB/s", "--host-bandwidth", "100GB/s"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of the transformers library, without weights and tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def planned(capsys: Any, *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: Any, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plan.py: ")
+    return err.removeprefix("plan.py: ").strip()
+
+
+def test_a_folder_alone_is_enough(folder, capsys):
+    found = planned(capsys, "--hf-model", folder)
+    layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 160 + 2 * 64
+    assert found["parameters"] == 6 * layer + 2 * 301 * 64 + 64
+    assert (found["ranks"], found["fraction"], found["step"]) == (1, None, None)
+    assert found["device_bytes"] == sum(row["device"] for row in found["memory"].values())
+    assert found["tokens_per_step"] == 4096
+
+
+def test_flags_of_the_run_mean_what_they_mean_there(folder, capsys):
+    plain = planned(capsys, "--hf-model", folder, "--bf16", "--gpus", "2")
+    frozen = planned(capsys, "--hf-model", folder, "--bf16", "--gpus", "2", "--freeze", "embedding")
+    assert frozen["memory"]["gradients"]["device"] < plain["memory"]["gradients"]["device"]
+    assert frozen["checkpoint"]["bytes"] < plain["checkpoint"]["bytes"]
+    longer = planned(capsys, "--hf-model", folder, "--bf16", "--gpus=2", "--seq-length=8192")
+    assert longer["memory"]["activations"]["device"] == pytest.approx(
+        2 * plain["memory"]["activations"]["device"], rel=0.01
+    )
+    steps = planned(capsys, "--hf-model", folder, "--gpus", "2", "--tokens-per-step", "65536")
+    assert (steps["tokens_per_step"], steps["microbatches"]) == (65536, 8)
+
+
+def test_a_file_of_settings_is_planned_as_it_is_run(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text((ROOT / "examples" / "qwen3_5_proxy.yaml").read_text())
+    own = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "300", "--mock-data"]
+    text = file.read_text().replace("data-path: data/stdlib_text_document\n", "")
+    file.write_text(text.replace("tokenizer-model: data/stdlib_tokenizer.json\n", ""))
+    found = planned(capsys, "--config", str(file), *own)
+    assert found["microbatches"] == 2
+    assert found["compute_dtype"] == "bf16"
+
+
+def test_the_time_of_a_step_comes_with_the_machines_rates(folder, capsys):
+    flags = ["--hf-model", folder, "--bf16", "--disk", "2GB/s"]
+    found = planned(capsys, *flags, *RATES)
+    assert found["step"]["seconds"] == pytest.approx(sum(found["step"]["parts"].values()))
+    assert found["step"]["bound"] == "compute"
+    rate = found["tokens_per_step"] / found["step"]["seconds"]
+    assert found["step"]["tokens_per_second"] == pytest.approx(rate)
+    nbytes = found["checkpoint"]["bytes"]
+    assert found["checkpoint"]["seconds"] == nbytes / 2e9
+    assert nbytes == found["parameters"] * (4 + 8)
+    slower = planned(capsys, *flags, *RATES[:4], "--host-bandwidth", "1GB/s")
+    hidden = "largest_fraction_that_is_hidden"
+    assert slower[hidden] <= found[hidden]
+
+
+def test_the_table_says_the_same_as_the_plain_data(folder, capsys):
+    flags = ["--hf-model", folder, "--bf16", "--gpu-memory", "1GB", "--host-memory", "1GB", *RATES]
+    found = planned(capsys, *flags)
+    assert main(flags) == 0
+    table = capsys.readouterr().out
+    for row in found["memory"].values():
+        assert shown_size(row["device"]) in table
+    assert f"bound by {found['step']['bound']}" in table
+    assert f"{found['parameters']:,} parameters" in table
+    assert "  1.00 GB  1.00 GB\n" in table
+
+
+# What fits.
+
+RUN = PlannedRun(FLAGS, 2, "cpu")
+DEVICE = PlannedRun(FLAGS, 2, "cuda")
+
+
+def test_fractions_put_one_more_group_into_host_memory_each():
+    plans = [DEVICE.plan(fraction) for fraction in DEVICE.fractions]
+    assert [sum(group.is_on_host for group in plan.groups) for plan in plans] == [*range(8)]
+    assert DEVICE.fractions[-1] == 1.0
+
+
+@given(st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_the_smallest_fraction_that_fits_fits_and_the_one_below_does_not(share):
+    least = DEVICE.memory(1.0).device_nbytes
+    most = DEVICE.memory(0.0).device_nbytes
+    limit = least + share * (most - least) // 100
+    found = answer(DEVICE, Limits(device=limit), None, None).fractions.fits
+    assert found is not None
+    assert DEVICE.memory(found).device_nbytes <= limit
+    below = [fraction for fraction in DEVICE.fractions if fraction < found]
+    assert all(DEVICE.memory(fraction).device_nbytes > limit for fraction in below)
+
+
+def test_more_in_host_memory_is_less_on_the_device_and_never_faster():
+    kinds = [DEVICE.memory(fraction) for fraction in DEVICE.fractions]
+    on_device = [memory.device_nbytes for memory in kinds]
+    on_host = [memory.host_nbytes for memory in kinds]
+    assert on_device == sorted(on_device, reverse=True)
+    assert len(set(on_device)) == len(on_device)
+    assert on_host == sorted(on_host)
+    assert all(sum(r.device for r in rows_of(m).values()) == m.device_nbytes for m in kinds)
+    assert all(sum(r.host for r in rows_of(m).values()) == m.host_nbytes for m in kinds)
+
+
+def test_the_largest_fraction_that_costs_nothing_is_hidden_and_the_next_is_not():
+    found = answer(DEVICE, Limits(), MACHINE, None).fractions.hidden
+    assert found is not None
+    assert 0 < found < 1
+    number = DEVICE.fractions.index(found)
+    offloaded = [
+        PlannedRun(
+            [
+                *FLAGS,
+                "--optimizer-cpu-offload",
+                "--overlap-cpu-optimizer-d2h-h2d",
+                "--overlap-optimizer-with-forward",
+                "--optimizer-offload-fraction",
+                str(DEVICE.fractions[index]),
+            ],
+            2,
+            "cuda",
+        )
+        for index in (number, number + 1)
+    ]
+    hidden = [answer(run, Limits(), MACHINE, None).time.hides_offloading for run in offloaded]
+    assert hidden == [True, False]
+
+
+def test_a_run_that_does_not_fit_without_offloading_is_offloaded():
+    limit = (DEVICE.memory(None).device_nbytes + DEVICE.memory(1.0).device_nbytes) // 2
+    found = answer(DEVICE, Limits(device=limit), None, None)
+    assert found.is_chosen
+    assert found.fraction == found.fractions.fits
+    assert found.memory.device_nbytes <= limit
+    plenty = answer(DEVICE, Limits(device=1 << 40), None, None)
+    assert (plenty.is_chosen, plenty.fraction) == (False, None)
+
+
+def test_a_host_that_is_the_device_holds_both():
+    both = RUN.memory(None).device_nbytes * 2
+    assert answer(RUN, Limits(host=both), None, None).fraction is None
+    with pytest.raises(ConfigError, match="Expected host memory for compute weights"):
+        answer(RUN, Limits(host=both // 2), None, None)
+
+
+# What is refused.
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder, capsys):
+    text = refused(capsys, "--hf-model", folder, "--bf16", "--gpu-memory", "1MB")
+    assert text.startswith("Expected device memory for compute weights ")
+    assert " + activations " in text
+    assert "at the offload fraction 1, got 1.00 MB. No offload fraction fits" in text
+
+    offloaded = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0"]
+    least = planned(capsys, "--hf-model", folder, "--bf16", "--optimizer-cpu-offload")
+    limit = f"{least['device_bytes'] + 10000}B"
+    text = refused(capsys, "--hf-model", folder, "--bf16", *offloaded, "--gpu-memory", limit)
+    assert text.endswith("The smallest fraction that fits is 1.")
+    limits = ["--gpu-memory", limit, "--host-memory", "1MB"]
+    text = refused(capsys, "--hf-model", folder, "--bf16", *limits)
+    assert text.startswith("Expected host memory for main weights ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "Expected --hf-model DIR or --config FILE, got neither."),
+        (
+            ["--hf-model", "X", "--config", "Y"],
+            "Expected --hf-model DIR or --config FILE, got --hf-model and --config.",
+        ),
+        (["--gpus", "0"], "--gpus: expected a whole number from 1, got '0'."),
+        (
+            ["--hf-model", "nowhere/there"],
+            "Expected a local folder with config.json, got 'nowhere/there', where there is none. "
+            "Models of the Hub are downloaded first: `hf download nowhere/there --local-dir "
+            "models/there`.",
+        ),
+        (
+            ["--hf-model", "X", "--gpu-memory", "80"],
+            "--gpu-memory: expected a size such as 80GB or 512GiB, got '80'.",
+        ),
+        (
+            ["--hf-model", "X", "--link", "50GB"],
+            "--link: expected bytes a second such as 50GB/s, got '50GB'.",
+        ),
+        (
+            ["--hf-model", "X", "--measure-disk", "."],
+            "--measure-disk: expected --measure and a folder that exists, got '.'.",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused_in_one_line(capsys, argv, expected):
+    assert refused(capsys, *argv) == expected
+
+
+def test_what_the_run_would_refuse_is_refused_as_the_run_does(folder, capsys):
+    text = refused(capsys, "--hf-model", folder, "--gpus", "3", "--global-batch-size", "4")
+    assert text == (
+        "--global-batch-size: expected a multiple of 3, micro-batch-size 1 x 3 rank(s), got 4."
+    )
+    assert "--no-such-flag: expected a known flag" in refused(
+        capsys, "--hf-model", folder, "--no-such-flag"
+    )
+    text = refused(capsys, "--hf-model", folder, "--tokens-per-step", "5000")
+    assert text == ("--tokens-per-step: expected a multiple of the sequence length 4096, got 5000.")
+    assert "--host-bandwidth beside it" in refused(capsys, "--hf-model", folder, *RATES[:4])
+
+
+def test_an_architecture_that_nothing_here_computes_is_refused_as_the_run_does(tmp_path, capsys):
+    config = {**LLAMA, "architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "no_such" in refused(capsys, "--hf-model", str(tmp_path)).lower()
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_size, "80GB", 80 * 10**9),
+        (parse_size, "512GiB", 512 * 2**30),
+        (parse_size, "1.5 TB", 1.5e12),
+        (parse_rate, "50GB/s", 50e9),
+        (parse_rate, "1GiB/s", 2**30),
+        (parse_flops, "400TFLOP/s", 400e12),
+        (parse_flops, "1.5PFLOPS", 1.5e15),
+    ],
+)
+def test_quantities_are_read_as_they_are_written(parse, text, value):
+    assert parse(text, "--flag") == value
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_rate, parse_flops])
+@pytest.mark.parametrize(
+    "text",
+    ["", "80", "GB", "-80GB", "0GB", "80gb", "80GB/h", "nanGB", "1e3GB", "\uff180GB", "80 GB "],
+)
+def test_other_quantities_are_refused(parse, text):
+    with pytest.raises(ConfigError, match=r"^--flag: expected "):
+        parse(text, "--flag")
+
+
+@pytest.mark.wide
+def test_the_script_measures_this_machine(tmp_path):
+    command = [sys.executable, "tools/plan.py", "--config", str(tmp_path / "run.yaml"), "--json"]
+    lines = []
+    words = " ".join(FLAGS).split("--")[1:]
+    for word in words:
+        name, _, value = word.strip().partition(" ")
+        lines.append(f"{name}: {value or 'true'}")
+    (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
+    measure = ["--gpus", "2", "--measure", "--measure-disk", str(tmp_path), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, *measure], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    found = json.loads(done.stdout)
+    parts = found["step"]["parts"]
+    assert parts["compute"] > 0
+    assert parts["interconnect"] > 0, "two ranks on one machine"
+    assert found["checkpoint"]["seconds"] > 0
+    assert found["largest_fraction_that_is_hidden"] == 0, "nothing hides on the host's own cores"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

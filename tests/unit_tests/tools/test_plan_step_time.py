@@ -1,0 +1,149 @@
+"""The time of a step, from what it computes and moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.layer_specs import model_spec
+from megatron_hybrid.plan.step_time import Machine, Overlap, Work, step_time
+from tools.gpu_check.prediction import THREE_BILLION
+from tools.gpu_check.speed import _model_config
+
+MACHINE = Machine(flops=100.0, device_bytes=1000.0, link_bytes=10.0, host_bytes=50.0)
+WORK = Work(forward_flops=100.0, backward_flops=200.0, num_microbatches=4)
+
+
+def test_what_is_computed_alone_takes_the_time_of_its_operations():
+    time = step_time(WORK, MACHINE)
+    assert (time.seconds, time.compute, time.bound) == (12.0, 12.0, "compute")
+    assert time.hides_offloading
+
+
+def test_the_hosts_pass_hides_behind_the_first_forward_alone():
+    # A forward takes a second, and there are four of them.
+    assert step_time(replace(WORK, host_pass=50.0), MACHINE).exposed_host == 0.0
+    assert step_time(replace(WORK, host_pass=150.0), MACHINE).exposed_host == 2.0
+    more = replace(WORK, host_pass=150.0, num_microbatches=8)
+    assert step_time(more, MACHINE).exposed_host == 2.0, "more microbatches hide no more"
+
+
+def test_gradients_hide_behind_the_last_backward_alone():
+    assert step_time(replace(WORK, down=20.0), MACHINE).exposed_link == 0.0
+    assert step_time(replace(WORK, down=50.0), MACHINE).exposed_link == 3.0
+    assert step_time(replace(WORK, down=500.0), MACHINE).bound == "link"
+
+
+def test_weights_that_go_up_longer_than_the_pass_are_the_links():
+    time = step_time(replace(WORK, host_pass=50.0, up=200.0), MACHINE)
+    assert time.exposed_host == 19.0
+    assert (time.parts["host pass"], time.parts["link"]) == (0.0, 19.0)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "exposed"),
+    [(Overlap.FORWARD, (2.0, 0.0)), (Overlap.TRANSFERS, (3.0, 0.0)), (Overlap.NONE, (3.0, 2.0))],
+)
+def test_each_flag_of_overlap_hides_more(overlap, exposed):
+    work = replace(WORK, host_pass=150.0, down=10.0, up=10.0, overlap=overlap)
+    time = step_time(work, MACHINE)
+    assert (time.exposed_host, time.exposed_link) == exposed
+
+
+def test_collectives_are_counted_if_the_interconnect_is_known():
+    work = replace(WORK, gathered_forward=30.0, gathered_backward=30.0, reduced=30.0)
+    assert step_time(work, MACHINE).collectives == 0.0
+    known = replace(MACHINE, interconnect_bytes=10.0)
+    time = step_time(work, known)
+    # Three seconds beside a forward of one, six beside a backward of two, four times.
+    assert (time.collectives, time.exposed_collectives) == (36.0, 24.0)
+    once = step_time(replace(WORK, gathered_once=30.0, reduced_once=50.0), known)
+    assert once.exposed_collectives == 2.0 + 3.0
+    tokens = step_time(replace(WORK, exchanged=5.0), known)
+    assert tokens.exposed_collectives == 2.0, "nothing hides the way of tokens"
+
+
+def test_many_small_collectives_take_their_time():
+    known = replace(MACHINE, interconnect_bytes=10.0, collective_seconds=0.5)
+    work = replace(WORK, collectives_forward=4, collectives_backward=6, exchanges=1)
+    # Two seconds beside a forward of one, three beside a backward of two, and a half, four times.
+    assert step_time(work, known).exposed_collectives == 4 * (1.0 + 1.0 + 0.5)
+
+
+def test_a_host_that_is_the_device_hides_nothing():
+    work = replace(WORK, host_pass=50.0, down=10.0, up=10.0, reduced=10.0, device_pass=1000.0)
+    shared = replace(MACHINE, device_is_host=True, interconnect_bytes=10.0)
+    assert step_time(work, shared).seconds == 12.0 + 1.0 + 2.0 + 4.0 + 1.0
+
+
+def test_measured_seconds_take_the_place_of_operations():
+    time = step_time(replace(WORK, host_pass=150.0), MACHINE, compute=24.0)
+    assert (time.compute, time.exposed_host) == (24.0, 1.0)
+
+
+AMOUNTS = st.floats(0.0, 1e6)
+WORKS = st.builds(
+    Work,
+    forward_flops=st.floats(1.0, 1e6),
+    backward_flops=st.floats(1.0, 1e6),
+    num_microbatches=st.integers(1, 9),
+    host_pass=AMOUNTS,
+    device_pass=AMOUNTS,
+    down=AMOUNTS,
+    up=AMOUNTS,
+    gathered_forward=AMOUNTS,
+    gathered_backward=AMOUNTS,
+    reduced=AMOUNTS,
+    gathered_once=AMOUNTS,
+    reduced_once=AMOUNTS,
+    exchanged=AMOUNTS,
+    overlap=st.sampled_from(Overlap),
+)
+RATES = st.floats(1.0, 1e6)
+MACHINES = st.builds(
+    Machine,
+    RATES,
+    RATES,
+    RATES,
+    RATES,
+    st.one_of(st.none(), RATES),
+    st.floats(0.0, 1.0),
+    st.booleans(),
+)
+GROWING = ("host_pass", "device_pass", "down", "up", "reduced", "gathered_once", "exchanged")
+
+
+@given(WORKS, MACHINES, st.sampled_from(GROWING), AMOUNTS)
+def test_more_work_is_never_faster(work, machine, name, more):
+    before = step_time(work, machine)
+    after = step_time(replace(work, **{name: getattr(work, name) + more}), machine)
+    assert after.seconds >= before.seconds * (1 - 1e-12)
+    assert before.seconds >= before.compute
+    assert before.bound in before.parts
+
+
+@given(WORKS, MACHINES)
+def test_a_faster_machine_is_never_slower(work, machine):
+    for name in ("flops", "host_bytes", "link_bytes", "device_bytes"):
+        faster = replace(machine, **{name: 2 * getattr(machine, name)})
+        # With less computation less is hidden, but never more than is saved: what runs beside the
+        # same forward or backward is waited for once.
+        assert step_time(work, faster).seconds <= step_time(work, machine).seconds * (1 + 1e-12)
+
+
+def test_the_gpu_checks_model_has_the_elements_and_operations_that_its_shape_says():
+    config, shape = _model_config(THREE_BILLION), THREE_BILLION
+    flops = num_floating_point_operations(
+        model_spec(config), shape.vocabulary, shape.sequence, shape.micro_batch
+    )
+    assert shape.flops == flops * shape.num_microbatches
+
+    with torch.device("meta"):
+        model = GPTModel(config, shape.vocabulary)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.numel
