@@ -11,8 +11,9 @@
 
 Those who queue work say what it is (`timed`, `note`), the thread that computes says which phase
 begins and what it waits for (`phase`, `waiting`, `awaited`). All of it becomes spans, which read
-clocks and wait for nothing; `lane_timings.py` adds up those of work, too. On an accelerator a span lies
-between two events of a stream, and becomes a time of the host's clock only when it is asked for.
+clocks and wait for nothing; `lane_timings.py` adds up those of work, too. On an accelerator a span
+lies between two events of a stream, and becomes a time of the host's clock only when it is asked
+for.
 
 What begins while the timeline is open is recorded, also if it was queued before. Without a
 timeline, everybody has `NO_TIMELINE`, which hands back what it is given.
@@ -157,9 +158,7 @@ class Timeline:
 
         # By both clocks at once. The wall clock may be set while the program runs.
         shift = time.time() - self._clock() - zero
-        known = [
-            one._replace(begin=one.begin + shift, end=one.end + shift) for one in self._dated
-        ]
+        known = [one._replace(begin=one.begin + shift, end=one.end + shift) for one in self._dated]
         return sorted(known, key=lambda one: (one.begin, -one.end))
 
     def synchronize(self) -> None:
