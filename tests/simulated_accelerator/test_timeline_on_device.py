@@ -23,7 +23,7 @@ from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.sim
 
-CLOSE = 0.05  # seconds, between two clocks and two threads of a busy machine
+CLOSE = 0.2  # seconds, between two clocks and two threads of a busy machine
 
 
 @on_ranks(1, device="sim")
@@ -49,7 +49,7 @@ def test_spans_of_streams_are_dated_on_the_hosts_clock_however_late_the_device_i
             event.wait()
         timeline.end_iteration()
         assert timeline.slices(0.0) is None, "which has not waited"
-        time.sleep(0.2)
+        time.sleep(0.5)  # more than the clocks may differ by
         let_go = time.perf_counter()
     torch.accelerator.synchronize()
     done = time.perf_counter()
@@ -59,9 +59,9 @@ def test_spans_of_streams_are_dated_on_the_hosts_clock_however_late_the_device_i
     late, wait = slices["late"], slices["wait for gather"]
     # Of the lane: from where its stream was let go. Of the computation: from where it was asked.
     assert let_go - CLOSE <= late.begin <= late.end <= done + CLOSE
-    assert asked - CLOSE <= wait.begin <= asked + CLOSE + 0.1
+    assert asked - CLOSE <= wait.begin <= asked + CLOSE
     assert late.end <= wait.end + CLOSE
-    assert slices["forward"].end - slices["forward"].begin > 0.15
+    assert slices["forward"].end - slices["forward"].begin > 0.5 - CLOSE
 
 
 @on_ranks(1, device="sim")
