@@ -3,10 +3,11 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.lane_profile
 
-One engine with every lane there is: ZeRO-3, bf16 compute, the optimizer in host memory with all
-overlaps. Its steps are recorded and not recorded in turn, in an order drawn anew each round, two
-microbatches each; a step ends when the host's update has. The second group is a single piece of
-work that does nothing, on this thread alone: what is added to each.
+Two engines with every lane there is: ZeRO-3, bf16 compute, the optimizer in host memory with all
+overlaps. One is that of a run with the flag, and a step of it is recorded, or comes before or after
+those that are; the other is that of a run without the flag. Their steps take turns, in an order
+drawn anew each round, two microbatches each; a step ends when the host's update has. The second
+group is a single piece of work that does nothing, on this thread alone: what is added to each.
 """
 
 from __future__ import annotations
@@ -36,26 +37,29 @@ from megatron.training.step import Batch
 
 BENCHMARK = Benchmark(
     name="lane_profile",
-    question="A training step while its timeline is recorded, against one that is not",
+    question="A training step that is recorded, against one of a run without --profile-lanes",
     ranks=2,
     full=("--layers=8", "--hidden=256", "--micro-batch=1", "--sequence=128", "--rounds=60"),
     quick=("--layers=4", "--hidden=128", "--micro-batch=1", "--sequence=64", "--rounds=10"),
 )
 
-RECORDING, OFF = "recording", "off"
-MOST = 1.01  # of a step without recording
+# Of a run with the flag, while it records and while it does not; of a run without it.
+RECORDING, WAITING, OFF = "recording", "with the flag, not recording", "off"
+MOST = 1.01  # times a step of a run without the flag
 _NUM_MICROBATCHES, _WARM_UP, _NUM_CALLS = 2, 3, 2000
 
 
-def build(arguments: argparse.Namespace, device: Device, ranks: int) -> MegatronEngine:
-    """The engine, on all ranks of this machine."""
+def build(
+    arguments: argparse.Namespace, device: Device, ranks: int, *, has_flag: bool
+) -> MegatronEngine:
+    """An engine as a run with or without the flag has it, on all ranks of this machine."""
     config = EngineConfig(
         OFFLOADED,
         LRScheduleConfig(lr=1e-4, lr_decay_style="constant"),
         DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
         train_iters=10**6,
         compute_dtype="bf16",
-        records_timings=True,
+        records_timings=has_flag,
     )
     engine = MegatronEngine(config, device, build_mesh(device.kind, ranks), num_local_ranks=ranks)
     engine.initialize(model_on_meta(arguments))
@@ -63,22 +67,23 @@ def build(arguments: argparse.Namespace, device: Device, ranks: int) -> Megatron
 
 
 class Steps:
-    """Steps of one engine, recorded or not."""
+    """Steps of one engine, which are recorded if it is one of a run with the flag."""
 
     def __init__(self, engine: MegatronEngine, batches: list[Batch]) -> None:
         self._engine = engine
         self._batches = batches
         self.timeline = Timeline(engine.device)
+        if engine.config.records_timings:
+            engine.record_to(self.timeline)
         self.num_slices = 0  # of the last step that was recorded
 
     def recorded(self) -> float:
         """Milliseconds of a step."""
-        self._engine.record_to(self.timeline)
         self.timeline.forget()
 
         def step() -> None:
             self.timeline.begin_iteration(1)
-            self._step(self.timeline)
+            self._step()
             self.timeline.end_iteration()
 
         milliseconds = _timed(step)
@@ -86,12 +91,11 @@ class Steps:
         return milliseconds
 
     def plain(self) -> float:
-        """The same."""
-        self._engine.record_to(NO_TIMELINE)
-        return _timed(partial(self._step, NO_TIMELINE))
+        """The same, of a step that is not recorded."""
+        return _timed(self._step)
 
-    def _step(self, timeline: AnyTimeline) -> None:
-        self._engine.train_batch(self._batches, forward_step, mark=timeline.phase)
+    def _step(self) -> None:
+        self._engine.train_batch(self._batches, forward_step, mark=self.timeline.phase)
         self._engine.state.optimizer.synchronize()
 
 
@@ -137,17 +141,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     with launched() as (launch, device):
-        engine = build(arguments, device, launch.world_size)
         tokens, labels = batch_of(arguments, launch.rank, device)
-        steps = Steps(engine, [{"tokens": tokens, "labels": labels}] * _NUM_MICROBATCHES)
-        sides = {RECORDING: steps.recorded, OFF: steps.plain}
+        batches = [{"tokens": tokens, "labels": labels}] * _NUM_MICROBATCHES
+        steps, off = (
+            Steps(build(arguments, device, launch.world_size, has_flag=has_flag), batches)
+            for has_flag in (True, False)
+        )
+        sides = {RECORDING: steps.recorded, WAITING: steps.plain, OFF: off.plain}
         times = report.interleaved(sides, arguments.rounds, warm_up=_WARM_UP, seed=SEED)
         own = pieces(device, arguments.rounds)
     if launch.rank == 0:
         medians = report.medians(times)
         result = Result(
             (*measured(times, "ms", "a step"), *measured(own, "us", "a piece of work")),
-            (Ratio(f"{RECORDING} / {OFF}", medians[RECORDING] / medians[OFF], at_most=MOST),),
+            (
+                Ratio(f"{RECORDING} / {OFF}", medians[RECORDING] / medians[OFF], at_most=MOST),
+                Ratio(f"{WAITING} / {OFF}", medians[WAITING] / medians[OFF]),
+            ),
             settings=report.settings_of(arguments),
             facts={"device": device.description, "slices_a_step": steps.num_slices},
         )

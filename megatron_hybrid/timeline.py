@@ -52,23 +52,42 @@ def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        _run(arguments)
+        if arguments.merge is not None:
+            _merge(arguments)
+        else:
+            _show(arguments)
     except (TimelineError, OSError) as error:
         print(f"{program}: {printable(str(error), _MOST_CHARACTERS)}", file=sys.stderr)
         return EXIT_NO_TIMELINE
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _merge(arguments: argparse.Namespace) -> None:
+    beside = {name: getattr(arguments, name) for name in ("output", "rank", "iteration")}
+    given = [f"--{name}" for name, value in beside.items() if value is not None]
+    given += ["--json"] if arguments.json else []
+    if given:
+        raise TimelineError(
+            f"--merge: expected no other option, since all ranks and iterations are merged, got "
+            f"{' and '.join(given)}."
+        )
+
+    traces = [read_trace(file) for file in find_files([Path(path) for path in arguments.paths])]
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) < len(ranks):
+        raise TimelineError(
+            f"--merge: expected each rank once, got the ranks {', '.join(map(str, ranks))}."
+        )
+    with published(arguments.merge, Sync.NOTHING) as stream:
+        stream.write(merged(traces))
+    shown = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    print(f"{shown} in {arguments.merge}, for https://ui.perfetto.dev")
+
+
+def _show(arguments: argparse.Namespace) -> None:
     # First, so that nothing is half done where the library is missing.
     draw = None if arguments.output is None else _drawing(arguments.output)
     files = find_files([Path(path) for path in arguments.paths])
-    if arguments.merge is not None:
-        with published(arguments.merge, Sync.NOTHING) as stream:
-            stream.write(merged([read_trace(file) for file in files]))
-        print(f"{len(files)} ranks in {arguments.merge}, for https://ui.perfetto.dev")
-        return
-
     trace = _choose_rank(files, arguments.rank)
     iteration = _choose_iteration(trace, arguments.iteration)
     shares = shares_of(trace, iteration)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -175,12 +177,14 @@ class _Picture:
             axes.axvspan(begin, end, color=_WAITING, alpha=0.10, linewidth=0, zorder=0)
 
     def _draw_computation(self, axes: Axes) -> None:
+        bars = defaultdict[str, list[Interval]](list)  # by colour
         for one in self._slices:
             if one.kind == PHASE:
-                colour = _PHASES.get(one.name, _OTHER_PHASE)
-                self._bar(axes, 0, [self._on_axis(one)], colour)
-                pieces = without([(one.begin, one.end)], self._waits)
+                bars[_PHASES.get(one.name, _OTHER_PHASE)].append((one.begin, one.end))
+                pieces = without([(one.begin, one.end)], _near(one, self._waits))
                 self._label(axes, 0, pieces, one.name, _Style(weight="bold"))
+        for colour, phases in bars.items():
+            self._bar(axes, 0, self._moved(phases), colour)
 
         self._bar(axes, 0, self._moved(self._waits), _WAITING, zorder=3)
         share = self._shares.computing / self._shares.seconds if self._shares.seconds else 0.0
@@ -189,9 +193,10 @@ class _Picture:
 
     def _draw_lane(self, axes: Axes, number: int, lane: LaneShare) -> None:
         own = [one for one in self._slices if one.row == lane.lane and one.kind == WORK]
-        colour, exposed = _LANES[lane.lane], list[Interval]()
+        # A row's bars are drawn together: one by one, thousands would take a minute.
+        colour, drawn, exposed = _LANES[lane.lane], list[Interval](), list[Interval]()
         for one in own:
-            pieces = without([(one.begin, one.end)], self._computing)
+            pieces = without([(one.begin, one.end)], _near(one, self._computing))
             hidden = without([(one.begin, one.end)], filter(self._is_seen, pieces))
             is_exposed = length(pieces) > (one.end - one.begin) / 2
             if self._is_sliver(one):
@@ -200,8 +205,9 @@ class _Picture:
                 hidden = [] if is_exposed else [(one.begin, one.end)]
             else:
                 exposed += filter(self._is_seen, pieces)
-            self._bar(axes, number, self._moved(hidden), colour)
+            drawn += hidden
             self._label(axes, number, hidden, _short(one.name), _Style())
+        self._bar(axes, number, self._moved(drawn), colour)
         self._bar(axes, number, self._moved(exposed), colour, is_exposed=True)
 
         exposed_ms = 1e3 * (lane.busy - lane.hidden)
@@ -323,9 +329,6 @@ class _Picture:
     def _is_sliver(self, one: Slice) -> bool:
         return 1e3 * (one.end - one.begin) * self._inches_per_ms < _SLIVER_INCHES
 
-    def _on_axis(self, one: Slice) -> Interval:
-        return self._moved([(one.begin, one.end)])[0]
-
     def _moved(self, intervals: Sequence[Interval]) -> list[Interval]:
         first = self._whole.begin
         return [(1e3 * (begin - first), 1e3 * (end - first)) for begin, end in intervals]
@@ -340,6 +343,13 @@ class _Style(NamedTuple):
     def width(self) -> float:
         """Of a character, compared with one of normal weight."""
         return 1.15 if self.weight == "bold" else 1.0
+
+
+def _near(one: Slice, intervals: Sequence[Interval]) -> Sequence[Interval]:
+    """Those that may overlap a slice, of intervals that are apart and in order."""
+    first = bisect_right(intervals, one.begin, key=lambda interval: interval[1])
+    stop = bisect_left(intervals, one.end, key=lambda interval: interval[0])
+    return intervals[first:stop]
 
 
 def _short(name: str) -> str:

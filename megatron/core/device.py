@@ -228,6 +228,13 @@ class Device:
         """
         return StreamSpan(self._driver, self.index) if self.is_accelerator else ClockSpan(clock)
 
+    def spans(self, clock: Callable[[], float] = time.perf_counter) -> Callable[[], Span]:
+        """A function that makes spans of the stream that is current now, on any thread."""
+        if self.is_accelerator:
+            stream = self._driver.current_stream(self.index)
+            return lambda: StreamSpan(self._driver, self.index, stream)
+        return lambda: ClockSpan(clock)
+
     def origins(self, clock: Callable[[], float] = time.perf_counter) -> Callable[[], Origin]:
         """A function that says what time it is, by `clock` and by the device's own."""
         if self.is_accelerator:

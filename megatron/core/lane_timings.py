@@ -2,8 +2,8 @@
 optimizer, and of offloaded activations, which have no `host`.
 
 An optimizer's step begins with its gradients' way down and ends with its weights on the device,
-which may be in the middle of the next forward. Recording reads clocks and waits for nothing. The
-spans that are added up here are also those of a `Timeline`, if the recorder has one.
+which may be in the middle of the next forward. Recording reads clocks and waits for nothing. A
+`Timeline`, if the recorder has one, is shown the spans of work that are added up here.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ class _Rows:
     timeline: AnyTimeline = NO_TIMELINE
     prefix: str = ""  # of the rows' names
 
-    def note(self, lane: str, name: str, span: Span, nbytes: int, *, is_wait: bool) -> None:
-        """Work of a lane begins; a wait, if the thread that computes does it itself."""
+    def note(self, lane: str, name: str, span: Span, nbytes: int) -> None:
+        """Work of a lane begins."""
         self.timeline.note(self.prefix + lane, name, span, nbytes)
-        if is_wait:
-            self.timeline.note_wait(self.prefix + lane, span, name)
 
-    def note_wait(self, lane: str, span: Span) -> None:
-        """The computation begins to wait for a lane."""
-        self.timeline.note_wait(self.prefix + lane, span)
+    def waiting(self, lane: str, name: str = "") -> AbstractContextManager[None]:
+        """Around a wait of the computation for a lane.
+
+        In a span of the timeline's own: the thread that waits for the host need not be the stream
+        that computes, which may still have work.
+        """
+        return self.timeline.waiting(self.prefix + lane, name)
 
 
 class StepTimings:
@@ -88,12 +90,14 @@ class StepTimings:
         span = self._span(lane)
         self._spans.append((lane, span))
         self._host_bytes += nbytes if lane == HOST else 0
-        rows, is_wait = self._rows, not self._has_lanes
+        rows, has_lanes = self._rows, self._has_lanes
 
         def work_in_span() -> object:
-            rows.note(lane, name, span, nbytes, is_wait=is_wait)
-            with span:
-                return work()
+            # Without lanes, the thread that computes does the work itself.
+            with nullcontext() if has_lanes else rows.waiting(lane, name):
+                rows.note(lane, name, span, nbytes)
+                with span:
+                    return work()
 
         return work_in_span
 
@@ -102,8 +106,7 @@ class StepTimings:
         """Around a wait for what a lane does: this thread's or, on a GPU, its current stream's."""
         span = self._span(lane)
         self._waits.append((lane, span))
-        self._rows.note_wait(lane, span)
-        with span:
+        with self._rows.waiting(lane), span:
             yield
 
     def wait(self, updated: RelayedEvent) -> None:

@@ -63,19 +63,24 @@ class ClockSpan:
 
 
 class StreamSpan:
-    """The time of what is issued to an accelerator's current stream, between two of its events."""
+    """The time of what is issued to an accelerator's stream, between two of its events."""
 
-    def __init__(self, driver: Driver, index: int) -> None:
+    def __init__(self, driver: Driver, index: int, stream: Any = None) -> None:
+        """
+        Args:
+            stream: default: the one that is current where the span begins, and where it ends.
+        """
         self._driver = driver
         self._index = index
+        self._stream = stream
         self._events = [driver.new_event(index, is_timed=True) for _ in range(2)]
         self._is_closed = False
 
     def __enter__(self) -> None:
-        self._events[0].record(self._driver.current_stream(self._index))
+        self._record(0)
 
     def __exit__(self, *error: object) -> None:
-        self._events[1].record(self._driver.current_stream(self._index))
+        self._record(1)
         self._is_closed = True
 
     @property
@@ -90,6 +95,11 @@ class StreamSpan:
         # Milliseconds, negative for what came before the origin.
         since = [float(origin.event.elapsed_time(event)) / 1000.0 for event in self._events]
         return Interval(origin.seconds + since[0], origin.seconds + since[1])
+
+    def _record(self, number: int) -> None:
+        own = self._stream
+        stream = self._driver.current_stream(self._index) if own is None else own
+        self._events[number].record(stream)
 
     @property
     def _is_over(self) -> bool:

@@ -11,8 +11,9 @@
 
 Those who queue work say what it is (`timed`, `note`), the thread that computes says which phase
 begins and what it waits for (`phase`, `waiting`, `awaited`). All of it becomes spans, which read
-clocks and wait for nothing; `lane_timings.py` adds up the same spans. On an accelerator a span lies
-between two events of a stream, and becomes a time of the host's clock only when it is asked for.
+clocks and wait for nothing; `lane_timings.py` adds up those of work, too. On an accelerator a span
+lies between two events of a stream, and becomes a time of the host's clock only when it is asked
+for.
 
 What begins while the timeline is open is recorded, also if it was queued before. Without a
 timeline, everybody has `NO_TIMELINE`, which hands back what it is given.
@@ -21,6 +22,7 @@ timeline, everybody has `NO_TIMELINE`, which hands back what it is given.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -57,12 +59,12 @@ class _Note(NamedTuple):
     span: Span
     origin: Origin
 
-    def dated(self, shift: float) -> Slice | None:
+    def dated(self) -> Slice | None:
+        """The slice, in seconds of the clock; None while it is not over."""
         interval = self.span.interval(self.origin)
         if interval is None:
             return None
-        begin, end = interval
-        return self.what._replace(begin=begin + shift, end=end + shift)
+        return self.what._replace(begin=interval.begin, end=interval.end)
 
 
 class Timeline:
@@ -73,9 +75,11 @@ class Timeline:
         self._clock = clock
         self._origins = device.origins(clock)
         self._origin = Origin(clock())  # of the iteration under way
+        self._computing_spans = device.spans(clock)
         self._iteration = 0
         self._is_open = False
-        self._notes: list[_Note] = []
+        self._notes: deque[_Note] = deque()
+        self._dated: list[Slice] = []  # of what is over, in seconds of the clock
         self._whole: Span | None = None  # the iteration under way
         self._phase: Span | None = None  # and its phase
 
@@ -83,9 +87,11 @@ class Timeline:
 
     def begin_iteration(self, number: int) -> None:
         """Opens the timeline. The iteration before, if one is open, ends here."""
-        self.end_iteration()
+        # Not closed in between: lanes may be about to begin work.
+        self._end_slices()
         # A new one each time: an accelerator says how far events are apart in few digits.
         self._origin = self._origins()
+        self._computing_spans = self._device.spans(self._clock)
         self._iteration = number
         self._is_open = True
         self._whole = self._begin(Slice(COMPUTE, ITERATION, f"iteration {number}", 0, 0, number))
@@ -93,10 +99,7 @@ class Timeline:
     def end_iteration(self) -> None:
         """Closes the timeline, if it is open. What has begun is still recorded to its end."""
         self._is_open = False
-        self._end_phase()
-        if self._whole is not None:
-            self._whole.__exit__()
-            self._whole = None
+        self._end_slices()
 
     def phase(self, name: str) -> None:
         """A phase of the computation begins, and the one before ends."""
@@ -123,18 +126,17 @@ class Timeline:
         if self._is_open:
             self._add(Slice(row, WORK, name, 0, 0, self._iteration, nbytes), span)
 
-    def note_wait(self, what: str, span: Span, about: str = "") -> None:
-        """Records a wait of the computation, whose span is about to begin."""
-        if self._is_open:
-            name = f"wait for {what}"
-            self._add(Slice(COMPUTE, WAIT, name, 0, 0, self._iteration, about=about), span)
-
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:
-        """Around a wait of the thread that computes or, on an accelerator, of its stream."""
+        """Around a wait of the computation: of its thread or, on an accelerator, of its stream.
+
+        There it may be another thread that waits, or this one for the host: the stream then idles
+        as long as it has nothing left to do.
+        """
         if not self._is_open:
             return _NOTHING
         span = self._span(COMPUTE)
-        self.note_wait(what, span, about)
+        name = f"wait for {what}"
+        self._add(Slice(COMPUTE, WAIT, name, 0, 0, self._iteration, about=about), span)
         return span
 
     def awaited(self, event: Event, what: str, about: str = "") -> Event:
@@ -150,12 +152,13 @@ class Timeline:
             zero: unix seconds, from which they count.
             is_final: leave out what is not over.
         """
+        self._date_notes()
+        if self._notes and not is_final:
+            return None
+
         # By both clocks at once. The wall clock may be set while the program runs.
         shift = time.time() - self._clock() - zero
-        dated = [note.dated(shift) for note in list(self._notes)]
-        known = [one for one in dated if one is not None]
-        if len(known) < len(dated) and not is_final:
-            return None
+        known = [one._replace(begin=one.begin + shift, end=one.end + shift) for one in self._dated]
         return sorted(known, key=lambda one: (one.begin, -one.end))
 
     def synchronize(self) -> None:
@@ -167,8 +170,12 @@ class Timeline:
     def forget(self) -> None:
         """Drops what has been recorded."""
         self._notes.clear()
+        self._dated.clear()
 
     def _span(self, row: str) -> Span:
+        if row == COMPUTE:
+            # Of one stream, whoever waits: what begins on it later lies later, or inside.
+            return self._computing_spans()
         return ClockSpan(self._clock) if row in _ON_THREADS else self._device.span(self._clock)
 
     def _begin(self, what: Slice) -> Span:
@@ -181,6 +188,23 @@ class Timeline:
         if self._phase is not None:
             self._phase.__exit__()
             self._phase = None
+
+    def _end_slices(self) -> None:
+        """The iteration under way ends, and its phase."""
+        self._end_phase()
+        if self._whole is not None:
+            self._whole.__exit__()
+            self._whole = None
+
+    def _date_notes(self) -> None:
+        # What is over is asked only once: a save may keep one slice open for many iterations.
+        for _ in range(len(self._notes)):
+            note = self._notes.popleft()
+            dated = note.dated()
+            if dated is None:
+                self._notes.append(note)
+            else:
+                self._dated.append(dated)
 
     def _add(self, what: Slice, span: Span) -> None:
         self._notes.append(_Note(what, span, self._origin))
@@ -224,9 +248,6 @@ class NoTimeline:
         return work
 
     def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
-        """Nobody asks."""
-
-    def note_wait(self, what: str, span: Span, about: str = "") -> None:
         """Nobody asks."""
 
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:  # noqa: ARG002

@@ -45,6 +45,7 @@ ITERATION, PHASE, WAIT, WORK = KINDS = ("iteration", "phase", "wait", "work")
 _OWN = "megatron_hybrid"  # the key of what else the file says
 _FORMAT = 1
 _NANOSECONDS = 1e9
+_MOST_SECONDS = 1e10  # of a time: dates of some other centuries, which calendars still have
 # An accelerator dates events to about a microsecond, so what touches may seem to overlap.
 _ROUNDING_NS = 4000
 
@@ -103,10 +104,13 @@ class Trace:
             if own["format"] != _FORMAT:
                 raise ValueError(f"format {own['format']!r} of timelines, not {_FORMAT}")
             slices = [_slice(event) for event in found["traceEvents"] if event["ph"] == "X"]
+            zero = float(own["zero_unix_seconds"])
+            if abs(zero) > _MOST_SECONDS:
+                raise ValueError(f"no timeline: it counts from {zero:g} unix seconds")
             return cls(
                 int(own["rank"]),
                 int(own["world_size"]),
-                float(own["zero_unix_seconds"]),
+                zero,
                 str(own["machine"]),
                 tuple(sorted(slices, key=lambda one: (one.begin, -one.end))),
             )
@@ -199,7 +203,8 @@ def _nested(slices: Iterable[Slice]) -> list[_Nested]:
 def _slice(event: Mapping[str, Any]) -> Slice:
     begin, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
     args, row = event["args"], int(event["tid"])
-    if event["cat"] not in KINDS or not 0 <= row < len(ROWS) or seconds < 0:
+    is_time = abs(begin) <= _MOST_SECONDS and 0 <= seconds <= _MOST_SECONDS
+    if event["cat"] not in KINDS or not 0 <= row < len(ROWS) or not is_time:
         raise ValueError(f"no slice of a timeline: {str(event)[:200]}")
     return Slice(
         ROWS[row],

@@ -136,7 +136,8 @@ class LaneProfile:
         self._is_written = True
         self.timeline.forget()
         try:
-            path.parent.mkdir(exist_ok=True)
+            # Other machines may have a root of their own, where rank 0 has made nothing.
+            path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, Sync.NOTHING) as stream:
                 stream.write(trace.to_json())
         except OSError as error:
@@ -151,8 +152,9 @@ class LaneProfile:
     def _warn(self, verb: str, made: range) -> None:
         done = f"makes {_shown(made)}" if made else "makes none"
         if self._rank == 0:
+            missing = " and ".join(map(_shown, _runs(self._missing)))
             text = "--profile-lanes: %s %s recorded, since this start of the run %s."
-            logger.warning(text, _shown(self._missing), verb, done)
+            logger.warning(text, missing, verb, done)
 
 
 class NoLaneProfile:
@@ -181,6 +183,17 @@ AnyLaneProfile: TypeAlias = LaneProfile | NoLaneProfile
 def _shown(numbers: range | list[int]) -> str:
     first, last = numbers[0], numbers[-1]
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Ascending numbers, apart where one is left out."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _machine(device: Device) -> str:

@@ -15,6 +15,7 @@ import pytest
 from megatron.core.device import Device
 from megatron.core.lane_timings import D2H, HOST, NoTimings, TimingRecorder
 from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
+from megatron.core.spans import ClockSpan, Interval, Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
 
@@ -115,6 +116,45 @@ def test_slices_are_there_once_all_of_it_is_over_and_asking_does_not_wait():
     lane.close()
 
 
+def test_what_is_over_is_asked_for_its_time_once_however_long_other_work_takes():
+    class Asked(ClockSpan):
+        times = 0
+
+        def interval(self, origin: Origin) -> Interval | None:
+            self.times += 1
+            return super().interval(origin)
+
+    timeline, over, late = Timeline(CPU), Asked(), Asked()
+    timeline.begin_iteration(1)
+    for name, span in (("over", over), ("late", late)):
+        timeline.note(GATHER, name, span)
+    with over:
+        pass
+    timeline.end_iteration()
+    assert [timeline.slices(0.0) for _ in range(3)] == [None] * 3
+    with late:
+        pass
+    assert {one.name for one in timeline.slices(0.0)} == {"iteration 1", "over", "late"}
+    assert (over.times, late.times) == (1, 4)
+
+
+def test_work_that_begins_between_two_recorded_iterations_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    timeline = Timeline(CPU)
+    work = timeline.timed(GATHER, "between", lambda: None)
+
+    def origin() -> Origin:
+        work()  # as a lane's thread may, at that very moment
+        return Origin(0.0)
+
+    timeline.begin_iteration(1)
+    monkeypatch.setattr(timeline, "_origins", origin)
+    timeline.begin_iteration(2)
+    timeline.end_iteration()
+    assert [one.name for one in timeline.slices(0.0) if one.kind == WORK] == ["between"]
+
+
 def test_work_that_fails_is_recorded_and_raises_what_it_raised():
     timeline = Timeline(CPU)
     timeline.begin_iteration(1)
@@ -193,7 +233,7 @@ def test_without_lanes_work_is_a_wait_of_the_computation():
     timeline.begin_iteration(1)
     recorder.begin().timed(HOST, clock.taking(1.0), 8, "layers.1")()
     timeline.end_iteration()
-    _, work, wait = recorded(timeline, clock)
+    _, wait, work = recorded(timeline, clock)
     assert (work.row, wait.name) == (HOST, "wait for host")
     assert (work.begin, work.end) == (wait.begin, wait.end)
 

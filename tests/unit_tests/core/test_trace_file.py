@@ -118,6 +118,9 @@ def test_merged_ranks_count_from_one_moment():
         (trace_of().to_json().replace(b'"tid": 4', b'"tid": 99'), "no slice"),
         (trace_of().to_json().replace(b'"dur": 3000000.0', b'"dur": -1.0'), "no slice"),
         (trace_of().to_json().replace(b'"dur": 3000000.0', b'"dur": NaN'), "NaN"),
+        (trace_of().to_json().replace(b'"dur": 3000000.0', b'"dur": 1e300'), "no slice"),
+        (trace_of().to_json().replace(b'"ts": 1000000.0', b'"ts": -1e300'), "no slice"),
+        (trace_of(zero=1e300).to_json(), "counts from 1e.300 unix seconds"),
     ],
 )
 def test_anything_else_is_refused(content: bytes, reason: str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,19 @@ def test_merged_ranks_are_one_trace(
     assert "2 ranks in" in shown(capsys, recording, "--merge", merged)
     events = json.loads(merged.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+    assert "1 rank in" in shown(capsys, recording / "trace_rank1.json", "--merge", merged)
+
+
+def test_only_whole_recordings_are_merged(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
+    message = refused(capsys, recording, other, "--merge", merged)
+    assert "--merge: expected each rank once, got the ranks 0, 1, 1." in message
+    message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
+    assert "--merge: expected no other option" in message
+    assert "got --rank and --json." in message
+    assert not merged.exists()
 
 
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.wide)])
@@ -162,6 +176,28 @@ def test_the_picture_shows_rows_shares_and_what_it_is_of(
 
     shown(capsys, recording, "--output", tmp_path / "again.svg", "--theme", theme)
     assert (tmp_path / "again.svg").read_bytes() == path.read_bytes()
+
+
+def test_a_row_of_thousands_is_drawn_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    axes = pytest.importorskip("matplotlib.axes")
+    from megatron_hybrid.timeline_picture import draw
+
+    def calls() -> int:
+        counted, bars = [], axes.Axes.broken_barh
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                axes.Axes, "broken_barh", lambda *given, **all: counted.append(bars(*given, **all))
+            )
+            draw(trace, 20, tmp_path / "step.svg")
+        return len(counted)
+
+    trace = trace_of(0, (20,))
+    few = calls()
+    pieces = [
+        Slice(GATHER, WORK, "layers.1", 0.05 + n / 1e5, 0.05 + (n + 1) / 1e5, 20) for n in range(99)
+    ]
+    trace = replace(trace, slices=(*trace.slices, *pieces))
+    assert calls() == few
 
 
 def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(

@@ -113,6 +113,15 @@ def test_each_rank_writes_what_it_did_in_these_iterations(tmp_path: Path):
     assert abs(trace.iterations[20].begin) < 60, "seconds since the recording began"
 
 
+def test_a_rank_whose_machine_has_a_disk_of_its_own_makes_the_folder_there(tmp_path: Path):
+    profile = profile_of(tmp_path / "timelines", "1:2", rank=1)
+    profile.prepare(0, 30)
+    (tmp_path / "timelines").rmdir()  # which rank 0 has made, on its machine
+    profile.begin(1)
+    profile.finish(1)
+    assert files(tmp_path) == ["timelines/iterations_1-1/trace_rank1.json"]
+
+
 def test_a_file_is_written_as_soon_as_all_of_it_is_over(tmp_path: Path):
     profile = profile_of(tmp_path, "1:2")
     profile.prepare(0, 30)
@@ -160,6 +169,7 @@ def test_a_run_that_dies_in_the_middle_leaves_nothing(tmp_path: Path):
         (1, 30, []),
         (1, 21, ["iteration 22 was not recorded, since this start of the run makes iterations"]),
         (22, 30, ["iterations 20 to 21 were not recorded"]),
+        (21, 21, ["iteration 20 and iteration 22 were not recorded"]),
         (24, 30, ["iterations 20 to 22 will not be recorded", "iterations 20 to 22 were not"]),
     ],
 )  # fmt: skip
