@@ -149,7 +149,7 @@ def _damaged(event: Event) -> str:
 
 def _skipped(event: Event) -> str:
     norm = number_in(event, "grad_norm")
-    return f"nothing was stepped; gradient norm {'not finite' if norm is None else norm}"
+    return f"no step was taken; gradient norm {'not finite' if norm is None else norm}"
 
 
 def _nan(event: Event) -> str:
