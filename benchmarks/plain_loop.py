@@ -45,7 +45,7 @@ BENCHMARK = Benchmark(
     name="plain_loop",
     question="A step of ours against transformers' Llama in a plain PyTorch loop, on 1 and 2 ranks",
     ranks=1,
-    full=("--rounds=7",),
+    full=("--rounds=5",),
     quick=("--layers=2", "--vocabulary=8000", "--dtypes=bfloat16", "--rounds=5"),
 )
 

@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
     question="The step time and the peak memory that the planner predicts against those of "
     "training",
     ranks=2,
-    full=("--rounds=5",),
+    full=("--rounds=3",),
     quick=("--hidden", "128", "192", "--layers=3", "--rounds=3"),
 )
 
