@@ -60,8 +60,8 @@ def plan_groups(
 
     def plan(unit: nn.Module, cut: CutShape) -> None:
         num_blocks = cut.placements.num_blocks(cut.mesh_shape)
-        owned = owned_parameters(unit, sharded.__contains__)
-        check_parameters(type(unit).__name__, owned)
+        owned = owned_parameters([unit], sharded.__contains__)
+        check_parameters([unit], owned)
         check_rows(owned, cut.placements, cut.mesh_shape)
         for own_policy, own in grouped(owned, lambda _: policy):
             parameters = [parameter.original for parameter in own]

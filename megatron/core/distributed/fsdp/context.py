@@ -114,7 +114,7 @@ class FsdpContext:
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
         self._roots: set[int] = set()  # by id
 
-        self._prefetched: weakref.ref[Any] | None = None
+        self._guessed: list[weakref.ref[Any]] = []  # gathered or kept, to be used next
         self._recomputed: weakref.ref[Any] | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._backward: weakref.ref[_Backward] | None = None
@@ -211,6 +211,17 @@ class FsdpContext:
 
         RuntimeError inside the `fully_shard_context`.
         """
+        self.require_complete()
+        # A backward that ended well has removed itself, so this one has failed.
+        if self._backward is not None:
+            self.abandon_backward()
+        self.num_passes += self.is_root(module)
+
+    def require_complete(self) -> None:
+        """Ends the construction of an open context.
+
+        RuntimeError inside the `fully_shard_context`.
+        """
         if self.is_open and not self.is_finalized:
             self.finalize()
         if not self.is_finalized:
@@ -218,15 +229,13 @@ class FsdpContext:
                 "Expected forward after the last fully_shard. Exit fully_shard_context first."
             )
 
-        # A backward that ended well has removed itself, so this one has failed.
-        if self._backward is not None:
-            self._abandon_backward()
-        self.num_passes += self.is_root(module)
-
     def unshard_for_forward(self, module: Any) -> None:
-        """Gathers the full weights of a module and begins to gather those of the next one."""
+        """Gathers the full weights of a module and begins to gather those of the next one, or of
+        the modules that it is told to prefetch.
+        """
         place = self._places[id(module)][0] + 1
-        self._unshard(module, self._forward_order[place : place + 1])
+        guess = self._forward_order[place : place + 1]
+        self._unshard(module, guess, module.forward_prefetch)
 
     def unshard_for_backward(self, module: Any) -> None:
         """As `unshard_for_forward`. Modules that expect no backward are not next: in a loss that
@@ -235,15 +244,22 @@ class FsdpContext:
         expecting = (
             reference
             for reference in self._backward_order[self._places[id(module)][1] + 1 :]
-            if (other := reference()) is not None and other.expects_backward
+            if (other := reference()) is not None
+            and other.expects_backward
+            and other.unshard_in_backward
         )
-        self._unshard(module, itertools.islice(expecting, 1))
+        guess = itertools.islice(expecting, 1)
+        self._unshard(module, guess, module.backward_prefetch, module.unshard_in_backward)
 
     def unshard_for_recomputation(self, module: Any) -> None:
         """Gathers the full weights of a module that runs again as part of a backward."""
         if self._recomputed is not None and self._recomputed() is not module:
             self.reshard_recomputed()
         self._unshard(module, [])
+
+    def keep_for_next(self, module: Any) -> None:
+        """Keeps the full weights of a module, which most likely runs again before any other."""
+        self._guessed.append(weakref.ref(module))
 
     def keep_recomputed(self, module: Any) -> None:
         """Keeps the full weights of a recomputed module, whose backward most likely comes next."""
@@ -258,28 +274,35 @@ class FsdpContext:
         if module is not None and module.is_resting:
             reshard(module)
 
-    def _unshard(self, module: Any, following: Iterable[weakref.ref[Any]]) -> None:
-        for group in module.parameter_groups:
-            group.unshard(self.gather_lane)
+    def _unshard(
+        self,
+        module: Any,
+        guess: Iterable[weakref.ref[Any]],
+        told: Sequence[weakref.ref[Any]] = (),
+        is_needed: bool = True,
+    ) -> None:
+        if is_needed:
+            for group in module.parameter_groups:
+                group.unshard(self.gather_lane)
 
-        # The prefetch was a guess. The memory of a wrong one is freed before more is taken.
-        wrong = None if self._prefetched is None else self._prefetched()
-        self._prefetched = None
-        if wrong is not None and wrong is not module and wrong.is_resting:
-            reshard(wrong)
+        # The memory of a wrong guess is freed before more is taken.
+        guessed, self._guessed = self._guessed, []
+        for wrong in _alive(guessed):
+            if wrong is not module and wrong.is_resting:
+                reshard(wrong)
 
-        for reference in following:
+        for reference in told or guess:
             other = reference()
-            if other is not None and not all(
-                group.is_unsharded for group in other.parameter_groups
-            ):
+            if other is not None and not other.is_unsharded:
                 for group in other.parameter_groups:
                     self._prefetch(group)
-                self._prefetched = reference
+                if not told:
+                    self._guessed.append(reference)
 
         # Last: the prefetch is queued by now, and runs while this thread waits and computes.
-        for group in module.parameter_groups:
-            group.wait_unsharded()
+        if is_needed:
+            for group in module.parameter_groups:
+                group.wait_unsharded()
 
     def _prefetch(self, group: FsdpParameterGroup) -> None:
         """Begins to gather the full weights of a group that is used after the module about to run.
@@ -304,7 +327,7 @@ class FsdpContext:
     def enter_backward(self) -> None:
         """A backward has reached a module. At its end, the context cleans up."""
         if self._backward is not None and self._backward() is None:
-            self._abandon_backward()  # an earlier one, which failed
+            self.abandon_backward()  # an earlier one, which failed
         if self._backward is None:
             backward = _Backward(self)
             self._backward = weakref.ref(backward)
@@ -319,12 +342,16 @@ class FsdpContext:
         ):
             self._finish_oldest()
 
-    def reduce(self, group: FsdpParameterGroup) -> None:
-        """Begins to reduce what a group has collected, which may be nothing."""
+    def reduce(self, group: FsdpParameterGroup, syncs: bool) -> None:
+        """Begins to reduce what a group has collected, which may be nothing.
+
+        Args:
+            syncs: over deferred axes too, if this is a last microbatch.
+        """
         assert group.gradients is not None, "called for groups that have gradients"
         if group.reduction_takes_memory:
             self.make_room(group)
-        event = group.reduce(self.reduce_lane, self.is_last_microbatch)
+        event = group.reduce(self.reduce_lane, self.is_last_microbatch and syncs)
         self._in_flight.append(_InFlight(group, event))
 
     def _finish_oldest(self) -> None:
@@ -341,7 +368,7 @@ class FsdpContext:
             self._finish_oldest()
         self._forget_backward()
 
-    def _abandon_backward(self) -> None:
+    def abandon_backward(self) -> None:
         """Drops the gradients of a backward that has raised: they are incomplete."""
         while self._in_flight:
             self._finish_oldest()
@@ -350,8 +377,8 @@ class FsdpContext:
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._recomputed = self._prefetched = None
-        self._backward = None
+        self._recomputed = self._backward = None
+        self._guessed = []
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """From now on, shows a timeline gathers, reductions, and waits for them."""
@@ -456,14 +483,18 @@ def _share_notes(groups: Sequence[FsdpParameterGroup]) -> None:
 
 
 def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:
-    """Names groups after their modules; with several roots, after the root's class and number."""
+    """Names groups and their parameters; with several roots, after the root's class and number."""
     for number, root in enumerate(roots):
-        # The class that was sharded stands behind the one made of it and FsdpModule.
-        prefix = "" if len(roots) == 1 else f"{type(root).__mro__[2].__name__}[{number}]"
-        for name, module in root.named_modules(prefix=prefix):
-            if id(module) in managed:
-                for group in module.parameter_groups:
-                    group.name = name
+        sharded = type(root).__mro__[root._orig_cls_mro_index]
+        prefix = "" if len(roots) == 1 else f"{sharded.__name__}[{number}]"
+        names = {id(module): name for name, module in root.named_modules(prefix=prefix)}
+        for module in root.modules():
+            for group in module.parameter_groups if id(module) in managed else ():
+                group.name = names[id(module)]
+                for index, parameter in enumerate(group.fsdp_parameters):
+                    owner, name = parameter.owners[0]
+                    path = names.get(id(owner()))
+                    group.names[index] = f"{path}.{name}" if path else name
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:

@@ -27,7 +27,6 @@ _INSTEAD = {
 
 
 def check_arguments(
-    module: object,
     reshard_after_forward: bool | None,
     grad_divisor: float,
     not_offered: Mapping[str, Any],
@@ -37,7 +36,7 @@ def check_arguments(
     Raises:
         NotImplementedError: for an argument of FSDP2, among them a number of ranks between which
             weights would stay cut.
-        TypeError: for an argument of neither, and for a list of modules.
+        TypeError: for an argument of neither.
         ValueError: for a divisor that is not positive.
     """
     for name, value in not_offered.items():
@@ -54,11 +53,6 @@ def check_arguments(
         raise NotImplementedError(
             "Expected reshard_after_forward to be True, False or None, got "
             f"{reshard_after_forward!r}: weights are freed or kept as a whole."
-        )
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"Expected a module, got {type(module).__name__}. Call fully_shard for each module of "
-            "a list, or for the one that contains them."
         )
     if not grad_divisor > 0:
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
@@ -146,26 +140,27 @@ class PrecisionPolicies:
             frozen_params_dtype=dtype,
         )
 
+    def inputs(self, values: Any) -> Any:
+        """Inputs of a module, cast as FSDP2 casts them; ours casts nothing."""
+        is_cast = self.theirs is not None and self.theirs.cast_forward_inputs
+        dtype = self.theirs.param_dtype if self.theirs is not None and is_cast else None
+        return values if dtype is None else cast_floats(values, dtype)
+
+    def outputs(self, output: Any) -> Any:
+        """Outputs of a module, cast as FSDP2 casts them."""
+        dtype = None if self.theirs is None else self.theirs.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
     def cast_inputs(self, module: nn.Module) -> None:
-        """Has the module's floating-point inputs cast as FSDP2 casts them; ours casts nothing."""
-        if self.theirs is None or not self.theirs.cast_forward_inputs:
-            return
-        dtype = self.theirs.param_dtype
-        if dtype is None:
-            return
-
-        def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
-
-        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+        """Has the inputs of the module's forward cast."""
+        if self.theirs is not None:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: (self.inputs(args), self.inputs(kwargs)),
+                with_kwargs=True,
+                prepend=True,
+            )
 
     def cast_outputs(self, module: nn.Module) -> None:
-        """Has the module's floating-point outputs cast as FSDP2 casts them."""
-        dtype = None if self.theirs is None else self.theirs.output_dtype
-        if dtype is None:
-            return
-
-        def cast(_: nn.Module, __: Any, output: Any) -> Any:
-            return cast_floats(output, dtype)
-
-        module.register_forward_hook(cast)
+        """Has the outputs of the module's forward cast."""
+        if self.theirs is not None:
+            module.register_forward_hook(lambda _, __, output: self.outputs(output))

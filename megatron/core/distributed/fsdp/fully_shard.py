@@ -26,10 +26,11 @@ on.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -123,8 +124,38 @@ def fully_shard_context(
     context.finalize()
 
 
+@overload
 def fully_shard(
     module: nn.Module,
+    mesh: DeviceMesh | None = ...,
+    placements: Placements | None = ...,
+    mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = ...,
+    grad_divisor: float = ...,
+    *,
+    reshard_after_forward: bool | None = ...,
+    offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = ...,
+    mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = ...,
+    **not_offered: Any,
+) -> FsdpModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module] | tuple[nn.Module, ...],
+    mesh: DeviceMesh | None = ...,
+    placements: Placements | None = ...,
+    mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = ...,
+    grad_divisor: float = ...,
+    *,
+    reshard_after_forward: bool | None = ...,
+    offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = ...,
+    mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = ...,
+    **not_offered: Any,
+) -> Sequence[nn.Module]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
@@ -134,13 +165,15 @@ def fully_shard(
     offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = None,
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     **not_offered: Any,
-) -> FsdpModule:
+) -> nn.Module | Sequence[nn.Module]:
     """Shards in place the parameters of `module` that no module in it has sharded: call it for
     inner modules first. See the module's docstring for what becomes of the parameters.
 
     Args:
         module: with floating-point parameters, on any device, of the same values on every rank;
-            those on meta are drawn by one submodule at a time, see `fully_shard_context`.
+            those on meta are drawn by one submodule at a time, see `fully_shard_context`, or have
+            to be filled before the first forward if their submodule cannot draw them. A list is
+            one unit, whose weights are gathered and whose gradients are reduced together.
         mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
         placements: what is cut, on which axis; default: `Placements.usual`.
         mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
@@ -152,17 +185,19 @@ def fully_shard(
         offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:
-        `module`, whose class is now a subclass of its class and of `FsdpModule`.
+        `module`, whose class is now a subclass of its class and of `FsdpModule`; a list as it is.
 
     Raises:
-        RuntimeError: meta parameters that nothing fills; an inner module has run; a rank outside.
+        RuntimeError: a `reset_parameters` that leaves out a parameter; an inner module has run; a
+            rank outside.
         ValueError: a module or parameter that is sharded already; placements that do not fit the
             mesh, or none for more than two axes; rows that kept axes do not divide; a divisor that
             is not positive; two policies.
-        TypeError: a parameter that is not a float, or is another library's DTensor.
+        TypeError: a parameter that is not a float, or is another library's DTensor; no module.
         NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
     """
-    check_arguments(module, reshard_after_forward, grad_divisor, not_offered)
+    modules = _outermost(module if isinstance(module, (list, tuple)) else [module])
+    check_arguments(reshard_after_forward, grad_divisor, not_offered)
     policies = PrecisionPolicies.of(mixed_precision_policy, mp_policy)
     offload = own_offload_policy(offload_policy)
 
@@ -170,19 +205,20 @@ def fully_shard(
     mesh = _world_mesh(construction) if mesh is None else mesh
     placements = Placements.usual(mesh.ndim) if placements is None else placements
     if construction is None:
-        construction = _Construction(_open_context(module, mesh), _reset_parameters)
+        construction = _Construction(_open_context(modules, mesh), _reset_parameters)
     mesh = data_parallel_mesh(mesh, placements)
 
     context = construction.context
-    owned, device = _checked_parameters(module, context), context.device
+    owned, device = _checked_parameters(modules, context), context.device
     check_rows(owned, placements, mesh.shape)
     first = context.next_number(mesh)
     groups = [
         FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
         for number, (policy, own) in enumerate(grouped(owned, policies.for_dtype), start=first)
     ]
-    _fill(groups, owned, device.torch_device, construction.reset_parameters)
-    return _attach(module, context, groups, reshard_after_forward, policies)
+    is_filled = _fill(groups, owned, device.torch_device, construction.reset_parameters)
+    _attach(modules, context, groups, reshard_after_forward, policies, is_filled)
+    return module
 
 
 @contextmanager
@@ -218,21 +254,38 @@ def _world_mesh(construction: _Construction | None) -> DeviceMesh:
     return build_mesh(kind, dist.get_world_size())
 
 
-def _open_context(module: nn.Module, mesh: DeviceMesh) -> FsdpContext:
-    """The open context of the modules sharded inside `module`, or a new one.
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that no other one of them contains, each once.
+
+    TypeError for something else than a module; ValueError for none.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"Expected a module or a list of modules, got a {type(module).__name__}."
+            )
+    if not modules:
+        raise ValueError("Expected a module or a list of modules, got an empty list.")
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if id(module) not in inner]
+
+
+def _open_context(modules: Sequence[nn.Module], mesh: DeviceMesh) -> FsdpContext:
+    """The open context of the modules sharded inside `modules`, or a new one.
 
     RuntimeError if one of them has run: its context takes no more modules.
     """
     contexts: list[FsdpContext] = []
-    for name, child in module.named_modules():
-        if isinstance(child, FsdpModule) and child is not module and child.context.is_open:
-            if child.context.is_finalized:
-                raise RuntimeError(
-                    "Expected every fully_shard before the first forward, got one of "
-                    f"{type(module).__name__} after {name} has run."
-                )
-            if all(child.context is not context for context in contexts):
-                contexts.append(child.context)
+    for module in modules:
+        for name, child in module.named_modules():
+            if isinstance(child, FsdpModule) and child is not module and child.context.is_open:
+                if child.context.is_finalized:
+                    raise RuntimeError(
+                        "Expected every fully_shard before the first forward, got one of "
+                        f"{type(module).__name__} after {name} has run."
+                    )
+                if all(child.context is not context for context in contexts):
+                    contexts.append(child.context)
 
     if not contexts:
         return FsdpContext(
@@ -250,17 +303,19 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FsdpModule)
 
 
-def _checked_parameters(module: nn.Module, context: FsdpContext) -> list[OwnedParameter]:
-    """The parameters that `module` will own, once nothing speaks against sharding them."""
-    _check_module(module, context)
-    owned = owned_parameters(module, _is_sharded)
-    check_parameters(type(module).__name__, owned)
-    _check_buffers(module)
+def _checked_parameters(modules: Sequence[nn.Module], context: FsdpContext) -> list[OwnedParameter]:
+    """The parameters that a unit of `modules` will own, once nothing speaks against sharding
+    them.
+    """
+    for module in modules:
+        _check_module(module, context)
+    owned = owned_parameters(modules, _is_sharded)
+    check_parameters(modules, owned)
     return owned
 
 
 def _check_module(module: nn.Module, context: FsdpContext) -> None:
-    if isinstance(module, FsdpModule):
+    if isinstance(module, fsdp2.FSDPModule):
         raise ValueError(
             f"Expected a module that is not sharded yet, got a {type(module).__name__}."
         )
@@ -280,20 +335,25 @@ def _fill(
     owned: Sequence[OwnedParameter],
     device: torch.device,
     reset_parameters: ResetParameters,
-) -> None:
-    """Gives the main weights their values, and frees the originals' memory."""
+) -> bool:
+    """Gives the main weights their values, and frees the originals' memory. Returns whether all
+    have values now; main weights of modules that cannot draw theirs are NaN.
+    """
     places = {
         (id(owner()), name): (group, index)
         for group in groups
         for index, parameter in enumerate(group.fsdp_parameters)
         for owner, name in parameter.owners
     }
-    drawn: set[int] = set()
+    is_filled, drawn = True, set[int]()
     for parameter in owned:
         module, name = parameter.owners[0]
         group, index = places[id(module), name]
         if not parameter.original.is_meta:
             group.main_weight.copy_from(index, parameter.original)
+        elif not callable(getattr(module, "reset_parameters", None)):
+            group.main_weight.get_local_tensor(index).fill_(float("nan"))
+            is_filled = False
         elif id(module) not in drawn:
             # All of a module's parameters at once, since `reset_parameters` draws them together. A
             # parameter that several modules have is drawn by the first.
@@ -317,52 +377,55 @@ def _fill(
         # memory.
         if not original.is_meta:
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)
-        setattr(original, REPLACED, True)
+        owner, name = parameter.owners[0]
+        group, index = places[id(owner), name]
+        setattr(original, REPLACED, (weakref.ref(group), index))
+    return is_filled
 
 
 def _attach(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     context: FsdpContext,
     groups: list[FsdpParameterGroup],
     reshard_after_forward: bool | None,
     policies: PrecisionPolicies,
-) -> FsdpModule:
-    """Makes `module` a sharded one of the context."""
+    is_filled: bool,
+) -> None:
+    """Makes `modules` a sharded unit of the context."""
     for group in groups:
         context.add_group(group)
-    for submodule in own_modules(module, _is_sharded):
-        _move_buffers(submodule, context.device.torch_device)
-        submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+    for module in modules:
+        for submodule in own_modules(module, _is_sharded):
+            _move_buffers(submodule, context.device.torch_device)
+            submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+            is_filled &= not any(buffer.is_meta for buffer in submodule.buffers(recurse=False))
 
-    # Around the forward itself: before inputs are cast, `attach` has its hooks see them as they
-    # came, and outputs as the module made them.
-    policies.cast_inputs(module)
-    sharded = attach(module, context, groups, reshard_after_forward)
-    policies.cast_outputs(module)
-    sharded.register_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
-    sharded.register_load_state_dict_pre_hook(_wait_main_weights)  # type: ignore[no-untyped-call]
-    context.add_module(sharded)
-    return sharded
-
-
-def _check_buffers(module: nn.Module) -> None:
-    on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise RuntimeError(
-            f"Expected buffers with storage, which nothing would fill, got {on_meta} on meta."
-        )
+        # Around the forward itself: before inputs are cast, `attach` has its hooks see them as they
+        # came, and outputs as the module made them.
+        policies.cast_inputs(module)
+    attach(modules, context, groups, reshard_after_forward, policies, is_filled)
+    for module in modules:
+        policies.cast_outputs(module)
+        module.register_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_pre_hook(_before_state_dict)
+        context.add_module(module)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None:
+        # One on meta is filled later, like parameters.
+        if buffer is not None and not buffer.is_meta:
             module._buffers[name] = buffer.to(device)
 
 
-def _wait_main_weights(module: nn.Module, *_: Any) -> None:
-    """Waits for background updates before state dicts read or write the main weights."""
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    """Puts sharded parameters in place, and waits for background updates, before state dicts read
+    or write the main weights.
+    """
     assert isinstance(module, FsdpModule), "the hook of one"
-    for group in module.parameter_groups:
+    unit = module._fsdp_unit
+    unit._fsdp_let_go()
+    for group in unit.parameter_groups:
         group.wait_main_weight()
 
 

@@ -103,7 +103,7 @@ class GroupGradients:
         self._mesh = mesh
         self._placements = placements
         self._dtypes = dtypes
-        self._divisor = divisor
+        self._divisor = self._grad_divisor = divisor
         self._note = note
         self._exchange = exchange
         self._received: set[int] = set()
@@ -135,6 +135,17 @@ class GroupGradients:
             self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
             self.partial.release_storage()
         self.unsharded.release_storage()
+
+    def divide_sums_by(self, factor: float) -> None:
+        """Has gradients divided by `factor` in place of the number of ranks that average them, and
+        by the divisor as before.
+        """
+        num_averaged = math.prod(
+            self._mesh.size(axis)
+            for axis, placement in enumerate(self.unsharded.placements)
+            if isinstance(placement, Partial) and placement.reduce_op == "avg"
+        )
+        self._divisor = self._grad_divisor * factor / num_averaged
 
     @property
     def received(self) -> Collection[int]:

@@ -10,13 +10,17 @@
 
 A module that runs again inside a backward, to recompute its activations, gathers its full weights
 and keeps them for its own backward.
+
+Modules that were sharded together, as a list, are one unit. The first of them has the unit's
+parameter groups and state, and the hooks of all of them lead there: to the unit they are several
+calls of one module. Between the first call and the last its weights stay whole.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +28,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
+from megatron.core.distributed.fsdp.fsdp2_arguments import PrecisionPolicies
+from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods
 from megatron.core.distributed.fsdp.nested_tensors import is_opaque, tensors_in, with_views
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
@@ -38,16 +44,22 @@ class _Call:
         self.has_backward = False  # whether its backward has begun
 
 
-class FsdpModule(nn.Module):
+class FsdpModule(Fsdp2Methods):
     """Mixed into the class of a module by `fully_shard`, never constructed.
 
     Attributes:
         context: shared with the other modules of the model.
         parameter_groups: the parameters of this module and of those in it that are not sharded
-            themselves.
+            themselves; of the whole unit if this is its first module, else none.
         phase: see `Phase`.
         reshard_after_forward: whether full weights are freed between forward and backward. May be
             changed. None, until all modules are known: unless no module contains this one.
+        reshard_after_backward: whether full weights are freed after a backward.
+        unshard_in_backward: whether a backward gathers the full weights.
+        requires_gradient_sync: whether gradients are reduced over deferred axes too, in a last
+            microbatch of the context.
+        forward_prefetch, backward_prefetch: modules whose weights are gathered while this one
+            computes; none: the one that is expected next.
     """
 
     class Phase(enum.Enum):
@@ -100,52 +112,44 @@ class FsdpModule(nn.Module):
     parameter_groups: list[FsdpParameterGroup]
     phase: FsdpModule.Phase
     reshard_after_forward: bool | None
+    reshard_after_backward: bool
+    unshard_in_backward: bool
+    requires_gradient_sync: bool
+    forward_prefetch: list[weakref.ref[FsdpModule]]
+    backward_prefetch: list[weakref.ref[FsdpModule]]
 
     # Calls whose backward has not come yet; those whose graph is freed vanish.
     _fsdp_calls: weakref.WeakSet[_Call]
     _fsdp_call: _Call | None  # under way, where there will be a graph
     _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
 
+    _fsdp_first: FsdpModule | None  # the module that has the unit's state; None: this one
+    _fsdp_is_last: bool  # of the modules of its unit
+    _fsdp_policies: PrecisionPolicies
+    _fsdp_is_filled: bool  # whether all weights and buffers are known to have values
+    _fsdp_is_held: bool  # whether the module has its full parameters though it is at rest
+    _fsdp_held_versions: int  # of the full parameters, when that began
+    # Methods under way that count as a forward; one that has raised counts until the next rest.
+    _fsdp_num_methods: int
+
     def is_root(self) -> bool:
         """Whether no sharded module of the same context contains this one."""
         return self.context.is_root(self)
 
-    # Named as in FSDP2
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Sets `reshard_after_forward` of this module, and of those in it."""
-        for module in self.modules() if recurse else (self,):
-            if isinstance(module, FsdpModule):
-                module.reshard_after_forward = reshard_after_forward
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, recurse: bool = True
-    ) -> None:
-        """Tells whether the forwards and backwards from here on are a step's last, as `microbatch`
-        does for those inside it. To be called on the outermost module.
-
-        Gradients are reduced in every backward all the same, but for the axes on which they are
-        Partial: with ZeRO-3 they stay sharded. Sums are kept in the dtype of the main gradients,
-        under FSDP2's policy the parameters' own. If that is fp32, sums are those that FSDP2 gives;
-        of 16-bit parameters FSDP2 sums in `reduce_dtype`. Our policy with
-        `main_grads_dtype=torch.float32` keeps such sums in fp32 too.
-
-        RuntimeError for a module inside another one of the context, and for `recurse=False`.
-        """
-        if not recurse:
-            raise RuntimeError(
-                "Expected recurse=True: microbatches are those of the whole model, got False."
-            )
-        if self.context.is_finalized and not self.is_root():
-            raise RuntimeError(
-                f"Expected the outermost sharded module, got a {type(self).__name__} inside it: "
-                "microbatches are those of the whole model."
-            )
-        self.context.is_last_microbatch = requires_gradient_sync
+    @property
+    def _fsdp_unit(self) -> FsdpModule:
+        """The first of the modules that were sharded together; usually this one."""
+        return self if self._fsdp_first is None else self._fsdp_first
 
     @property
     def is_resting(self) -> bool:
-        return self.phase.is_resting
+        """Whether nothing uses the full weights now."""
+        return self.phase.is_resting and not (self._fsdp_is_held or self._fsdp_num_methods)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full weights have been gathered, or are being gathered."""
+        return all(group.is_unsharded for group in self.parameter_groups)
 
     @property
     def expects_backward(self) -> bool:
@@ -159,7 +163,7 @@ class FsdpModule(nn.Module):
         if self.phase.is_forward or self.phase.awaits_recomputation:
             return
 
-        self._fsdp_rest()
+        self._fsdp_rest(frees=self.reshard_after_backward)
         self._fsdp_reduce()
         self._fsdp_calls = weakref.WeakSet(
             call for call in self._fsdp_calls if not call.has_backward
@@ -167,6 +171,7 @@ class FsdpModule(nn.Module):
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
+        self._fsdp_is_held = False
         self._fsdp_rest()
         for group in self.parameter_groups:
             group.forget_gradients()
@@ -176,8 +181,13 @@ class FsdpModule(nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> FsdpModule:
-        """`.to()` and its like. Buffers follow; RuntimeError where parameters would change."""
+        """`.to()` and its like. Buffers follow; RuntimeError where parameters would change.
+
+        After `to_empty`, parameters are the same views of the same memory.
+        """
         for module in self.modules():
+            if isinstance(module, FsdpModule):
+                module._fsdp_unit._fsdp_let_go()
             for group in module.parameter_groups if isinstance(module, FsdpModule) else ():
                 # On the compute weights' device: main weights in host memory never move.
                 probe = torch.empty(
@@ -201,12 +211,121 @@ class FsdpModule(nn.Module):
             f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}."
         )
 
+    # Weights outside of the hooks
+
+    def _fsdp_gather(self) -> None:
+        """Begins to gather the full weights, outside of the module's forward and backward."""
+        self._fsdp_check_filled()
+        self._fsdp_check_unwritten()
+        if not is_backward_running():
+            self.context.require_complete()
+        for group in self.parameter_groups:
+            group.unshard(self.context.gather_lane)
+
+    def _fsdp_hold(self) -> None:
+        """Puts the full parameters, which are being gathered, into the resting module."""
+        for group in self.parameter_groups:
+            group.wait_unsharded()
+        self._fsdp_show_full()
+        self._fsdp_is_held = True
+        self._fsdp_held_versions = self._fsdp_full_versions()
+
+    def _fsdp_rest(self, frees: bool = True) -> None:
+        """Comes to rest from any phase, with sharded parameters and, unless told otherwise, no full
+        weights.
+
+        RuntimeError, at rest, if full weights were written to while they were held.
+        """
+        self.phase = self.phase.at_rest
+        try:
+            self._fsdp_check_unwritten()
+        finally:
+            self._fsdp_is_held, self._fsdp_num_methods = False, 0
+            for group in self.parameter_groups:
+                group.show_sharded()
+            if frees:
+                reshard(self)
+
+    def _fsdp_let_go(self) -> None:
+        """Ends what keeps full weights whole at rest, if anything does."""
+        if self.phase.is_resting and not self.is_resting:
+            self._fsdp_rest()
+
+    def _fsdp_full_versions(self) -> int:
+        return sum(
+            parameter.full._version
+            for group in self.parameter_groups
+            for parameter in group.fsdp_parameters
+        )
+
+    def _fsdp_check_unwritten(self) -> None:
+        """RuntimeError if full weights have been written to while they were held."""
+        if self._fsdp_is_held and self._fsdp_held_versions != self._fsdp_full_versions():
+            names = [name for group in self.parameter_groups for name in group.names]
+            raise RuntimeError(
+                f"Some of the full weights {names} were written to after unshard(). The sharded "
+                "parameters do not have the new values, and the next gather replaces them. Write "
+                "to the parameters after reshard(); parameter.copy_(whole) takes a whole tensor."
+            )
+
+    def _fsdp_check_filled(self) -> None:
+        """RuntimeError, on all ranks, if parameters or buffers that were sharded on meta have no
+        values yet.
+        """
+        if self._fsdp_is_filled:
+            return
+        parameters = [
+            name
+            for group in self.parameter_groups
+            for name in group.names_without_values(self.context.gather_lane)
+        ]
+        buffers = [name for name, buffer in self.named_buffers() if buffer.is_meta]
+        if parameters or buffers:
+            raise RuntimeError(
+                f"{type(self).__name__} was sharded on meta, and nothing has given values to its "
+                f"parameters {parameters} and buffers {buffers}. Call model.to_empty(device=...), "
+                "then initialise or load all of them."
+            )
+        self._fsdp_is_filled = True
+
+    # Methods that `register_fsdp_forward_method` has registered. The module stays at rest, holding
+    # its full weights: its forward may run inside the method, and nothing tells if one raises.
+
+    def _fsdp_before_method(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gathers the full weights for a method and watches its inputs, as before a forward."""
+        args, kwargs = self._fsdp_policies.inputs(args), self._fsdp_policies.inputs(kwargs)
+        if not self.phase.is_resting:
+            return args, kwargs
+        if not is_backward_running():
+            self.context.enter_forward(self)
+        self._fsdp_gather()
+        for group in self.parameter_groups:
+            group.wait_unsharded()
+        self._fsdp_show_full()
+        self._fsdp_num_methods += 1
+        if self._fsdp_num_methods == 1 and torch.is_grad_enabled():
+            self._fsdp_call = call = _Call(self.context.num_passes)
+            args, kwargs = self._fsdp_watch_inputs(args, kwargs, call) or (args, kwargs)
+        return args, kwargs
+
+    def _fsdp_after_method(self, output: Any) -> Any:
+        """Watches a method's outputs and frees the full weights, as after a forward."""
+        if self.phase.is_resting:
+            self._fsdp_num_methods = max(self._fsdp_num_methods - 1, 0)
+            if not self._fsdp_num_methods:
+                self._fsdp_end_call(output, is_last=True)
+        return self._fsdp_policies.outputs(output)
+
+    # Hooks
+
     def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         is_recomputation = is_backward_running()
         if not is_recomputation:
             self.context.enter_forward(self)
         elif self.phase is FsdpModule.Phase.BACKWARD:
             return None  # recomputed inside its own backward, which has gathered the weights
+        self._fsdp_check_filled()
+        self._fsdp_check_unwritten()
 
         before = self.phase
         self._fsdp_enter(self._fsdp_forward_phase(args, kwargs, is_recomputation))
@@ -220,7 +339,13 @@ class FsdpModule(nn.Module):
             self.phase = before
             self._fsdp_rest()
             raise
+        if self._fsdp_is_held:
+            # They may have been gathered anew.
+            self._fsdp_held_versions = self._fsdp_full_versions()
 
+        # The call of a method that this forward is a part of goes on.
+        if self._fsdp_num_methods:
+            return None
         if torch.is_grad_enabled():
             self._fsdp_call = _Call(self.context.num_passes)
             return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
@@ -235,18 +360,44 @@ class FsdpModule(nn.Module):
         phases = FsdpModule.Phase
         return phases.CHECKPOINTING if is_checkpointed else phases.FORWARD
 
-    def _fsdp_after_forward(self, output: Any) -> None:
+    def _fsdp_after_forward(self, output: Any, is_last: bool) -> None:
         """Also called after a forward that has raised, with None for its output."""
         if not self.phase.is_forward:
             return
-        call, self._fsdp_call = self._fsdp_call, None
         self._fsdp_enter(self.phase.at_rest)
-        for group in self.parameter_groups:
-            group.show_sharded()
-        if call is None:
-            reshard(self)
+        if not self._fsdp_num_methods:
+            self._fsdp_end_call(output, is_last)
+
+    def _fsdp_end_call(self, output: Any, is_last: bool) -> None:
+        """Watches the outputs of a forward or a method, and frees the full weights.
+
+        Args:
+            is_last: whether no module of the unit is expected to run right after this one.
+        """
+        call, self._fsdp_call = self._fsdp_call, None
+        outputs = [] if call is None else self._fsdp_watch_outputs(output, call)
+        if call is not None and is_backward_running():
+            self._fsdp_rest(frees=False)
+            self.context.keep_recomputed(self)
             return
 
+        if call is not None and outputs:
+            self._fsdp_calls.add(call)
+        # A tensor that hides in the output has no hook that gathers the weights for its backward,
+        # so they must stay.
+        is_kept = call is not None and (
+            is_opaque(output) or (len(outputs) > 0 and not self.reshard_after_forward)
+        )
+        frees = not is_kept and (bool(self.reshard_after_forward) or not self._fsdp_is_held)
+        if frees or not self._fsdp_is_held:
+            self._fsdp_rest(frees=frees and is_last)
+            if frees and not is_last:
+                self.context.keep_for_next(self)
+        if call is not None:
+            self._fsdp_check_outputs(output)
+
+    def _fsdp_watch_outputs(self, output: Any, call: _Call) -> list[torch.Tensor]:
+        """Has the outputs' gradients begin this module's part of the backward. Returns them."""
         outputs = [
             tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf
         ]
@@ -257,18 +408,7 @@ class FsdpModule(nn.Module):
             register_multi_grad_hook(
                 watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any"
             )
-
-        if is_backward_running():
-            self.context.keep_recomputed(self)
-            return
-
-        if outputs:
-            self._fsdp_calls.add(call)
-        # A tensor that hides in the output has no hook that gathers the weights for its backward,
-        # so they must stay.
-        if not is_opaque(output) and (self.reshard_after_forward or not outputs):
-            reshard(self)
-        self._fsdp_check_outputs(output)
+        return outputs
 
     def _fsdp_check_outputs(self, output: Any) -> None:
         """RuntimeError if an output is a full weight or a view of one, whose memory is freed."""
@@ -320,15 +460,19 @@ class FsdpModule(nn.Module):
             return
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
         self.context.unshard_for_backward(self)
-        self._fsdp_show_full()
+        if self.unshard_in_backward:
+            self._fsdp_show_full()
 
     def _fsdp_after_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
-        self._fsdp_rest()
         self._fsdp_calls.discard(call)
         # Other calls of the same pass still have gradients to come; those of another pass have a
         # backward of their own.
-        if not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls):
+        is_done = not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls)
+        # The other modules of a unit run their backward next, on the same weights.
+        if is_done or self._fsdp_is_last:
+            self._fsdp_rest(frees=self.reshard_after_backward)
+        if is_done:
             self._fsdp_reduce()
 
     @torch.no_grad()
@@ -360,15 +504,8 @@ class FsdpModule(nn.Module):
             if group.gradients is not None and (
                 group.gradients.received or self._fsdp_reduced_pass != self.context.num_passes
             ):
-                self.context.reduce(group)
+                self.context.reduce(group, self.requires_gradient_sync)
         self._fsdp_reduced_pass = self.context.num_passes
-
-    def _fsdp_rest(self) -> None:
-        """Comes to rest from any phase, with sharded parameters and no full weights."""
-        self.phase = self.phase.at_rest
-        for group in self.parameter_groups:
-            group.show_sharded()
-        reshard(self)
 
     def _fsdp_show_full(self) -> None:
         for group in self.parameter_groups:
@@ -385,41 +522,53 @@ class FsdpModule(nn.Module):
 
 
 def attach(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     context: FsdpContext,
     groups: list[FsdpParameterGroup],
     reshard_after_forward: bool | None,
-) -> FsdpModule:
-    """Makes `module` an `FsdpModule`, in place and at rest."""
-    module.__class__ = _sharded_class(type(module))
-    assert isinstance(module, FsdpModule), "it has just become one"
+    policies: PrecisionPolicies,
+    is_filled: bool,
+) -> None:
+    """Makes one unit of `modules`, in place and at rest: each becomes an `FsdpModule`."""
+    for module in modules:
+        module.__class__ = _sharded_class(type(module))
+        assert isinstance(module, FsdpModule), "it has just become one"
+        # Not as a submodule.
+        vars(module)["_fsdp_first"] = None if module is modules[0] else modules[0]
+        module.context = context
+        module.parameter_groups = groups if module is modules[0] else []
+        module.reshard_after_forward = reshard_after_forward
+        module.reshard_after_backward = module.unshard_in_backward = True
+        module.requires_gradient_sync = True
+        module.forward_prefetch, module.backward_prefetch = [], []
+        module.phase = FsdpModule.Phase.RESTING
+        module._fsdp_call = None
+        module._fsdp_calls = weakref.WeakSet()
+        module._fsdp_reduced_pass = 0
+        module._fsdp_is_last = module is modules[-1]
+        module._fsdp_policies = policies
+        module._fsdp_is_filled = is_filled
+        module._fsdp_is_held, module._fsdp_held_versions = False, 0
+        module._fsdp_num_methods = 0
 
-    module.context = context
-    module.parameter_groups = groups
-    module.reshard_after_forward = reshard_after_forward
-    module.phase = FsdpModule.Phase.RESTING
-    module._fsdp_call = None
-    module._fsdp_calls = weakref.WeakSet()
-    module._fsdp_reduced_pass = 0
+        # Before all other hooks, which may use the full weights.
+        module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_after_forward, always_call=True)
 
+    first = modules[0]
+    assert isinstance(first, FsdpModule), "as all of them"
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             if group.requires_grad:
-                collect = _weakly(module, FsdpModule._fsdp_collect, (group_index, parameter_index))
+                collect = _weakly(first, FsdpModule._fsdp_collect, (group_index, parameter_index))
                 parameter.full.register_post_accumulate_grad_hook(collect)
-
-    # Before all other hooks, which may use the full weights.
-    module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
-    module.register_forward_hook(_after_forward, always_call=True)
-    return module
 
 
 def names_taken(module: nn.Module) -> list[str]:
     """The module's own attributes that have the names of those that `attach` gives it."""
-    return [
-        name for name in (*FsdpModule.__annotations__, *vars(FsdpModule)) if _is_taken(module, name)
-    ]
+    names = (*FsdpModule.__annotations__, *vars(FsdpModule), *vars(Fsdp2Methods))
+    return [name for name in names if _is_taken(module, name)]
 
 
 def _is_taken(module: nn.Module, name: str) -> bool:
@@ -427,11 +576,12 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 
 
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    return module._fsdp_before_forward(args, kwargs)
+    module._fsdp_check_filled()
+    return module._fsdp_unit._fsdp_before_forward(args, kwargs)
 
 
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
-    module._fsdp_after_forward(output)
+    module._fsdp_unit._fsdp_after_forward(output, module._fsdp_is_last)
 
 
 def _weakly(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -36,6 +37,7 @@ from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import local_tensor
+from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import D2H, GATHER, REDUCE
@@ -60,7 +62,9 @@ class FsdpParameterGroup:
 
     Attributes:
         number: of the group in its context; the same on every rank.
-        name: of the module, for messages; known once the context is complete.
+        name: of the unit's modules, for messages; known once the context is complete.
+        names: of the parameters, from the unit's module until the context is complete, then from
+            the outermost one.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         notes: how ranks notice that they are about to do different things.
@@ -118,6 +122,7 @@ class FsdpParameterGroup:
         self.fsdp_parameters = [
             self._make_parameter(index, parameter) for index, parameter in enumerate(owned)
         ]
+        self.names = [parameter.fqns[0] for parameter in owned]
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         # Only now that the parameters are views of it: none can be made of released storage.
         if self.is_gathered:
@@ -338,11 +343,22 @@ class FsdpParameterGroup:
     def _label(self) -> str:
         return self.name or "the model"
 
-    @property
-    def names(self) -> list[str]:
-        """The parameters' first names, with the module's."""
-        prefix = f"{self.name}." if self.name else ""
-        return [prefix + parameter.fqns[0] for parameter in self.fsdp_parameters]
+    def names_without_values(self, lane: CollectiveLane) -> list[str]:
+        """The names of the parameters of which some rank has NaN, which marks main weights that
+        nothing has filled. All ranks must call it.
+        """
+        self.wait_main_weight()
+        rows = [self.main_weight.get_local_tensor(index) for index in range(len(self.names))]
+        is_empty = torch.stack([own.isnan().any() for own in rows])
+        flags = is_empty.to(self._device.torch_device, torch.int32)
+
+        def exchange() -> None:
+            for axis in range(self.mesh.ndim):
+                with issuing("all-reduce of which weights have values", flags):
+                    dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+
+        lane.enqueue(exchange, [self._device.event()]).wait()
+        return [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag]
 
     # Building
 
@@ -429,7 +445,7 @@ class FsdpParameterGroup:
     def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
         if parameter.sharded.requires_grad and not self.requires_grad:
             raise RuntimeError(
-                f"Expected {parameter.fqns[0]} of {self.name or 'the model'} to stay frozen, as it "
+                f"Expected {parameter.fqns[0]} of {self._label} to stay frozen, as it "
                 "was when it was sharded and got no gradient buffer, got requires_grad=True."
             )
         parameter.full.requires_grad_(parameter.sharded.requires_grad)

@@ -36,17 +36,19 @@ def own_modules(module: nn.Module, is_sharded: IsSharded) -> Iterator[nn.Module]
             stack += [child for child in reversed([*current.children()]) if not is_sharded(child)]
 
 
-def owned_parameters(module: nn.Module, is_sharded: IsSharded) -> list[OwnedParameter]:
-    """Every physical parameter that `module` will own, with all its names and owners."""
-    names = {id(submodule): name for name, submodule in module.named_modules()}
+def owned_parameters(modules: Sequence[nn.Module], is_sharded: IsSharded) -> list[OwnedParameter]:
+    """Every physical parameter that a unit of `modules` will own, with all its names and owners."""
     found: dict[int, tuple[nn.Parameter, list[str], list[tuple[nn.Module, str]]]] = {}
-    for submodule in own_modules(module, is_sharded):
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                _, fqns, owners = found.setdefault(id(parameter), (parameter, [], []))
-                prefix = names[id(submodule)]
-                fqns.append(f"{prefix}.{name}" if prefix else name)
-                owners.append((submodule, name))
+    for number, module in enumerate(modules):
+        prefix = "" if len(modules) == 1 else str(number)
+        names = {id(submodule): path for path, submodule in module.named_modules(prefix=prefix)}
+        for submodule in own_modules(module, is_sharded):
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    _, fqns, owners = found.setdefault(id(parameter), (parameter, [], []))
+                    path = names[id(submodule)]
+                    fqns.append(f"{path}.{name}" if path else name)
+                    owners.append((submodule, name))
 
     return [
         OwnedParameter(tuple(fqns), tuple(owners), parameter)
@@ -76,23 +78,25 @@ def grouped(
     return [(policy, own) for (policy, _, _), own in groups.items()]
 
 
-def check_parameters(module_type: str, owned: Sequence[OwnedParameter]) -> None:
-    """Refuses parameters that no buffer can hold.
+def check_parameters(modules: Sequence[nn.Module], owned: Sequence[OwnedParameter]) -> None:
+    """Rejects parameters that no buffer can hold.
 
     Args:
-        module_type: of the module that owns them, for messages.
+        modules: of the unit that will own them, for messages.
 
     Raises:
         ValueError: for one that another sharded module owns, has hooks, or has no rows or elements.
         TypeError: for a DTensor, and for one whose shape is not known yet.
     """
+    kinds = " and ".join(type(module).__name__ for module in modules)
     for parameter in owned:
         name, original = parameter.fqns[0], parameter.original
-        if group_of(original) is not None or REPLACED in vars(original):
+        other = _owner_of(original)
+        if other is not None:
             raise ValueError(
-                f"Expected every parameter in one sharded module, got {name} of "
-                f"{module_type}, which another owns already. Shard the module that "
-                "contains both."
+                f"Expected every parameter in one sharded module, got {name} of {kinds}, which "
+                f"another owns already, as {_name_in(modules, *other)}. Shard the module that "
+                "contains both, or both as a list: fully_shard([one, other])."
             )
         if isinstance(original, DTensor):
             raise TypeError(
@@ -111,6 +115,30 @@ def check_parameters(module_type: str, owned: Sequence[OwnedParameter]) -> None:
                 f"Expected parameters with rows and elements, got {name} of "
                 f"{tuple(original.shape)}."
             )
+
+
+def _owner_of(parameter: nn.Parameter) -> tuple[nn.Module | None, str] | None:
+    """The sharded module that has the parameter, or had it before, and the name there."""
+    group, index = group_of(parameter), -1
+    if group is not None:
+        index = group.index_of(parameter)
+    elif REPLACED in vars(parameter):
+        reference, index = vars(parameter)[REPLACED]
+        group = reference()
+        if group is None:
+            return None, "a parameter of a deleted module"
+    if group is None:
+        return None
+    owner, name = group.fsdp_parameters[index].owners[0]
+    return owner(), name
+
+
+def _name_in(modules: Sequence[nn.Module], owner: nn.Module | None, name: str) -> str:
+    for module in modules:
+        for path, submodule in module.named_modules():
+            if submodule is owner:
+                return f"{path}.{name}" if path else name
+    return name if owner is None else f"{name} of a {type(owner).__name__} outside"
 
 
 def check_rows(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-# Left on a parameter that `fully_shard` has replaced and whose memory it has freed.
+# Left on a parameter that `fully_shard` has replaced and whose memory it has freed: the group that
+# has it now, weakly, and its index there.
 REPLACED = "_fsdp_replaced"
 
 

@@ -367,9 +367,6 @@ def test_gradient_sync_of_fsdp2_gives_the_same_gradients() -> None:
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0])
 
-    with pytest.raises(RuntimeError, match="Expected the outermost sharded module, got a FsdpLin"):
-        model.layers[0].set_requires_gradient_sync(False)
-
 
 @on_ranks(2)
 def test_what_is_not_offered_of_fsdp2_is_one_line_that_says_what_to_write() -> None:
@@ -402,8 +399,6 @@ def test_what_is_not_offered_of_fsdp2_is_one_line_that_says_what_to_write() -> N
         with pytest.raises(error, match=message) as caught:
             fully_shard(layer, **options)
         assert "\n" not in str(caught.value)
-    with pytest.raises(TypeError, match=r"Expected a module, got list\. Call fully_shard for"):
-        fully_shard([layer])
 
     # Nothing has happened to the layer by now, and what says "nothing" is taken.
     sharded = fully_shard(layer, offload_policy=fsdp2.OffloadPolicy(), ignored_params=None)
