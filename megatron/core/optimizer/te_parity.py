@@ -27,6 +27,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameters import REPLACED
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import global_grad_norm
 
@@ -42,7 +43,8 @@ def gradient_of(parameter: torch.Tensor, use_decoupled_grad: bool) -> torch.Tens
 
 
 def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place: str) -> None:
-    """ValueError for a parameter whose gradient is in an attribute that is not read.
+    """ValueError for a parameter whose gradient is in an attribute that is not read, RuntimeError
+    for one that will have none because `fully_shard` replaced it.
 
     Args:
         place: the parameter, for the message.
@@ -51,6 +53,12 @@ def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place
     if gradient_of(parameter, use_decoupled_grad) is not None:
         return
 
+    if REPLACED in vars(parameter):
+        raise RuntimeError(
+            f"fully_shard replaced {place} after the optimizer was built, so it will never have a "
+            "gradient. Build the optimizer after sharding, or put the sharded parameters into its "
+            "param_groups."
+        )
     for name in _ATTRIBUTES:
         if getattr(parameter, name, None) is not None:
             raise ValueError(

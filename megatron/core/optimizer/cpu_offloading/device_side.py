@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,37 +28,49 @@ _ParamGroups = Sequence[Mapping[str, Any]]
 
 
 class DeviceSide:
-    """See the module's docstring.
+    """The optimizer of the groups that stay on the device.
 
     Attributes:
-        optimizer: None if everything is on the host.
+        optimizer: None while everything is on the host.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[OffloadGroup],
-        param_groups: _ParamGroups,
-        settings: HybridSettings,
-    ) -> None:
-        """`param_groups` are those of both sides."""
+    def __init__(self, settings: HybridSettings) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
-        if not groups:
+        self._settings = settings
+        self._own: set[torch.Tensor] = set()
+        self._casts_gradients = False
+
+    def add(self, groups: Sequence[OffloadGroup], param_groups: _ParamGroups) -> None:
+        """Adds groups to the optimizer. `param_groups` are those of both sides.
+
+        Raises:
+            ValueError: for parameters that the optimizer's class rejects; nothing is added then.
+        """
+        # Not those of an earlier call after which the host side had no memory.
+        added = [p for group in groups for p in group.parameters if p not in self._own]
+        if not added:
             return
 
-        cls, options = settings.device_class()
-        mine = {id(parameter) for group in groups for parameter in group.parameters}
-        known = defaults_of(cls, options)
-        # Groups without a parameter on this side stay: groups of both sides are matched by place.
-        own_groups = [
-            {name: value for name, value in group.items() if name in known}
-            | {"params": [parameter for parameter in group["params"] if id(parameter) in mine]}
-            for group in param_groups
-        ]
-        self.optimizer = cls(own_groups, **options)
+        cls, options = self._settings.device_class()
+        if self.optimizer is None:
+            known = defaults_of(cls, options)
+            self.optimizer = cls(_part_of(param_groups, set(added), known), **options)
+        else:
+            self.optimizer.add_param_group({"params": added})
+        self._own.update(added)
+        self.regroup(param_groups)
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.init_state()
-        elif any(group.fsdp_groups for group in groups):
+        elif any(group.fsdp_groups for group in groups) and not self._casts_gradients:
             fully_shard_optimizer(self.optimizer)
+            self._casts_gradients = True
+
+    def regroup(self, param_groups: _ParamGroups) -> None:
+        """Puts the optimizer's parameters into the groups in which both sides' are now."""
+        if self.optimizer is not None:
+            defaults = self.optimizer.defaults
+            groups = _part_of(param_groups, self._own, defaults)
+            self.optimizer.param_groups[:] = [defaults | group for group in groups]
 
     def plan_step(self, param_groups: _ParamGroups) -> FusedStep | None:
         """Takes the groups' options over, and plans; None for other optimizers than `FusedAdam`."""
@@ -135,15 +147,32 @@ class DeviceSide:
     def _load_fused(
         self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> None:
-        packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-        numbers = {
-            parameter: number
-            for group, own in zip(optimizer.param_groups, packed, strict=True)
-            for parameter, number in zip(group["params"], own["params"], strict=True)
-        }
+        # Not of `state_dict()`, which fails where a parameter with a state has left the groups.
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        packed = [
+            {**group, "params": [numbers[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         states = {
             numbers[parameter]: value
             for parameter, value in saved.items()
             if value and parameter in numbers
         }
         optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _part_of(
+    param_groups: _ParamGroups, own: Collection[torch.Tensor], known: Collection[str]
+) -> list[dict[str, Any]]:
+    """The groups of both sides with one side's parameters, and the options that it knows.
+
+    Groups without a parameter on that side stay: both sides' groups are matched by place.
+    """
+    return [
+        {name: value for name, value in group.items() if name in known}
+        | {"params": [parameter for parameter in group["params"] if parameter in own]}
+        for group in param_groups
+    ]

@@ -65,55 +65,56 @@ class Lanes(NamedTuple):
 
 
 class HostSide:
-    """See the module's docstring.
+    """The buckets of one optimizer, and what updates them. It has none until `add`.
 
     Attributes:
         optimizers: one for each bucket, in the order of forward.
         is_flat: whether they are our AdamW.
         lanes: on which they work.
         timings: what records how long.
-        nbytes_by_state: of host memory, by what it is for.
+        nbytes_by_state: bytes of host memory, by what it is for.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        buckets: Sequence[Bucket],
-        settings: HybridSettings,
-        allocator: HostAllocator,
-        owner: object,
-    ) -> None:
-        """Allocates the buckets' memory and moves the main weights there, which `owner` updates.
-
-        Raises:
-            HostMemoryError, PinError: see `HostAllocator.allocate`.
-        """
+    def __init__(self, device: Device, settings: HybridSettings) -> None:
         self.is_flat = settings.host_is_flat
         self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
         self.timings: Recorder = NoTimings()
         if settings.records_timings:
             self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
-        self.nbytes_by_state = allocator.nbytes_by_state
+        self.optimizers: list[BucketOptimizer] = []
+        self.nbytes_by_state: dict[str, int] = {}
+        self._device = device
+        self._settings = settings
         self._overlaps_forward = settings.overlaps_forward
         self._fetches_early = settings.fetches_early
-        adam = _host_adam(device, settings) if self.is_flat and buckets else None
+        self._adam: HostAdam | None = None
+        self._places: dict[int, tuple[BucketOptimizer, int]] = {}
 
+    def add(self, buckets: Sequence[Bucket], allocator: HostAllocator, owner: object) -> None:
+        """Allocates buckets' memory and moves the main weights there, which `owner` updates.
+
+        Raises:
+            HostMemoryError, PinError: see `HostAllocator.allocate`.
+        """
+        if self.is_flat and buckets and self._adam is None:
+            self._adam = _host_adam(self._device, self._settings)
         allocator.allocate()
-        self.optimizers: list[BucketOptimizer] = []
+        added = []
         for bucket in buckets:
             allocator.fill(bucket)
             bucket.adopt(owner)
-            self.optimizers.append(_optimizer(bucket, adam, settings, allocator))
-            if settings.fetches_early:
+            added.append(_optimizer(bucket, self._adam, self._settings, allocator))
+            if self._fetches_early:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
-        # `adopt` has only begun to copy from the device.
-        device.event().synchronize()
+        # `adopt` only started the copies from the device.
+        self._device.event().synchronize()
 
-        self._places = {
-            id(slot.parameter): (optimizer, index)
-            for optimizer in self.optimizers
-            for index, slot in enumerate(optimizer.bucket.slots)
-        }
+        self.optimizers += added
+        for name, nbytes in allocator.nbytes_by_state.items():
+            self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
+        for optimizer in added:
+            for index, slot in enumerate(optimizer.bucket.slots):
+                self._places[id(slot.parameter)] = (optimizer, index)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -225,6 +226,7 @@ class HostSide:
     def _close(self) -> None:
         for lane in (self.lanes.host, self.lanes.d2h, self.lanes.h2d):
             lane.close()
+        self.optimizers, self._places, self.nbytes_by_state = [], {}, {}
 
     # States
 
@@ -239,7 +241,8 @@ class HostSide:
         for optimizer in self.optimizers:
             found.append(optimizer.as_torch_optimizer())
             for slot, own in zip(optimizer.bucket.slots, found[-1].param_groups, strict=True):
-                given = options[slot.parameter]
+                # Parameters that left the groups keep the options of their last step.
+                given = options.get(slot.parameter, own)
                 known = (found[-1].defaults or given).keys() - set(IDENTITIES)
                 own.update({name: value for name, value in given.items() if name in known})
         return found

@@ -15,13 +15,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from megatron.core.dtensors import check_whole
+from megatron.core.dtensors import check_whole, local_tensor
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
@@ -49,6 +49,14 @@ from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradien
 from megatron.core.timeline import AnyTimeline
 
 
+class _Kind(NamedTuple):
+    """What a side's memory for a parameter depends on."""
+
+    number: int  # id of the parameter
+    dtype: torch.dtype
+    device: torch.device
+
+
 class HybridStep(NamedTuple):
     """A step of both sides, but for the factor of the gradients."""
 
@@ -59,22 +67,29 @@ class HybridStep(NamedTuple):
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP groups' parameters, part of
-    which it keeps and updates in host memory.
-
-    `param_groups` may be changed at any time and count from the next step on. A parameter without a
-    gradient is not stepped, on either side. Reading `state`, `state_dict()`, and saving wait for
-    updates that are under way; so does `state_dict()` of a module whose main weights are here. Call
-    `synchronize` before reading a parameter itself.
+    which it keeps and updates in host memory. It is AdamW with the defaults of `FusedAdam`, which
+    are TransformerEngine's: `weight_decay` is 0, where `torch.optim.AdamW` decays by 0.01. With
+    `torch.optim.AdamW` as its classes, the defaults are torch's.
 
     The constructor plans, allocates the host side and moves what belongs there. All ranks of the
-    mesh do it together.
+    mesh call it together.
+
+    `param_groups` may be changed at any time and count from the next step on: their options, and
+    also their parameters. Programs such as accelerate build the optimizer, then shard the model and
+    put the sharded parameters into the groups. The next step, `load_state_dict` or `init_state`,
+    which all ranks call together, plans these anew and frees the memory of the old ones. As soon as
+    there are states, parameters can still be removed, reordered and added, but no longer replaced.
+
+    A parameter without a gradient is not stepped, on either side. Reading `state`, `state_dict()`,
+    and saving wait for updates that are under way; so does `state_dict()` of a module whose main
+    weights are here. Call `synchronize` before reading a parameter itself.
 
     Attributes:
         plan: which groups are on which side.
 
     Args:
-        params: as for any optimizer, in the order of forward. Parameters on one device, sharded
-            already.
+        params: parameters on one device, or groups of them as for any optimizer, in the order of
+            forward; sharded already, or replaced in `param_groups` before the first step.
         offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole FSDP
             modules.
         cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default:
@@ -99,10 +114,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
         num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
         records_timings: clocks for `timings`.
-        plan: of these parameters, made before they were sharded; `offload_fraction` and
-            `offload_first` then have no effect.
+        plan: plan of these parameters, made before they were sharded, which also holds for those
+            that replace them; `offload_fraction` and `offload_first` then have no effect.
         offload_first: parameters whose groups go to the host before any other, such as those of
-            every `Experts`; from the last of them on.
+            every `Experts`; from the last of them on. Parameters that replace them inherit this.
         kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes
             than AdamW are theirs: not in the slabs, nor counted before.
 
@@ -160,32 +175,28 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         settings.check()
         super().__init__(params, settings.common_defaults())
         self.use_decoupled_grad = use_decoupled_grad
+        self._settings = settings
+        self._offload_fraction = offload_fraction
+        self._given_plan = plan
+        self._first = among(offload_first, self._parameters())
         self._revision = 0  # of the states: see `StepInputs`
-
-        self._device = device_of([*self._parameters()])
-        groups = groups_of(self.param_groups)
-        if plan is None:
-            plan = build_plan(groups, offload_fraction, among(offload_first, self._parameters()))
-        self.plan = plan
-        sides = sides_of(self.plan, groups)
-        buckets = buckets_of(sides.on_host, settings)
-        allocator = HostAllocator(self._device, buckets, settings)
-        check_memory_on_all_ranks(allocator.needs, num_local_ranks, mesh_of(groups))
-
-        # The device's first: what it refuses must leave the host's groups where they are.
-        self._device_side = DeviceSide(sides.on_device, self.param_groups, settings)
-        self._host_side = HostSide(self._device, buckets, settings, allocator, self)
+        self._is_started = False  # whether a step was taken, or states were loaded or allocated
+        self._make_sides()
+        self._adopt_parameters()
         self._is_complete = True
-        # At the program's end nothing is released: a lane may wait for a peer that is gone.
-        weakref.finalize(self, self._host_side.release).atexit = False
 
     # The contract of torch.optim
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The states of all parameters by name, not copies, once updates under way have ended."""
+        """The states of all parameters by name, not copies, once updates under way have ended.
+
+        Empty, as that of torch's optimizers, until the first step, load of states or `init_state`.
+        """
         if self._is_complete:
             self.synchronize()
+        if self._is_started:
+            self._adopt_parameters()
             self._collect_states()
         return self._state
 
@@ -193,8 +204,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         if self._is_complete:
             raise RuntimeError(
-                "Expected states to come by load_state_dict, which knows where they lie, got "
-                "others."
+                "The states of this optimizer cannot be assigned: they are in the memory of both "
+                "sides. Use load_state_dict."
             )
         self._state = state
 
@@ -206,6 +217,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         It raises what `step` raises.
         """
+        self._adopt_parameters()
         inputs = self._step_inputs()
         check_whole(inputs.gradients)
         gradients = dict(zip(self._parameters(), inputs.gradients, strict=True))
@@ -244,15 +256,21 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
                 attribute that is not read (see `use_decoupled_grad`); nothing is stepped.
-            RuntimeError: for partial sums of gradients; nothing is stepped.
+            RuntimeError: for partial sums of gradients, and for parameters that were replaced
+                after the first step; nothing is stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
 
+        self._adopt_parameters()
+        if self._only_initializes():
+            self.init_state()
+            return loss
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
+        self._is_started = True
         self._revision += 1
         # Before the device's step is issued, which the host's work need not wait for.
         now = self._device.event()
@@ -271,6 +289,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def state_units(self) -> list[StateUnit]:
         """The units of the device side, and one for each bucket."""
+        self._adopt_parameters()
         on_host = self._host_side.state_units(self)
         return self._device_side.state_units() + on_host
 
@@ -293,6 +312,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         and those of `no_shard`). Others are noticed, those by `load_state_dict` too, except where
         16-bit parameters on the device have fp32 main weights beside them (`param_to_fp32_param`).
         """
+        self._adopt_parameters()
         self._host_side.wait_until_free()
         for bucket in self._host_side.buckets:
             bucket.reload()
@@ -300,6 +320,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping."""
+        self._adopt_parameters()
+        self._is_started = True
         self._host_side.init_states()
         self._device_side.init_states()
 
@@ -315,13 +337,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
 
+        self._adopt_parameters()
         self._check_options(state_dict["param_groups"])
-        # Parameters without a state in the dict start over.
-        saved: dict[torch.Tensor, Mapping[str, Any]] = {p: {} for p in self._parameters()}
-        saved.update(states_by_parameter(self.param_groups, state_dict))
-        self._host_side.wait_until_free()
-        self.init_state()
-        self._load_states(saved)
+        saved = states_by_parameter(self.param_groups, state_dict)
+        # accelerate loads the state dict of a new optimizer back into it: that starts nothing.
+        if saved or self._is_started:
+            self._host_side.wait_until_free()
+            self.init_state()
+            # Parameters without a state in the dict start over.
+            self._load_states({p: saved.get(p, {}) for p in self._parameters()})
 
         loaded_groups = copy.deepcopy(state_dict["param_groups"])
         for group, other in zip(self.param_groups, loaded_groups, strict=True):
@@ -330,12 +354,21 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while the optimizer is made; later NotImplementedError: it has planned."""
-        if self._is_complete:
-            raise NotImplementedError(
-                "Expected all parameters when the optimizer is made, got another group."
-            )
+        """As torch's, at any time; the new parameters are planned by themselves. All ranks of the
+        mesh add them together.
+
+        Raises:
+            ValueError: for parameters that the constructor would reject, and with an explicit plan.
+            RuntimeError: for some of the parameters of an FSDP module of which this optimizer has
+                others.
+        """
         super().add_param_group(param_group)
+        if self._is_complete:
+            try:
+                self._adopt_parameters()
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -371,6 +404,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     @property
     def gpu_optimizer(self) -> torch.optim.Optimizer | None:
         """`device_optimizer`, with the options that the groups have now."""
+        self._adopt_parameters()
         self._device_side.take_options(self.param_groups)
         return self.device_optimizer
 
@@ -379,6 +413,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """The host side, an optimizer for each bucket over views of its main weights, once updates
         under way have ended. To look at: see sub_optimizers.py.
         """
+        self._adopt_parameters()
         options = {p: group for group in self.param_groups for p in group["params"]}
         return self._host_side.torch_optimizers(options)
 
@@ -393,6 +428,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """The fp32 main weights of 16-bit parameters, not copies, once updates under way have
         ended. Parameters that are main weights themselves are not among them.
         """
+        self._adopt_parameters()
         return self._host_side.masters() | self._device_side.masters()
 
     def update_fp32_param_by_new_param(self) -> None:
@@ -401,6 +437,111 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         For both sides, after a checkpoint's weights were loaded into the model, say.
         """
         self.reload_parameters()
+
+    # The parameters of both sides
+
+    def _make_sides(self) -> None:
+        """Makes both sides, without parameters."""
+        self._device = device_of([*self._parameters()])
+        self.plan = OffloadPlan(())
+        self._placed: dict[torch.Tensor, _Kind] = {}  # of all parameters that a side has
+        self._adopted: list[_Kind] = []  # of the groups' parameters as they were last
+        self._device_side = DeviceSide(self._settings)
+        self._host_side = HostSide(self._device, self._settings)
+        self._release = weakref.finalize(self, self._host_side.release)
+        # At the program's end nothing is released: a lane may wait for a peer that is gone.
+        self._release.atexit = False
+
+    def _adopt_parameters(self) -> None:
+        """Follows what was done to the groups' parameters.
+
+        Programs build an optimizer first and shard the model then, after which they put the sharded
+        parameters into the groups. Every method that needs both sides calls this first; as long as
+        nothing has changed, that takes one comparison per parameter.
+
+        Raises:
+            RuntimeError: for parameters that were replaced after the first step, or after states
+                were loaded.
+        """
+        parameters = list(self._parameters())
+        kinds = [_Kind(id(p), p.dtype, p.device) for p in parameters]
+        if kinds == self._adopted:
+            return
+
+        def unknown() -> list[torch.nn.Parameter]:
+            pairs = zip(parameters, kinds, strict=True)
+            return [parameter for parameter, kind in pairs if self._placed.get(parameter) != kind]
+
+        num_gone = len(set(self._adopted).difference(kinds))
+        if num_gone and unknown():
+            self._start_over(parameters, num_gone)
+        self._device_side.regroup(self.param_groups)
+        self._place(unknown())
+        self._placed.update(zip(parameters, kinds, strict=True))
+        self._adopted = kinds
+        self._revision += 1
+
+    def _start_over(self, parameters: Sequence[torch.nn.Parameter], num_gone: int) -> None:
+        """Frees both sides, for parameters in the place of others."""
+        if self._is_started:
+            raise RuntimeError(
+                f"{num_gone} parameters of this optimizer were replaced, cast or moved after it "
+                "had states, which belong to the old ones. Build the optimizer, or shard the "
+                "model, before the first step; or build a new one and load this one's "
+                "state_dict() from before."
+            )
+        # In the place of one that went first, its successor does.
+        first = set(map(id, self._first))
+        places = {index for index, kind in enumerate(self._adopted) if kind.number in first}
+        self._first = [
+            parameter
+            for index, parameter in enumerate(parameters)
+            if id(parameter) in first or (parameter not in self._placed and index in places)
+        ]
+        # First, since the memory of the old ones may be needed for the new ones.
+        self._release()
+        self._make_sides()
+
+    def _place(self, added: Sequence[torch.nn.Parameter]) -> None:
+        """Plans parameters, allocates host memory and moves what belongs there."""
+        if not added:
+            return
+
+        groups, own = groups_of(self.param_groups), set(added)
+        new = [group for group in groups if own.intersection(group.parameters)]
+        for group in new:
+            if not own.issuperset(group.parameters):
+                raise RuntimeError(
+                    f"{group.name} got parameters after others of it were on a side of this "
+                    "optimizer. Add those of one FSDP module together."
+                )
+        plan = self._given_plan
+        if plan is None:
+            first = [parameter for parameter in self._first if parameter in own]
+            plan = build_plan(new, self._offload_fraction, first)
+        # An explicit plan is one of all parameters.
+        sides = sides_of(plan, new if self._given_plan is None else groups)
+        buckets = buckets_of(sides.on_host, self._settings)
+        allocator = HostAllocator(self._device, buckets, self._settings)
+        check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
+
+        # The device's first: what it rejects must leave the host's groups where they are.
+        self._device_side.add(sides.on_device, self.param_groups)
+        self._host_side.add(buckets, allocator, self)
+        self.plan = OffloadPlan((*self.plan.groups, *plan.groups))
+
+    def _only_initializes(self) -> bool:
+        """Whether a step is the one by which PyTorch's state-dict helpers have states allocated:
+        the first, at a rate of zero, with a gradient of zeros for every parameter.
+        """
+        # The gradients are read in this case alone, which may wait for the device.
+        if self._is_started or any(float(group.get("lr", 1.0)) for group in self.param_groups):
+            return False
+        gradients = [p.grad for p in self._parameters() if p.requires_grad]
+        found = all(g is not None and not local_tensor(g).any() for g in gradients)
+        if found and self.use_decoupled_grad:
+            clear_gradients(self._parameters(), False, set_to_none=True)
+        return found
 
     # Helpers
 
@@ -470,6 +611,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         }
         if self.device_optimizer is not None:
             states.update(self.device_optimizer.state)
-        for parameter in set(self._state).difference(states):
+        # States of parameters that left the groups stay with them, in case they come back.
+        own = set(self._parameters())
+        for parameter in set(self._state).difference(own.intersection(states)):
             del self._state[parameter]
-        self._state.update(states)
+        self._state.update({p: values for p, values in states.items() if p in own})

@@ -296,3 +296,34 @@ def test_the_host_side_of_a_plain_module_is_freed_with_the_optimizer():
     del optimizer
     gc.collect()
     assert not any(view() is not None for view in views)
+
+
+@pytest.mark.parametrize("settings", [IN_ORDER, {}])
+def test_the_host_side_of_replaced_parameters_is_freed_before_that_of_the_new_ones(settings):
+    before = len(lanes())
+    model, other = Net(), Net(seed=1)
+    with slabs_mapped() as views:
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **settings)
+    old = [weakref.ref(parameter) for parameter in model.parameters()]
+    num_bytes, num_lanes = optimizer.host_bytes, len(lanes())
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    backward(other)
+    original = HostSlab._map
+
+    def mapping(slab: HostSlab, device: Any) -> None:
+        assert not any(view() is not None for view in views)
+        original(slab, device)
+
+    HostSlab._map = mapping
+    try:
+        optimizer.step()
+    finally:
+        HostSlab._map = original
+    assert optimizer.host_bytes == num_bytes
+    assert settled(lambda: len(lanes()) == num_lanes), "the old ones have ended"
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in old)
+    del optimizer
+    gc.collect()
+    assert settled(lambda: len(lanes()) == before)

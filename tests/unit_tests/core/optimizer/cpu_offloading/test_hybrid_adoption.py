@@ -1,0 +1,291 @@
+"""`HybridDeviceOptimizer` when a program changes the parameters in its groups: replaces them as it
+shards or casts the model, removes some, adds others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp import fully_shard
+from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
+from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
+    ALL,
+    BF16,
+    SGD,
+    SHARDINGS,
+    AdamW,
+    Net,
+    backward,
+    batch,
+    plain,
+    same,
+    states,
+    train,
+    weights,
+)
+
+FRACTIONS = [0.0, 0.5, 1.0]
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def prepare(
+    model: Net, optimizer: torch.optim.Optimizer, shard: Callable[[Net], Any]
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """What accelerate does to an optimizer that was built over a model that is not sharded yet."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
+    optimizer.load_state_dict(optimizer.state_dict())
+    old = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            placeholder = torch.empty(1, dtype=parameter.dtype)
+            placeholder.data_ptr = parameter.data_ptr
+            names[id(placeholder)] = old[id(parameter)]
+            group["params"][index] = placeholder
+    optimizer.zero_grad()
+    shard(model)
+    new = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [new[names[id(placeholder)]] for placeholder in group["params"]]
+    return schedule
+
+
+def losses(
+    model: Net, optimizer: torch.optim.Optimizer, schedule: Any, steps: int = 4
+) -> list[float]:
+    found = []
+    for number in range(steps):
+        loss = (model(batch(number)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_trains_as_torchs_adamw(sharding: str) -> None:
+    shard = SHARDINGS[sharding]
+
+    def run(make: Make) -> tuple[Net, torch.optim.Optimizer, list[float]]:
+        model = Net()
+        optimizer = make(model.parameters(), **SETTINGS)
+        schedule = prepare(model, optimizer, shard)
+        return model, optimizer, losses(model, optimizer, schedule)
+
+    _, _, expected = run(AdamW)
+    reference, _, _ = run(FusedAdam)
+    assert expected[-1] < expected[0]
+    for fraction in FRACTIONS:
+        for settings in ({}, ALL):
+            model, optimizer, found = run(
+                lambda own, f=fraction, s=settings, **options: HybridDeviceOptimizer(
+                    own, f, **options, **s
+                )
+            )
+            assert found == pytest.approx(expected, rel=1e-6)
+            assert same(weights(model), weights(reference))
+            on_host = sum(map(optimizer.holds, model.parameters()))
+            assert (on_host > 0, on_host < 8) == (fraction > 0, fraction < 1)
+
+            saved = optimizer.state_dict()
+            assert len(saved["state"]) == 8
+            optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_a_model_is_cast_before_the_first_step(fraction: float) -> None:
+    model, expected = Net(), Net().to(BF16)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), fraction, param_update_in_fp32=True, **SETTINGS
+    )
+    model.to(BF16)
+    train(model, optimizer, dtype=BF16)
+    train(expected, FusedAdam(expected.parameters(), master_weights=True, **SETTINGS), dtype=BF16)
+    assert same(weights(model), weights(expected))
+
+    model.float()
+    with pytest.raises(RuntimeError, match=r"^8 parameters of this optimizer"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("cls", [FusedAdam, SGD], ids=lambda cls: cls.__name__)
+def test_parameters_leave_come_back_and_change_their_groups(
+    cls: type[torch.optim.Optimizer], fraction: float
+) -> None:
+    options = {"momentum": 0.9} if cls is SGD else {}
+
+    def run(make: Make) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net()
+        first, second = list(model.layers.parameters()), list(model.head.parameters())
+        optimizer = make([{"params": first}, {"params": second, "lr": 0.01}], lr=0.02, **options)
+        train(model, optimizer, range(2))
+        optimizer.param_groups.reverse()
+        optimizer.param_groups[1]["params"] = first[:0:-1]
+        train(model, optimizer, range(2, 4))
+        before = weights(model)[0]
+        train(model, optimizer, range(4, 5))
+        assert torch.equal(weights(model)[0], before)
+        if isinstance(optimizer, HybridDeviceOptimizer):
+            assert len(optimizer.state_dict()["state"]) == 7
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert first[0] not in optimizer.state
+        optimizer.param_groups[1]["params"].insert(0, first[0])
+        train(model, optimizer, range(5, 7))
+        return model, optimizer
+
+    expected, own = run(cls)
+    model, optimizer = run(
+        lambda groups, **given: HybridDeviceOptimizer(groups, fraction, cls, cls, **given)
+    )
+    assert same(weights(model), weights(expected))
+    for one, other in zip(states(optimizer), states(own), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@on_ranks(2)
+def test_parameters_replaced_after_a_step_are_an_error(sharding: str, fraction: float) -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    if sharding == "plain":
+        model = Net(seed=1)
+    SHARDINGS[sharding](model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    before = weights(model)
+    backward(model)
+    for call in (
+        optimizer.step,
+        optimizer.plan_step,
+        optimizer.state_dict,
+        optimizer.state_units,
+        optimizer.init_state,
+        lambda: optimizer.load_state_dict(saved),
+    ):
+        with pytest.raises(RuntimeError, match=r"^8 parameters of this optimizer"):
+            call()
+    assert same(weights(model), before)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@on_ranks(2)
+def test_groups_are_added_at_any_time(sharding: str, steps: int, fraction: float) -> None:
+    """A layer that is trained from some step on, as in fine-tuning."""
+
+    def run(make: Make) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net()
+        SHARDINGS[sharding](model)
+        optimizer = make(model.layers.parameters(), **SETTINGS)
+        train(model, optimizer, range(steps))
+        optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.01})
+        train(model, optimizer, range(steps, steps + 3))
+        return model, optimizer
+
+    expected, own = run(FusedAdam)
+    for settings in ({}, ALL):
+        model, optimizer = run(
+            lambda own, s=settings, **options: HybridDeviceOptimizer(own, fraction, **options, **s)
+        )
+        assert same(weights(model), weights(expected))
+        steps_of = [
+            {number: float(state["step"]) for number, state in each.state_dict()["state"].items()}
+            for each in (optimizer, own)
+        ]
+        assert steps_of[0] == steps_of[1]
+        assert sum(group.numel for group in optimizer.plan.groups) == sum(
+            parameter.numel() for parameter in model.parameters()
+        )
+
+
+@on_ranks(2)
+def test_part_of_an_fsdp_module_cannot_be_added_later() -> None:
+    model = Net()
+    fully_shard(model)
+    optimizer = HybridDeviceOptimizer(model.layers.parameters(), 1.0, **SETTINGS)
+    with pytest.raises(RuntimeError, match=r"^the model got parameters after others"):
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer)
+
+
+def test_an_added_group_that_is_rejected_leaves_no_trace() -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **SETTINGS)
+    with pytest.raises(ValueError, match="float64"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3).double())]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer)
+
+
+@on_ranks(2)
+def test_an_explicit_plan_and_the_order_hold_for_sharded_parameters() -> None:
+    def built(**options: Any) -> tuple[Net, HybridDeviceOptimizer]:
+        model = Net()
+        plan = None
+        if "first" not in options:
+            plan = build_plan(groups_of([{"params": list(model.parameters())}]), 0.3)
+        first = [model.layers[1].weight] if "first" in options else []
+        return model, HybridDeviceOptimizer(
+            model.parameters(), 0.1, plan=plan, offload_first=first, lr=0.1
+        )
+
+    model, optimizer = built()
+    plan = optimizer.plan
+    prepare(model, optimizer, SHARDINGS["fsdp2"])
+    train(model, optimizer)
+    assert optimizer.plan == plan
+
+    # Our groups are whole modules, and the plan has tensors.
+    model, optimizer = built()
+    prepare(model, optimizer, SHARDINGS["groups"])
+    backward(model)
+    with pytest.raises(ValueError, match=r"planned, .*got \('layers.0', 35\)"):
+        optimizer.step()
+
+    model, optimizer = built(first=True)
+    prepare(model, optimizer, SHARDINGS["fsdp2"])
+    train(model, optimizer)
+    assert [optimizer.holds(parameter) for parameter in model.parameters()] == [
+        index == 2 for index in range(8)
+    ]
+
+
+@pytest.mark.parametrize("make", [FusedAdam, HybridDeviceOptimizer])
+@on_ranks(2)
+def test_stepping_parameters_that_fully_shard_replaced_is_an_error(make: Make) -> None:
+    model = Net()
+    optimizer = make(model.parameters(), **SETTINGS)
+    SHARDINGS["groups"](model)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"fully_shard replaced .*, so it will never"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_there_are_no_states_before_the_first_step(fraction: float) -> None:
+    """megatron-core's tests of this class look for that."""
+    model = Net()
+    plain(model)
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == 0
+    train(model, optimizer, range(1))
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == 8
