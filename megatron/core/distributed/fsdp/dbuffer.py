@@ -28,6 +28,7 @@ import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import axes_to_move, check_placements, sharded_axes
+from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_shard import uneven_placements
 
@@ -154,8 +155,8 @@ class DBuffer:
         return self.local_buffer.narrow(0, chunk.offset, numel).view(chunk.num_rows, *shape[1:])
 
     def get_dtensor(self, index: int) -> DTensor:
-        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer; see
-        `UnevenDTensor`.
+        """Tensor `index` as a DTensor over this rank's rows, a view of the buffer: an
+        `UnevenDTensor`, or a `ReplicaDTensor` if no axis shards.
         """
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
@@ -163,7 +164,8 @@ class DBuffer:
         # Not by `DTensor.from_local`, which copies what lies on another device than the mesh's.
         if not any(sharded_axes(self.placements)):
             meta = TensorMeta(shape, strides, self.dtype)
-            return dtensor_over(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
+            spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+            return dtensor_over(local, spec, cls=ReplicaDTensor)
 
         # Outside the mesh there are no rows, whichever rank's placements these are.
         coordinate = self.mesh.get_coordinate() or (0,) * self.mesh.ndim

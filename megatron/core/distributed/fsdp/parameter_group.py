@@ -420,8 +420,7 @@ class FsdpParameterGroup:
             placeholder = local.new_empty((0, *local.shape[1:]), device=device)
             data = dtensor_like(dtensor, placeholder)
         else:
-            # On the CPU both are the same device, and torch's own class is enough.
-            data = dtensor if device.type == "cpu" else ReplicaDTensor.over(dtensor, device)
+            data = ReplicaDTensor.over(dtensor, device)
 
         sharded = nn.Parameter(data, requires_grad=self.requires_grad)
         sharded._local_tensor = local  # type: ignore[attr-defined]

@@ -1,12 +1,15 @@
-"""`ReplicaDTensor`: a replicated parameter whose data may be in host memory.
+"""`ReplicaDTensor`: a DTensor without a shard, as a flat buffer holds it.
 
-Main weights that an optimizer keeps in host memory have their gradients on the device, and torch
-accepts gradients only on the device that a parameter says it is on. So the parameter says the
-device, while its local tensor is elsewhere.
+It differs from PyTorch's in two ways:
 
-DTensor's operators would give a view of such a parameter the parameter's own storage, and torch
-refuses to give a tensor on one device a storage on another. So operators run on a DTensor that says
-where the data is. (`UnevenDTensor` has operators of its own.)
+- Every write moves its version counter. DTensor's operators on lists move none, and compute weights
+  and offloaded gradients notice writes by them.
+- A parameter's data may be in host memory. The gradients of such main weights are on the device,
+  and torch accepts gradients only on the `device` of their parameter. So the parameter's `device`
+  is the gradients', while its local tensor is in host memory.
+
+DTensor's operators would give a view of such a parameter the parameter's storage, which torch does
+not allow for another device. So operators run on a DTensor whose `device` is that of the data.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
+from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor
+from megatron.core.distributed.fsdp.uneven_traits import traits_of
 from megatron.core.dtensors import deep_copied
 
 
@@ -63,7 +68,9 @@ class ReplicaDTensor(DTensor):
                 stand_ins[id(value)] = value, dtensor_over(value._local_tensor, value._spec)
             return stand_ins[id(value)][1]
 
-        result = func(*tree_map(stand_in, args), **tree_map(stand_in, dict(kwargs or {})))
+        kwargs = dict(kwargs or {})
+        result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+        traits_of(func).count_writes(args, kwargs)
         if func is torch.ops.aten.detach.default:
             # `nn.Parameter` asks for the same class.
             return cls.over(result, args[0].device)
@@ -71,3 +78,6 @@ class ReplicaDTensor(DTensor):
         # An operator that writes to a tensor returns that very tensor.
         originals = {id(plain): own for own, plain in stand_ins.values()}
         return tree_map(lambda value: originals.get(id(value), value), result)
+
+
+register_dtensor(ReplicaDTensor)

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 
 import megatron.core.distributed.fsdp.uneven_operators as operators
 from megatron.core.distributed.fsdp.uneven_rows import (
@@ -216,14 +218,25 @@ def _rebuild(
     return tensor.requires_grad_(requires_grad)  # type: ignore[no-any-return]
 
 
-def _rule_of_copies(
-    _: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-) -> Any:
-    return CopyOfView.__torch_dispatch__(func, types, args, kwargs)
+def register_dtensor(cls: type[DTensor]) -> None:
+    """Makes PyTorch treat a subclass of DTensor as it treats DTensor itself."""
+    # `clip_grad_norm_` and optimizers choose operators on lists by the exact types in these.
+    # torch.distributed.tensor adds DTensor to them in the same way.
+    for supported in (optimizer_foreach_types, utils_foreach_types):
+        if cls not in supported:
+            supported.append(cls)
 
+    if _dispatches_subclasses():
+        return
 
-def _rule(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-    return UnevenDTensor.__torch_dispatch__(func, types, args, kwargs)
+    # Older versions send every subclass to DTensor's dispatcher in C++. Rules for single operators,
+    # as torch.library.register_torch_dispatch makes them, come before it.
+    def rule(_: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            operator_registry.find(name).torch_dispatch_rules.register(cls, rule)
 
 
 def _dispatches_subclasses() -> bool:
@@ -232,15 +245,8 @@ def _dispatches_subclasses() -> bool:
     return (major, minor) >= (2, 13)
 
 
-if not _dispatches_subclasses():
-    # Older versions send every subclass to DTensor's dispatcher in C++. Rules for single operators,
-    # as torch.library.register_torch_dispatch makes them, come before it.
-    for _name in torch._C._dispatch_get_all_op_names():
-        if _name.startswith("aten::"):
-            _rules = operator_registry.find(_name).torch_dispatch_rules
-            _rules.register(UnevenDTensor, _rule)
-            _rules.register(CopyOfView, _rule_of_copies)
-
+register_dtensor(UnevenDTensor)
+register_dtensor(CopyOfView)
 torch.serialization.add_safe_globals([RowCut, UnevenShard, _rebuild])
 
 

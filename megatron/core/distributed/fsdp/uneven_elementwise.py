@@ -45,8 +45,7 @@ def elementwise(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[
     if columns is NotImplemented:
         return NotImplemented
 
-    written = traits.tensors_written(args, kwargs)
-    written_ids = {id(tensor) for tensor in written}
+    written_ids = {id(tensor) for tensor in traits.tensors_written(args, kwargs)}
     references = [_reference(column, written_ids) for column in columns]
 
     # Before anything is sent. Ranks come to the same answers, since all they look at is global.
@@ -61,15 +60,6 @@ def elementwise(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[
         for name, value in kwargs.items()
     }
     result = func(*own_args, **own_kwargs)
-
-    # Operations on lists move no version counters, by which compute weights notice a change.
-    if traits.is_on_lists and written:
-        changed = [
-            tensor
-            for tensor in written
-            if isinstance(tensor, UnevenRows) and not tensor.is_inference()
-        ]
-        torch.autograd.graph.increment_version(changed)
 
     if not isinstance(result, (list, tuple)):
         return _outer_result(result, references[0] if references else None, outer)

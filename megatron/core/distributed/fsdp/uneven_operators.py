@@ -5,6 +5,7 @@
     elementwise, beside a tensor cut otherwise      the other one is brought to these rows first
     views that keep dim 0, or flatten from it on    as views of the local rows
     norms and sums of all elements                  on each rank, then one small reduction
+    on lists with other tensors among them          on the uneven ones apart from the others
     everything else                                 on all rows, which are gathered first
 
 So every operation gives what it gives on one process, and the same on every rank. All ranks of the
@@ -25,7 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.uneven_elementwise import elementwise, mixed_error
-from megatron.core.distributed.fsdp.uneven_reductions import REDUCTIONS, can_reduce, reduction
+from megatron.core.distributed.fsdp.uneven_reductions import (
+    LIST_NORMS,
+    REDUCTIONS,
+    can_reduce,
+    reduction,
+)
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
     UnevenRows,
@@ -56,6 +62,13 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(f"Expected the shape of an uneven DTensor to stay, got {func}.")
 
+    traits = traits_of(func)
+    result = _computed(func, traits, args, kwargs)
+    traits.count_writes(args, kwargs)
+    return result
+
+
+def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # From the cheapest to the dearest way. A way that cannot serve answers NotImplemented, on all
     # ranks alike and before it sends anything.
     if func in VIEWS:
@@ -63,7 +76,10 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
 
-    traits = traits_of(func)
+    if (traits.is_on_lists or func in LIST_NORMS) and len(func._schema.returns) < 2:
+        parts = _parts_of_lists(args, kwargs)
+        if len(parts) > 1:
+            return _in_parts(func, parts, args, kwargs)
     if traits.is_elementwise:
         result = elementwise(func, traits, args, kwargs)
         if result is not NotImplemented:
@@ -72,8 +88,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func in REDUCTIONS and can_reduce(func, args, kwargs):
         return reduction(func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        # DTensor's own, which asks the other ranks what they have found.
-        return func(*[_evenly(value) for value in args], **kwargs)
+        return _unscale(func, *args, **kwargs)
 
     return _on_all_rows(func, traits, args, kwargs)
 
@@ -116,13 +131,72 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _evenly(value: Any) -> Any:
-    """An argument with plain DTensors, for code that does not care which rows they are."""
-    if isinstance(value, (list, tuple)):
-        return [_evenly(item) for item in value]
-    if not isinstance(value, UnevenRows):
+# Lists
+
+
+def _parts_of_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]]:
+    """The indices into an operator's lists of tensors, by the mesh and dtype of the first uneven
+    tensor there; those without an uneven tensor are one more part.
+    """
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    columns = zip(*(items for items in lists if items), strict=False)
+    parts: dict[tuple[DeviceMesh, torch.dtype] | None, list[int]] = {}
+    for index, column in enumerate(columns):
+        kinds = [(item.device_mesh, item.dtype) for item in column if isinstance(item, UnevenRows)]
+        parts.setdefault(kinds[0] if kinds else None, []).append(index)
+
+    return list(parts.values())
+
+
+def _in_parts(
+    func: Any, parts: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs an operator on lists once for each part of them."""
+    length = sum(map(len, parts))
+
+    def part(value: Any, indices: Sequence[int]) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == length:
+            return [value[index] for index in indices]
+        # One number for each tensor of the lists.
+        if isinstance(value, torch.Tensor) and value.shape == (length,):
+            return value[[*indices]]
         return value
-    return DTensor(value._local_tensor, value._spec, requires_grad=False)
+
+    found: dict[int, Any] = {}
+    for indices in parts:
+        results = func(
+            *[part(value, indices) for value in args],
+            **{name: part(value, indices) for name, value in kwargs.items()},
+        )
+        found.update(zip(indices, results or (), strict=False))
+
+    return [found[index] for index in range(length)] if found else None
+
+
+def _unscale(
+    func: Any,
+    gradients: Sequence[torch.Tensor],
+    found_inf: torch.Tensor,
+    inverse_scale: torch.Tensor,
+) -> None:
+    """Multiplies gradients with `inverse_scale`, and sets `found_inf` on all ranks if one of them
+    has found a number that is not finite.
+    """
+    uneven = [gradient for gradient in gradients if isinstance(gradient, UnevenRows)]
+    others = [gradient for gradient in gradients if not isinstance(gradient, UnevenRows)]
+    func([gradient._local_tensor for gradient in uneven], found_inf, inverse_scale)
+    if others:
+        func(others, found_inf, inverse_scale)
+
+    # DTensor's own operator looks at the first gradient alone to find out which ranks to ask.
+    axes = {
+        (gradient.device_mesh, axis): None
+        for gradient in uneven
+        for axis, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    }
+    for mesh, axis in axes:
+        collectives.combine(found_inf, mesh.get_group(axis), by_maximum=True)
 
 
 # Everything else

@@ -22,7 +22,8 @@ from megatron.core.distributed.fsdp.uneven_rows import (
 
 aten = torch.ops.aten
 
-_NORMS = {aten.linalg_vector_norm.default, aten._foreach_norm.Scalar}
+LIST_NORMS = {aten._foreach_norm.Scalar}
+_NORMS = {aten.linalg_vector_norm.default, *LIST_NORMS}
 REDUCTIONS = {*_NORMS, aten.sum.default}
 
 
@@ -51,6 +52,11 @@ def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for tensor in tensors:
         tensor.check_whole(str(func))
 
+    # torch would round each rank's part to 16 bits where the rows have 16.
+    dtype = kwargs.get("dtype") or tensors[0].dtype
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    if is_narrow:
+        kwargs = {**kwargs, "dtype": torch.float32}
     own = func(*[_own_rows(value, func) for value in args], **kwargs)
     # One message for all tensors, in fp64, where rounding between the ranks is negligible.
     found = torch.stack([own] if isinstance(own, torch.Tensor) else list(own))
@@ -63,7 +69,8 @@ def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         collectives.combine(powers, tensors[0].device_mesh.get_group(axis), by_maximum=is_maximum)
     whole = powers if is_maximum or order == 1 else powers.pow(1 / order)
 
-    results = [replicated(each, tensors[0].device_mesh) for each in whole.to(found.dtype).unbind()]
+    whole = whole.to(dtype if is_narrow else found.dtype)
+    results = [replicated(each, tensors[0].device_mesh) for each in whole.unbind()]
     return results[0] if isinstance(own, torch.Tensor) else results
 
 

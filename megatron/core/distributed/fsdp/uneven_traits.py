@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.uneven_rows import tensors_among
 
@@ -63,6 +64,22 @@ class Traits(NamedTuple):
         named = itertools.chain(zip(self.names, args, strict=False), kwargs.items())
         return list(tensors_among([value for name, value in named if name in self.written], {}))
 
+    def count_writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Increments the version counters of the DTensors that the operator has written to.
+
+        Compute weights, and gradients that were copied to host memory, notice writes by them.
+        """
+        # torch counts most writes too, but not those of `_foreach_mul_` to DTensors, nor those of
+        # `_amp_foreach_non_finite_check_and_unscale_` and `_fused_adamw_`. Counting twice is
+        # harmless.
+        written = [
+            tensor
+            for tensor in self.tensors_written(args, kwargs)
+            if isinstance(tensor, DTensor) and not tensor.is_inference()
+        ]
+        if written:
+            torch.autograd.graph.increment_version(written)
+
 
 @cache
 def traits_of(func: Any) -> Traits:
@@ -89,7 +106,8 @@ def _is_pointwise_on_lists(name: str) -> bool:
         return False
     single = name.removeprefix("_foreach_").removesuffix("_")
     packet = getattr(aten, single, None)
-    if packet is None:
+    # `max` of two tensors is pointwise, while `_foreach_max` reduces each tensor.
+    if packet is None or single == "max":
         return False
 
     # torch tags the single operators, not their forms for lists.

@@ -104,8 +104,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             thread.
         fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs
             overlapping lanes. Best clip by `grad_scale`: gradients that are written to between
-            backward and `step` go down again. (Foreach operations on plain DTensors, those of
-            `no_shard`, move no version counter and are missed.)
+            backward and `step` go down again. Writes through `.data` or `numpy()`, and collectives
+            on `to_local()`, move no version counter and are missed.
         overlap_step_with_forward: `step` returns when the work for FSDP groups is queued; needs
             overlapping lanes.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups its
@@ -308,8 +308,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.
 
-        Such are writes through `.data`, and those by foreach operations on plain DTensors (FSDP2's,
-        and those of `no_shard`). Others are noticed, those by `load_state_dict` too, except where
+        Such are writes through `.data` or `numpy()`, collectives on `to_local()`, and, outside of
+        FSDP groups, operators on lists of FSDP2's DTensors and fused kernels
+        (`torch._fused_adamw_`). Others are noticed, those by `load_state_dict` too, except where
         16-bit parameters on the device have fp32 main weights beside them (`param_to_fp32_param`).
         """
         self._adopt_parameters()

@@ -187,6 +187,40 @@ def test_gradients_that_are_written_to_after_they_were_fetched_count_as_written(
     run_ranks(2, _counts_what_is_written, write, dtype, ALL)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+@on_ranks(2)
+def test_gradients_that_a_scaler_or_a_list_operator_writes_to_count_as_written(
+    strategy: str, halves: bool
+) -> None:
+    def steps(optimizer: torch.optim.Optimizer, model: Net, scaler: Any) -> list[torch.Tensor]:
+        for number in range(3):
+            loss = (model(batch(number)) - 1).square().mean()
+            scaler.scale(loss).backward()
+            if halves:
+                torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return weights(model)
+
+    results = []
+    for seed in (None, 1, 2):
+        model = Net()
+        fsdp(model, strategy)
+        optimizer: Any
+        if seed is None:
+            optimizer = FusedAdam(model.parameters(), lr=0.1, eps=0.1)
+            results.append(steps(optimizer, model, torch.amp.GradScaler("cpu", enabled=False)))
+            continue
+        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, eps=0.1, **ALL)
+        with delays(seed):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            results.append(steps(optimizer, model, scaler))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
 @pytest.mark.parametrize(
     "strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.wide)]
 )

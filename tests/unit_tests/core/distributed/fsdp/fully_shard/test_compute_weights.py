@@ -71,7 +71,7 @@ def _follows(strategy: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
             states.append(compute_weights(model))
     _load(model)
     states.append(compute_weights(model))
-    for way in ("copy_", "local tensor", "detached", "buffer"):
+    for way in ("copy_", "local tensor", "detached", "buffer", "list", "scaler's kernel"):
         write_weights(model, way)
         states.append(compute_weights(model))
     for before, after in itertools.pairwise(states):

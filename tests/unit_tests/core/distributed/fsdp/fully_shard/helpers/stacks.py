@@ -196,7 +196,16 @@ def compute_weights(model: Stack) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def write_weights(model: Stack, way: str) -> None:
-    for parameter in model.parameters():
+    parameters = list(model.parameters())
+    if way == "list":
+        torch._foreach_mul_(parameters, 0.5)
+        return
+    if way == "scaler's kernel":
+        scale = torch.tensor([3.0])
+        torch._amp_foreach_non_finite_check_and_unscale_(parameters, torch.zeros(1), scale)
+        return
+
+    for parameter in parameters:
         if way == "copy_":
             parameter.copy_(parameter * 0.5)
         elif way == "local tensor":
