@@ -56,7 +56,7 @@ class DeviceSide:
         ]
         self.optimizer = cls(own_groups, **options)
         if isinstance(self.optimizer, FusedAdam):
-            self.optimizer.init_state()
+            self.optimizer.init_state(with_frozen=False)
         elif any(group.fsdp_groups for group in groups):
             fully_shard_optimizer(self.optimizer)
 
