@@ -34,7 +34,12 @@ from megatron.core.optimizer.adam_updates import PlannedUpdates, Update, carry_o
 from megatron.core.optimizer.kernels import device_adam, torch_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.optimizer.state_loading import STEP, check_state, checked_states
+from megatron.core.optimizer.state_loading import (
+    STEP,
+    can_be_trained,
+    check_state,
+    checked_states,
+)
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_holds import Hold, StepHolds
 from megatron.core.optimizer.step_inputs import StepInputs
@@ -182,11 +187,20 @@ class FusedAdam(torch.optim.Optimizer):
     # Stepping
 
     @torch.no_grad()
-    def init_state(self) -> None:
-        """Allocates missing states without stepping: moments of zero, masters as the parameters."""
+    def init_state(self, *, with_frozen: bool = True) -> None:
+        """Allocates missing states without stepping: moments of zero, masters as the parameters.
+
+        Args:
+            with_frozen: also for frozen parameters, since a checkpoint may hold states of theirs.
+                A step allocates none for them.
+        """
         for parameter in self._parameters():
-            has_gradient = gradient_of(parameter, self.use_decoupled_grad) is not None
-            if not self.state.get(parameter) and (parameter.requires_grad or has_gradient):
+            is_stepped = (
+                parameter.requires_grad
+                or gradient_of(parameter, self.use_decoupled_grad) is not None
+            )
+            is_wanted = is_stepped or (with_frozen and can_be_trained(parameter))
+            if is_wanted and not self.state.get(parameter):
                 self.state[parameter] = self._states.allocate(parameter)
 
     @torch.no_grad()
@@ -222,7 +236,7 @@ class FusedAdam(torch.optim.Optimizer):
         Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
         It raises what `step` raises.
         """
-        self.init_state()
+        self.init_state(with_frozen=False)
         inputs = self._step_inputs()
         planned = self._plan()
         batches = []

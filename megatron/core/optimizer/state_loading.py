@@ -8,11 +8,20 @@ from typing import Any
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.state_tensors import difference
 
 STEP = "step"
+
+
+def can_be_trained(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has gradients, or will have some once it is unfrozen."""
+    group = group_of(parameter)
+    if group is not None:
+        return group.requires_grad  # one that was sharded frozen has no buffer for gradients
+    return parameter.is_floating_point()
 
 
 def states_by_parameter(

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.state_loading import can_be_trained
 from megatron.core.parts import factors_of
 
 
@@ -97,7 +98,11 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
     """
     options = [dict(group) for group in optimizer.param_groups]
     parameters = [parameter for group in options for parameter in group["params"]]
-    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    new = [
+        parameter
+        for parameter in parameters
+        if can_be_trained(parameter) and not optimizer.state.get(parameter)
+    ]
     if not new:
         return
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    _get_fqns,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -23,8 +26,9 @@ class DCPState(Stateful):
 
     Works for plain modules and for sharded ones, whose tensors stay DTensors: nothing is gathered.
     The state dict aliases the live tensors, so `dcp.load` into it writes in place;
-    `load_state_dict` then installs the rest (step counters, parameter groups). An optimizer that
-    has not stepped yet gets its states allocated on the way.
+    `load_state_dict` then installs the rest (step counters, parameter groups). Every parameter in
+    the optimizer's groups gets states, frozen ones too: what is saved of them must not be lost
+    before they are trained again. Leave parameters that are never trained out of the groups.
 
     Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two
     methods.
@@ -54,9 +58,28 @@ class DCPState(Stateful):
             raise CheckpointError(
                 f"Expected a state dict with the optimizer's state, got {sorted(state_dict)} alone."
             )
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
-        )
+        with _trainable(self.model, state_dict["optim"]["state"].keys()):
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optim"],
+            )
+
+
+@contextmanager
+def _trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Unfreezes the named parameters for the duration of a load."""
+    # `set_state_dict` drops the states of frozen parameters. They may be trained again later.
+    frozen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and not _get_fqns(model, name).isdisjoint(names)
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -60,7 +60,7 @@ class DeviceSide:
         self._own.update(added)
         self.regroup(param_groups)
         if isinstance(self.optimizer, FusedAdam):
-            self.optimizer.init_state()
+            self.optimizer.init_state(with_frozen=False)
         elif any(group.fsdp_groups for group in groups) and not self._casts_gradients:
             fully_shard_optimizer(self.optimizer)
             self._casts_gradients = True

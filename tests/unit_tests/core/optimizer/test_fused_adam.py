@@ -166,11 +166,12 @@ def test_a_parameter_without_a_gradient_is_not_stepped_and_does_not_count():
     assert all(torch.equal(own, their) for own, their in zip(ours, theirs, strict=True))
 
 
-def test_frozen_parameters_have_no_states_until_they_are_thawed():
+def test_steps_allocate_no_states_of_frozen_parameters_until_they_are_thawed():
     owned = parameters((4,), (4,))
     owned[1].requires_grad_(False)
     optimizer = FusedAdam(owned)
-    optimizer.init_state()
+    owned[0].grad = torch.ones(4)
+    optimizer.step()
     assert owned[1] not in optimizer.state
     owned[1].requires_grad_(True)
     train(optimizer, owned, 0, 1)
