@@ -572,7 +572,11 @@ def names_taken(module: nn.Module) -> list[str]:
 
 
 def _is_taken(module: nn.Module, name: str) -> bool:
-    return not name.startswith("__") and not hasattr(nn.Module, name) and hasattr(module, name)
+    if name.startswith("__") or hasattr(nn.Module, name):
+        return False
+    # hasattr would find those of an inner module, which wrappers such as CheckpointWrapper forward.
+    own = (vars(module), module._parameters, module._buffers, module._modules)
+    return hasattr(type(module), name) or any(name in names for names in own)
 
 
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
