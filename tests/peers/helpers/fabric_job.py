@@ -1,0 +1,162 @@
+"""Trains by Lightning Fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.peers.helpers.peer_rank import (
+    ENGINES,
+    VOCABULARY,
+    batch,
+    common_directory,
+    make_optimizer,
+    scalar,
+    serve,
+)
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+WIDTH = 32
+
+
+class _Scale(nn.Module):
+    """A factor in a buffer that no checkpoint has, as a rotary embedding's frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.empty(WIDTH), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.factor.fill_(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.scale = _Scale()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.scale(self.embedding(input_ids))
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x).flatten(0, 1).float()
+        return nn.functional.cross_entropy(logits, labels.flatten())
+
+
+class _Training:
+    """A model and its optimizer under a fabric."""
+
+    def __init__(
+        self,
+        engine: str,
+        optimizer: str,
+        strategy: str,
+        precision: str,
+        is_on_meta: bool,
+        is_compiled: bool,
+        accumulation: int,
+    ) -> None:
+        self._num_microbatches = accumulation
+
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            options = {"mesh": mesh["data_parallel"], "mp_policy": MixedPrecisionPolicy()}
+            for layer in model.layers:
+                if is_compiled:
+                    layer.compile(backend="aot_eager")
+                ENGINES[engine](layer, **options)
+            ENGINES[engine](model, **options)
+            return model
+
+        chosen: Any = strategy
+        if strategy != "ddp":
+            chosen = ModelParallelStrategy(
+                parallelize,
+                data_parallel_size=2,
+                tensor_parallel_size=1,
+                save_distributed_checkpoint=strategy == "sharded",
+            )
+        self._fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen, precision=precision)
+        self._fabric.launch()
+
+        torch.manual_seed(0)
+        if strategy == "ddp":
+            # The optimizer first: `setup` casts the model.
+            model = _Model()
+            built = make_optimizer(optimizer, model.parameters())
+            self._model, self._optimizer = self._fabric.setup(model, built)
+        else:
+            with self._fabric.init_module(empty_init=is_on_meta):
+                model = _Model()
+            self._model = self._fabric.setup_module(model)
+            built = make_optimizer(optimizer, self._model.parameters())
+            self._optimizer = self._fabric.setup_optimizers(built)
+
+    def step(self, number: int) -> list[float]:
+        """Losses of its microbatches, and the norm of its gradients."""
+        numbers = []
+        for microbatch in range(self._num_microbatches):
+            is_last = microbatch == self._num_microbatches - 1
+            with self._fabric.no_backward_sync(self._model, enabled=not is_last):
+                loss = self._model(**batch(self._num_microbatches * number + microbatch))
+                self._fabric.backward(loss)
+            numbers.append(scalar(loss))
+        norm = self._fabric.clip_gradients(self._model, self._optimizer, max_norm=0.5)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return [*numbers, scalar(norm)]
+
+    def save(self, path: Path) -> None:
+        self._fabric.save(path, {"model": self._model, "optimizer": self._optimizer})
+
+    def load(self, path: Path) -> None:
+        self._fabric.load(path, {"model": self._model, "optimizer": self._optimizer})
+
+
+def train(
+    engine: str,
+    optimizer: str,
+    strategy: str = "sharded",
+    precision: str = "32-true",
+    is_on_meta: bool = False,
+    is_compiled: bool = False,
+    accumulation: int = 1,
+    resume_on: list[str] | None = None,
+) -> list[float]:
+    """Losses and norms of each step.
+
+    With `resume_on`, the steps after the save are repeated by a new model on that engine with that
+    optimizer, from the saved state.
+    """
+    torch._dynamo.reset()
+    settings = (strategy, precision, is_on_meta, is_compiled, accumulation)
+    training = _Training(engine, optimizer, *settings)
+    numbers = [number for step in range(SAVED_AFTER) for number in training.step(step)]
+    if resume_on is not None:
+        path = Path(common_directory()) / "checkpoint"
+        training.save(path)
+        training = _Training(*resume_on, *settings)
+        training.load(path)
+    return numbers + [
+        number for step in range(SAVED_AFTER, NUM_STEPS) for number in training.step(step)
+    ]
+
+
+if __name__ == "__main__":
+    serve(train)

@@ -1,0 +1,88 @@
+"""Trains PEFT's LoRA adapters over a sharded model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.peers.helpers.peer_rank import (
+    ENGINES,
+    batch,
+    common_directory,
+    make_optimizer,
+    scalar,
+    serve,
+    tiny_llama,
+)
+from tests.peers.helpers.trainer_job import add_adapters
+
+NUM_STEPS = 3
+
+
+def _sharded(engine: str, is_bf16: bool) -> nn.Module:
+    model = tiny_llama()
+    model = add_adapters(model.bfloat16() if is_bf16 else model)
+    fully_shard = ENGINES[engine]
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy())
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy())
+
+
+def _load_adapters(target: nn.Module, source: nn.Module, way: str) -> None:
+    adapters = get_peft_model_state_dict(source)
+    if way == "shards":
+        set_peft_model_state_dict(target, adapters)
+        return
+
+    whole = {name: shard.full_tensor() for name, shard in adapters.items()}
+    if way == "whole tensors":
+        set_peft_model_state_dict(target, whole)
+        return
+
+    directory = common_directory()
+    if dist.get_rank() == 0:
+        source.save_pretrained(directory, state_dict=whole)
+    dist.barrier()
+    target.load_adapter(directory, "loaded")
+    target.set_adapter("loaded")
+
+
+def train(
+    engine: str,
+    optimizer: str,
+    is_bf16: bool = False,
+    load: str | None = None,
+    has_merged: bool = False,
+) -> list[float]:
+    """Losses and norms of each step, and the loss after them.
+
+    With `load`, that of another model with the trained adapters.
+    """
+    model = _sharded(engine, is_bf16)
+    built = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
+    numbers = []
+    for number in range(NUM_STEPS):
+        loss = model(**batch(number)).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        built.step()
+        built.zero_grad()
+        numbers += [scalar(loss), scalar(norm)]
+
+    if load is not None:
+        if hasattr(built, "synchronize"):
+            built.synchronize()
+        target = _sharded(engine, is_bf16)
+        _load_adapters(target, model, load)
+        model = target
+    if has_merged:
+        model.merge_adapter()
+    with torch.no_grad():
+        return [*numbers, scalar(model(**batch(NUM_STEPS)).loss)]
+
+
+if __name__ == "__main__":
+    serve(train)
