@@ -43,7 +43,7 @@ def serve(train: Callable[..., list[float]]) -> None:
     for name, settings in json.loads((directory / "runs.json").read_text()).items():
         try:
             outcomes[name] = {"numbers": train(**settings)}
-        except Exception:
+        except BaseException:  # torch's CheckpointException is no Exception
             outcomes[name] = {"error": traceback.format_exc()}
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -324,6 +325,19 @@ def test_gradients_come_back_through_cast_inputs_and_checkpoints() -> None:
             assert torch.equal(parameter.grad.full_tensor(), gradient)
         x.grad = None
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_wrappers_that_forward_attributes_are_sharded_around_sharded_modules() -> None:
+    """As accelerate does it with layers whose activations are checkpointed."""
+    plain, wrapped = net(), net()
+    for number, layer in enumerate([*wrapped.layers]):
+        wrapped.layers[number] = checkpoint_wrapper(fully_shard(layer))
+        fully_shard(wrapped.layers[number])
+    for model in (plain, wrapped):
+        fully_shard(model)
+    expected = train(plain, torch.optim.AdamW(plain.parameters()))
+    assert train(wrapped, torch.optim.AdamW(wrapped.parameters())) == expected
 
 
 @on_ranks(2)
