@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
@@ -255,3 +258,111 @@ def test_dcp_saves_at_one_fraction_and_world_size_and_loads_at_another(tmp_path,
     path = str(tmp_path / "checkpoint")
     expected = run_ranks(saving[0], _save_dcp, path, saving[1])[0]
     run_ranks(loading[0], _load_dcp, path, loading[1], expected)
+
+
+# PyTorch's state-dict helpers, which ask an optimizer without states for a step at a rate of zero
+
+
+def _resumes_through_helpers(
+    make: Callable[[int, float], tuple[Net, HybridDeviceOptimizer]],
+    saving: float,
+    loading: float,
+    path: str | None = None,
+) -> None:
+    model, optimizer = make(0, saving)
+    train(model, optimizer, range(3))
+    saved = snapshot(get_state_dict(model, optimizer))
+    train(model, optimizer, range(3, 6))
+
+    other, fresh = make(1, loading)
+    before = weights(other)
+    wanted = get_state_dict(other, fresh)
+    assert same(weights(other), before)
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert all(float(own.get("step", 0)) == 0 for own in fresh.state.values())
+    for name, own in saved[1]["state"].items():
+        assert wanted[1]["state"][name].keys() == own.keys()
+    if path is not None:
+        dcp.save(dict(enumerate(saved)), checkpoint_id=path)
+        dcp.load(dict(enumerate(wanted)), checkpoint_id=path)
+        saved = wanted
+
+    set_state_dict(other, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
+    train(other, fresh, range(3, 6))
+    assert same(weights(other), weights(model))
+    assert same_states(states(fresh), states(optimizer))
+
+
+RESUMED = {
+    **{name: CLASSES[name] for name in ("AdamW", "Adam", "SGD")},
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1}),
+}
+
+
+def _resumes_every_class(sharding: str) -> None:
+    fractions = [(0.0, 1.0), (1.0, 0.5), (0.5, 0.0), (0.5, 0.5)]
+    for (cls, options), (saving, loading) in zip(RESUMED.values(), fractions, strict=True):
+
+        def make(
+            seed: int, fraction: float, cls: Any = cls, options: Any = options
+        ) -> tuple[Net, HybridDeviceOptimizer]:
+            model = Net(seed)
+            SHARDINGS[sharding](model)
+            return model, HybridDeviceOptimizer(
+                model.parameters(), fraction, cls, cls, **options, **ALL
+            )
+
+        _resumes_through_helpers(make, saving, loading)
+
+
+def test_pytorchs_state_dict_helpers_resume_every_class_over_a_plain_module() -> None:
+    _resumes_every_class("plain")
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "groups"])
+@on_ranks(2)
+def test_pytorchs_state_dict_helpers_resume_every_class_over_a_sharded_module(
+    sharding: str,
+) -> None:
+    _resumes_every_class(sharding)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@on_ranks(2)
+def test_dcp_and_pytorchs_state_dict_helpers_resume_with_gradients_in_bf16(
+    name: str, tmp_path: Path
+) -> None:
+    """The helpers' gradients of zeros have the dtype of the parameters, fp32 main weights."""
+    cls, options = CLASSES[name]
+
+    def make(seed: int, fraction: float) -> tuple[Net, HybridDeviceOptimizer]:
+        model = Net(seed)
+        fsdp(model, main_grads_dtype=BF16)
+        return model, HybridDeviceOptimizer(
+            model.parameters(), fraction, cls, cls, **options, **ALL
+        )
+
+    _resumes_through_helpers(make, 0.5, 1.0, str(tmp_path))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_first_step_at_a_rate_of_zero_counts(fraction: float) -> None:
+    """Of a schedule that warms up: its gradients are not zero."""
+    model, expected = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, lr=0.0)
+    other = FusedAdam(expected.parameters(), lr=0.0)
+    train(model, optimizer, range(1))
+    train(expected, other, range(1))
+    assert same_states(states(optimizer), states(other))
+
+
+def test_pytorchs_state_dict_helpers_resume_decoupled_gradients() -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, use_decoupled_grad=True, lr=0.1)
+    state, optim = get_state_dict(model, optimizer)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.decoupled_grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {float(own["step"]) for own in optimizer.state.values()} == {1.0}
