@@ -91,13 +91,13 @@ def backward(model: Any, seed: int = 0) -> None:
 
 
 def whole(gradient: Any) -> torch.Tensor:
-    """The rows of the last axis's ranks.
+    """The rows of the ranks of the last axis, of which the first ranks are one line.
 
-    Not by `full_tensor`: DTensor remembers process groups of equal meshes of earlier tests.
+    Not by `full_tensor`: DTensor remembers equal meshes of earlier tests, with their groups.
     """
-    parts: list[Any] = [None] * gradient.device_mesh.size(-1)
-    dist.all_gather_object(parts, gradient.to_local(), gradient.device_mesh.get_group(-1))
-    return torch.cat(parts)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, gradient.to_local())
+    return torch.cat(parts[: gradient.device_mesh.size(-1)])
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
