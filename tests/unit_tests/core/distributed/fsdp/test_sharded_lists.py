@@ -114,7 +114,7 @@ def test_losses_are_those_of_fsdp2() -> None:
 def test_a_list_is_gathered_and_reduced_once() -> None:
     model = sharded(fully_shard)
     assert all(isinstance(module, FsdpModule) for module in (model.norm, model.head))
-    assert model.head.parameter_groups == []
+    assert model.head.parameter_groups == ()
     (group,) = model.norm.parameter_groups
     assert len(group.fsdp_parameters) == 3
 
