@@ -39,7 +39,7 @@ _MOST_MESHES = 2**26  # together, a number is less than 2**62
 class ScheduledModule(Protocol):
     """What a context asks of its modules."""
 
-    parameter_groups: list[FsdpParameterGroup]
+    parameter_groups: tuple[FsdpParameterGroup, ...]
 
     @property
     def expects_backward(self) -> bool:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from megatron.core.dtensors import is_partial
-
-if TYPE_CHECKING:
-    from megatron.core.distributed.fsdp.module import FsdpModule
 
 
 def _rejected(name: str, instead: str) -> Callable[..., None]:
@@ -231,8 +228,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
 class _Unsharding(UnshardHandle):
     """A gather that `unshard` has started."""
 
-    def __init__(self, unit: FsdpModule) -> None:
-        self._unit: FsdpModule | None = unit
+    def __init__(self, unit: Any) -> None:
+        self._unit: Any = unit
         if unit.phase.is_resting:
             unit._fsdp_gather()
 
@@ -246,11 +243,12 @@ class _Unsharding(UnshardHandle):
 class _ForwardMethods:
     """The two hooks that PyTorch's `register_fsdp_forward_method` puts around a method."""
 
-    def __init__(self, unit: FsdpModule) -> None:
+    def __init__(self, unit: Any) -> None:
         self._unit = unit
 
     def _pre_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._unit._fsdp_before_method(args, kwargs)
+        args, kwargs = self._unit._fsdp_before_method(args, kwargs)
+        return args, kwargs
 
     def _post_forward(self, _: nn.Module, __: Any, output: Any) -> Any:
         return self._unit._fsdp_after_method(output)
@@ -267,18 +265,19 @@ def _not_offered(name: str, instead: str) -> NoReturn:
     raise NotImplementedError(f"{name} is not offered by megatron.core's fully_shard. {instead}")
 
 
-def _unit_of(module: Fsdp2Methods) -> FsdpModule:
-    return cast("FsdpModule", module)._fsdp_unit
+def _unit_of(module: Fsdp2Methods) -> Any:
+    """The `FsdpModule` that has the state of the module's unit."""
+    return module._fsdp_unit
 
 
-def _units(module: Fsdp2Methods, recurse: bool) -> Iterator[FsdpModule]:
+def _units(module: Fsdp2Methods, recurse: bool) -> Iterator[Any]:
     """The unit of the module, and those of the modules in it."""
     for other in module.modules() if recurse else (module,):
         if isinstance(other, Fsdp2Methods):
             yield _unit_of(other)
 
 
-def _references(unit: FsdpModule, modules: list[FSDPModule]) -> list[weakref.ref[FsdpModule]]:
+def _references(unit: Any, modules: list[FSDPModule]) -> list[weakref.ref[Any]]:
     """ValueError for a module of another context, or one that is not sharded."""
     units = []
     for module in modules:

@@ -109,7 +109,7 @@ class FsdpModule(Fsdp2Methods):
             return phases.CHECKPOINTED if self.awaits_recomputation else phases.RESTING
 
     context: FsdpContext
-    parameter_groups: list[FsdpParameterGroup]
+    parameter_groups: tuple[FsdpParameterGroup, ...]
     phase: FsdpModule.Phase
     reshard_after_forward: bool | None
     reshard_after_backward: bool
@@ -536,7 +536,7 @@ def attach(
         # Not as a submodule.
         vars(module)["_fsdp_first"] = None if module is modules[0] else modules[0]
         module.context = context
-        module.parameter_groups = groups if module is modules[0] else []
+        module.parameter_groups = tuple(groups) if module is modules[0] else ()
         module.reshard_after_forward = reshard_after_forward
         module.reshard_after_backward = module.unshard_in_backward = True
         module.requires_gradient_sync = True

@@ -117,13 +117,3 @@ def test_ours_keeps_frozen_parameters_as_asked(frozen: torch.dtype | None) -> No
     policy = MixedPrecisionPolicy(compute_dtype=BF16, frozen_params_dtype=frozen)
     model = fully_shard(adapter(), mixed_precision_policy=policy)
     assert [p.dtype for p in model.parameters()] == [frozen or BF16] * 2 + [FP32] * 2
-
-
-@on_ranks(2)
-def test_gradient_sync_of_a_part_is_refused() -> None:
-    model = fully_shard(adapter(), ignored_params=set())
-    model.set_requires_gradient_sync(False, recurse=True)
-    assert not model.context.is_last_microbatch
-    with pytest.raises(RuntimeError, match="Expected recurse=True"):
-        model.set_requires_gradient_sync(True, recurse=False)
-    assert not model.context.is_last_microbatch

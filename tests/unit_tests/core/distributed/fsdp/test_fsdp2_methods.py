@@ -90,8 +90,18 @@ def backward(model: Any, seed: int = 0) -> None:
     model(tokens(seed)).float().logsumexp(-1).sum().backward()
 
 
+def whole(gradient: Any) -> torch.Tensor:
+    """The rows of the ranks of the last axis, of which the first ranks are one line.
+
+    Not by `full_tensor`: DTensor remembers equal meshes of earlier tests, with their groups.
+    """
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, gradient.to_local())
+    return torch.cat(parts[: gradient.device_mesh.size(-1)])
+
+
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.full_tensor().clone() for parameter in model.own]
+    return [whole(parameter.grad) for parameter in model.own]
 
 
 def assert_same_gradients(models: list[Any]) -> None:
