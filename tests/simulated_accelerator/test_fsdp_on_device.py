@@ -203,3 +203,33 @@ def test_a_replicated_parameter_in_host_memory_is_looked_at_and_copied_as_any_ot
         "same": {True}, "devices": {"cpu"}, "in place": True, "says": "sim", "views": True,
     }  # fmt: skip
     assert run_ranks(2, _replicas_in_host_memory, device="sim") == [expected] * 2
+
+
+def _default_step(strategy: str) -> tuple[bool, bool]:
+    """Whether AdamW uses operators on lists by default, with the results of `foreach=False`."""
+    found: list[bool] = []
+    results: list[list[torch.Tensor]] = []
+    original = torch._foreach_addcdiv_
+
+    def listed(*args: object, **kwargs: object) -> object:
+        found.append(True)
+        return original(*args, **kwargs)
+
+    for foreach in (None, False):
+        model, _ = shard(strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+        model(own_batch()).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        torch._foreach_addcdiv_ = listed
+        try:
+            optimizer.step()
+        finally:
+            torch._foreach_addcdiv_ = original
+        results.append([local_tensor(p).detach().cpu() for p in model.parameters()])
+    return bool(found), all(map(torch.allclose, *results))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(strategy: str) -> None:
+    found = run_ranks(2, _default_step, strategy, device="sim")
+    assert found == [(True, True)] * 2

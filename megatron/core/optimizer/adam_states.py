@@ -142,10 +142,12 @@ class AdamStates:
             place: the parameter, for messages.
 
         Raises:
-            RuntimeError: for gradients that are partial sums.
+            RuntimeError: for gradients that are partial sums, and for a parameter that was cast
+                after its states were made.
             ValueError: for anything else.
         """
         check_whole([gradient])
+        self._check_not_cast(parameter, states, place)
         if gradient.layout != torch.strided or not gradient.is_floating_point():
             raise ValueError(
                 f"Expected a dense floating-point gradient of {place}, got {gradient.layout} "
@@ -169,6 +171,17 @@ class AdamStates:
                 raise ValueError(
                     f"Expected {name} of {place} in {dtypes[name]}, got {tensor.dtype}."
                 )
+
+    def _check_not_cast(self, parameter: torch.Tensor, states: States, place: str) -> None:
+        """RuntimeError if `module.to(dtype)` has made states for another dtype out of these."""
+        needs_master, has_master = _MASTER in self.dtypes_of(parameter), _MASTER in states
+        # An fp32 main weight is right for an fp32 parameter, too. A remainder is not.
+        is_left_over = has_master and not needs_master and states[_MASTER].dtype == torch.int16
+        if is_left_over or (needs_master and not has_master):
+            raise RuntimeError(
+                f"The dtype of {place} became {parameter.dtype} after the optimizer had made its "
+                "states for another one. Cast the model before the optimizer's first step."
+            )
 
 
 def _moment_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -208,7 +208,18 @@ class FsdpModule(Fsdp2Methods):
 
     def __deepcopy__(self, memo: Any) -> FsdpModule:
         raise NotImplementedError(
-            f"Expected a copy to be made before fully_shard, got one of {type(self).__name__}."
+            f"A sharded module cannot be copied ({type(self).__name__}). Copy it before "
+            "fully_shard and shard the copy in the same way. For AveragedModel: averaged = "
+            "AveragedModel(model), then shard model and averaged.module."
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        # DistributedDataParallel asks for this first. It would go on to broadcast the parameters.
+        raise RuntimeError(
+            f"DistributedDataParallel cannot wrap a sharded module ({type(self).__name__}), which "
+            "reduces its gradients itself. Use the module without it, or shard it by "
+            "Placements.for_strategy('no_shard') to replicate the parameters."
         )
 
     # Weights outside of the hooks

@@ -69,6 +69,9 @@ class ReplicaDTensor(DTensor):
             return stand_ins[id(value)][1]
 
         kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.copy_.default and _is_whole(args[1], args[0]):
+            # Loading a plain tensor, which every rank has, needs no communication.
+            args = (args[0], dtensor_over(args[1], args[0]._spec), *args[2:])
         result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
         traits_of(func).count_writes(args, kwargs)
         if func is torch.ops.aten.detach.default:
@@ -78,6 +81,16 @@ class ReplicaDTensor(DTensor):
         # An operator that writes to a tensor returns that very tensor.
         originals = {id(plain): own for own, plain in stand_ins.values()}
         return tree_map(lambda value: originals.get(id(value), value), result)
+
+
+def _is_whole(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a plain tensor has all that each rank holds of a replica."""
+    return (
+        isinstance(target, ReplicaDTensor)
+        and not isinstance(source, DTensor)
+        and source.shape == target.shape
+        and all(placement.is_replicate() for placement in target.placements)
+    )
 
 
 register_dtensor(ReplicaDTensor)

@@ -360,3 +360,38 @@ def test_scaled_states_refuse_what_they_cannot_hold():
     ):
         optimizer.set_scaled_state(own, "exp_avg", torch.zeros(3))
     assert not optimizer.state
+
+
+MASTERS_AS_REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+
+
+@pytest.mark.parametrize(("before", "after"), [(F32, BF16), (BF16, F32)])
+def test_a_model_that_is_cast_after_a_step_goes_on_or_raises_what_to_do(before, after):
+    """As precision plugins do that convert the module, with `.to(dtype)`, after the optimizer was
+    made.
+    """
+    torch.manual_seed(0)
+    for options in ({}, {"master_weights": True}, MASTERS_AS_REMAINDERS):
+        model = torch.nn.Linear(5, 3).to(before)
+        expected = copy.deepcopy(model)
+        optimizer = FusedAdam(model.parameters(), lr=0.1, **options)
+        model.to(after)
+        _steps(model, optimizer)  # before there are states, a cast costs nothing
+        expected.to(after)
+        _steps(expected, FusedAdam(expected.parameters(), lr=0.1, **options))
+        assert torch.equal(model.weight, expected.weight)
+
+        model.to(before)
+        if options == {} or (options == {"master_weights": True} and before == F32):
+            _steps(model, optimizer)
+            continue
+        old = model.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=f"{before}.*Cast the model before"):
+            _steps(model, optimizer)
+        assert torch.equal(model.weight, old)
+
+
+def _steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 5, dtype=model.weight.dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
@@ -122,11 +124,17 @@ def test_a_sharded_module_is_neither_cast_nor_moved_nor_copied() -> None:
     )
     assert_raises(RuntimeError, settled + "torch.bfloat16 on cpu", model.bfloat16)
     assert_raises(RuntimeError, settled + "torch.float32 on meta", lambda: model.to("meta"))
-    assert_raises(
-        NotImplementedError,
-        "Expected a copy to be made before fully_shard",
-        lambda: copy.deepcopy(model),
-    )
+    layer = model.layers[0]
+    for copied in (lambda: copy.deepcopy(model), lambda: AveragedModel(layer)):
+        assert_raises(NotImplementedError, "Copy it before fully_shard", copied)
+    for strategy in ("no_shard", "optim_grads_params"):
+        replica = Stack(1)
+        shard(*replica.layers, strategy=strategy)
+        assert_raises(
+            RuntimeError,
+            "DistributedDataParallel cannot wrap a sharded module",
+            partial(DistributedDataParallel, replica.layers[0]),
+        )
     assert model.to(torch.float32) is model
 
 
