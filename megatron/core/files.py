@@ -63,6 +63,17 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
         raise
 
 
+def reason_of(failure: OSError) -> str:
+    """Why a path could not be written. Of a symbolic link to nothing, the system says only that
+    the file exists.
+    """
+    path = Path(os.fsdecode(failure.filename or ""))
+    for place in () if isinstance(failure, UnusableFileError) else (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
+    return failure.strerror or str(failure)
+
+
 def remove_empty_folder(path: str | Path) -> None:
     """Removes a folder that has nothing in it. Anything else stays, a link to such a folder too."""
     with contextlib.suppress(OSError):

@@ -36,12 +36,17 @@ def printable(text: str, limit: int = 500) -> str:
 
 
 class _StdoutHandler(logging.Handler):
-    """Writes lines to the present `sys.stdout`, above the progress bar if one stands."""
+    """Writes lines to the present `sys.stdout`, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stdout
         try:
-            tqdm.write(self.format(record), file=sys.stdout)
-            sys.stdout.flush()
+            text = self.format(record)
+            # A stream that cannot encode a character of a path would lose the line.
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            tqdm.write(text, file=stream)
+            stream.flush()
         except Exception:
             self.handleError(record)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.files import Sync, published
+from megatron.core.files import Sync, published, reason_of
 from megatron.core.options import ConfigError
 from megatron.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from megatron.core.trace_file import Trace
@@ -118,7 +118,7 @@ class LaneProfile:
         except OSError as error:
             raise ConfigError(
                 f"--profile-lanes: expected a folder that can be made, got {self._root} "
-                f"({error.strerror})."
+                f"({reason_of(error)})."
             ) from None
 
         name = f"iterations_{self._iterations[0]}-{self._iterations[-1]}"

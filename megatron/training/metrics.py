@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron.core.files import reason_of
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError, check_options, expect, option
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
@@ -160,7 +161,7 @@ class JsonlSink:
             if must_work:
                 raise ConfigError(
                     f"--metrics-jsonl: expected a file that can be written, got {path} "
-                    f"({error.strerror})."
+                    f"({reason_of(error)})."
                 ) from None
             self._warn(error)
 
@@ -200,7 +201,7 @@ class TensorBoardSink:
         except OSError as error:
             raise ConfigError(
                 f"--tensorboard-dir: expected a folder that can be written, got {folder} "
-                f"({error.strerror})."
+                f"({reason_of(error)})."
             ) from None
 
     def write(self, kind: str, record: dict[str, Any]) -> None:

@@ -14,9 +14,6 @@ import torch
 import pretrain_gpt
 import pretrain_vlm
 from megatron.core.options import ConfigError
-from megatron.training.checkpoint.resume import Resumer
-from megatron.training.engine import SaveLoadMeta, TrainEngine
-from megatron.training.health.exits import ExitCode, ExitError
 from megatron_hybrid import convert_hf, generate
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
@@ -31,6 +28,7 @@ from tests.helpers.vlm_runs import (
     draw_shapes,
     flags,
     run,
+    save_what_is_loaded,
     tensors_of,
 )
 
@@ -70,21 +68,6 @@ def test_a_resumed_run_has_the_losses_and_tensors_of_the_undisturbed_one(
     assert found == {n: expected[n] for n in range(iteration + 1, LAST + 1)}
     assert are_equal(tensors_of(tmp_path, LAST), tensors_of(root, LAST))
     assert not are_equal(tensors_of(root, LAST - 1), tensors_of(root, LAST))
-
-
-def save_what_is_loaded(argv: list[str], folder: str) -> None:
-    """On each rank: a run that saves its checkpoint anew as soon as it has loaded it, and ends."""
-    load = Resumer.load
-
-    def load_and_save(self: Resumer, engine: TrainEngine) -> Any:
-        load(self, engine)
-        engine.save(SaveLoadMeta(f"{folder}/loaded", with_optim=True))
-        raise ExitError(ExitCode.FINISHED, "it has saved")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Resumer, "load", load_and_save)
-        with pytest.raises(ExitError, match="it has saved"):
-            run(argv)
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.wide), 4])

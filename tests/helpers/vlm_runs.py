@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import pretrain_vlm
@@ -15,6 +16,9 @@ from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.formats import open_checkpoint, read_piece
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.store import open_store
+from megatron.training.checkpoint.resume import Resumer
+from megatron.training.engine import SaveLoadMeta, TrainEngine
+from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.images import ImageProcessing
 from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
 
@@ -83,6 +87,21 @@ def run(argv: list[str]) -> str:
     with contextlib.redirect_stdout(log):
         pretrain_vlm.run(argv)
     return log.getvalue()
+
+
+def save_what_is_loaded(argv: list[str], folder: str) -> None:
+    """On each rank: a run that saves its checkpoint anew as soon as it has loaded it, and ends."""
+    load = Resumer.load
+
+    def load_and_save(self: Resumer, engine: TrainEngine) -> Any:
+        load(self, engine)
+        engine.save(SaveLoadMeta(f"{folder}/loaded", with_optim=True))
+        raise ExitError(ExitCode.FINISHED, "it has saved")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Resumer, "load", load_and_save)
+        with pytest.raises(ExitError, match="it has saved"):
+            run(argv)
 
 
 def tensors_of(root: Path, checkpoint_of: int | str) -> dict[str, torch.Tensor]:

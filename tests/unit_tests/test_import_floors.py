@@ -239,7 +239,6 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.state.dcp_hooks",
         "megatron.core.dist_checkpointing.state.dcp_state",
         "megatron.core.dist_checkpointing.dcp.torch_dcp",
-        "megatron.core.dist_checkpointing.fsdp_checkpoint",
         "megatron.core.dist_checkpointing.save.export",
         "megatron.core.dist_checkpointing.plan.file_plan",
         "megatron.core.dist_checkpointing.state.entries",
@@ -252,6 +251,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.dist_checkpointing.save.publisher",
         "megatron.core.dist_checkpointing.save.manager",
         "megatron.core.dist_checkpointing.dcp.plain_dcp",
+        "megatron.core.dist_checkpointing.fsdp_checkpoint",
     ],
     [
         "megatron.training.health.phases",

@@ -22,8 +22,11 @@ from torch import nn
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.dcp import torch_dcp
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
+from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.optimizer.state_loading import KEPT_OPTIONS
 
 
 def save_checkpoint(
@@ -61,10 +64,12 @@ def load_checkpoint(
     """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
 
     Weights, states and the optimizer's options become those of the checkpoint; compute weights
-    when they are used next.
+    when they are used next. Options that choose an implementation (`fused`) stay as they are.
 
     Args:
-        model, optimizer: like those that were saved; sharding and number of ranks may differ.
+        model, optimizer: like those that were saved; sharding and number of ranks may differ, and
+            so may the parameters that are frozen. Those that the checkpoint's optimizer did not
+            train start with fresh states, which a line of the log names.
         checkpoint_dir: the folder.
         sync_model_weights: must be True: compute weights always follow.
 
@@ -94,9 +99,36 @@ def load_checkpoint(
         return checkpoint
 
     checkpoint = on_all_ranks(checked)
+    own_groups = state["optimizer"].pop("param_groups")
+    options = on_all_ranks(lambda: _options(checkpoint, app, optimizer, state))
     # From here on tensors change in place; everything that can be refused has been checked.
-    torch_dcp.load_tensors(checkpoint, state, ())
-    app.load_state_dict({"model": state["model"], "optim": state["optimizer"]})
+    frozen = [f"model.{name}" for name in app.frozen]
+    changes = torch_dcp.load_tensors(checkpoint, state, ("optimizer.param_groups.",), frozen)
+    optim = {**state["optimizer"], "param_groups": own_groups}
+    app.load_state_dict({"model": state["model"], "optim": optim})
+    app.reset_states(changes.fresh)
+    install_options(optimizer, options)
+
+
+def _options(
+    checkpoint: TorchDcpCheckpoint,
+    app: DCPState,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The saved options of each group, as far as the optimizer has them."""
+    fresh = torch_dcp.frozen_changes(checkpoint, state).fresh
+    names: dict[torch.Tensor, list[str]] = {
+        parameter: [name] for name, parameter in app.parameters().items() if name not in fresh
+    }
+    known = {option for group in optimizer.param_groups for option in group}.difference(
+        KEPT_OPTIONS
+    )
+    saved = [
+        {option: value for option, value in group.items() if option in known}
+        for group in dcp_param_groups(checkpoint)
+    ]
+    return match_param_groups(optimizer, names, saved)
 
 
 def _state(app: DCPState) -> dict[str, Any]:

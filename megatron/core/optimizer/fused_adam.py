@@ -15,7 +15,6 @@ The states of a parameter are `step`, `exp_avg`, `exp_avg_sq` and, with master w
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -35,10 +34,13 @@ from megatron.core.optimizer.kernels import device_adam, torch_adam
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import (
+    ADAMW_OPTIONS,
     STEP,
     can_be_trained,
+    check_options,
     check_state,
     checked_states,
+    loaded_options,
 )
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_holds import Hold, StepHolds
@@ -143,11 +145,14 @@ class FusedAdam(torch.optim.Optimizer):
 
         defaults = {
             "lr": lr,
-            "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            **ADAMW_OPTIONS,
+            "decoupled_weight_decay": adam_w_mode,
         }
+        if not bias_correction:
+            defaults["bias_correction"] = False
         super().__init__(params, defaults)
         self._make_parts()
 
@@ -381,16 +386,16 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the values of a state dict over into the states' own memory, and its groups'
-        constants.
+        options, except those that choose an implementation.
 
         Everything is checked before anything is changed. A state may come from another device.
         Parameters without a state in the dict start over. TransformerEngine's dicts, which have one
-        step for each group, are understood.
+        step for each group, are understood, and so are those of torch's AdamW.
 
         Raises:
-            ValueError: for other groups, for states that are missing or unexpected, for those that
-                are not distributed or shaped as their parameter or not of the dtype in which
-                `state_dict` gives them.
+            ValueError: for other groups, for options of another algorithm (amsgrad, maximize), for
+                states that are missing or unexpected, for those that are not distributed or shaped
+                as their parameter or not of the dtype in which `state_dict` gives them.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -399,6 +404,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         # All of it first: a dict that is refused must change nothing.
         states = checked_states(self.param_groups, state_dict, self._states.dtypes_of)
+        for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            check_options(own, loaded)
         self._revision += 1
         self._holds.wait()
         for parameter in self._parameters():
@@ -409,11 +416,8 @@ class FusedAdam(torch.optim.Optimizer):
             elif self.state.get(parameter):
                 self._states.reset(parameter, self.state[parameter])
 
-        loaded_groups = copy.deepcopy(state_dict["param_groups"])
-        for own, loaded in zip(self.param_groups, loaded_groups, strict=True):
-            own.update(
-                {name: value for name, value in loaded.items() if name not in ("params", STEP)}
-            )
+        for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update(loaded_options(own, loaded))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,46 @@ import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.state_tensors import difference
+from megatron.core.optimizer.step_inputs import IDENTITIES
 
 STEP = "step"
+
+# The options of `torch.optim.AdamW` that choose among implementations.
+IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# The options of torch's fused AdamW besides rates and betas. Groups of our optimizers have them
+# too: PyTorch's helpers look for every option of the loading optimizer in what they load.
+ADAMW_OPTIONS: Mapping[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+# These stay as the loading optimizer has them: they follow from its class and its machine.
+KEPT_OPTIONS = (*IMPLEMENTATIONS, "decoupled_weight_decay")
+
+
+def loaded_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a group takes from a loaded group."""
+    found = {
+        name: copy.deepcopy(value)
+        for name, value in loaded.items()
+        if name not in (*IDENTITIES, STEP, *KEPT_OPTIONS)
+    }
+    # TransformerEngine's groups always have it. AdamW's never do, and would look for it.
+    if found.get("bias_correction") is True and "bias_correction" not in own:
+        del found["bias_correction"]
+    return found
+
+
+def check_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """ValueError if a loaded group has options that our AdamW cannot honour."""
+    options = {**own, **loaded_options(own, loaded)}
+    AdamStep.of(options, 1, 1.0, options.get("decoupled_weight_decay", True))
 
 
 def can_be_trained(parameter: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -73,7 +73,7 @@ def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> di
 
 @runtime_checkable
 class _Allocating(Protocol):
-    """An optimizer that allocates its states without stepping."""
+    """An optimizer of ours, which allocates its states without stepping."""
 
     def init_state(self) -> None:
         """Allocates what there is not yet."""
@@ -131,6 +131,29 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
         step = optimizer.state.get(parameter, {}).get("step")
         if isinstance(step, torch.Tensor):
             step.zero_()
+
+
+def reset_states(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Makes the states of some parameters those of parameters that were never stepped."""
+    if not isinstance(optimizer, _Allocating):
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)
+        init_torch_states(optimizer)
+        return
+
+    # Parameters without a state in a state dict start over. All others share its memory.
+    state_dict = optimizer.state_dict()
+    fresh = {id(parameter) for parameter in parameters}
+    numbers = {
+        number
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], packed["params"], strict=True)
+        if id(parameter) in fresh
+    }
+    states = {
+        number: states for number, states in state_dict["state"].items() if number not in numbers
+    }
+    optimizer.load_state_dict({**state_dict, "state": states})
 
 
 def load_torch_states(

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.state.param_groups import install_options,
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.state_loading import KEPT_OPTIONS
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run, no_run_error
 from megatron.training.checkpoint.run_state import RunState
@@ -36,9 +37,8 @@ from megatron.training.rng import check_rng_state, rng_state, set_rng_state
 logger = logging.getLogger(__name__)
 
 RNG_KEY = re.compile(r"rng\.(\d{1,9})\.(.+)")
-# Optimizer options that a run never takes from a checkpoint: the schedule sets `lr` in every step,
-# and the others choose an implementation, which depends on the machine.
-_NEVER_TAKEN = {"lr", "foreach", "fused", "capturable", "differentiable"}
+# Optimizer options that a run never takes from a checkpoint: the schedule sets `lr` in every step.
+_NEVER_TAKEN = {"lr", *KEPT_OPTIONS}
 
 
 class RunData(NamedTuple):

@@ -13,7 +13,7 @@ that this run replaces with its own may be anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,11 +26,16 @@ from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_ra
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.plain_dcp import (
+    MODEL_PREFIX,
     dcp_param_groups,
     load_model_weights,
     weight_keys,
 )
-from megatron.core.dist_checkpointing.dcp.torch_dcp import check_steps, load_tensors
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    check_steps,
+    frozen_changes,
+    load_tensors,
+)
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import (
@@ -51,7 +56,7 @@ from megatron.core.dist_checkpointing.load.reader import (
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, check_param_groups
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -270,7 +275,7 @@ class _Load:
             states = PARAM_GROUPS if self.with_states else "optimizer.*"
             skip = [*flags.load_skip_keys, "rng.*", states]
             wanted = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
-            options = self._options_of(checkpoint, contents, wanted.entries)
+            options = self._options_of(checkpoint, contents, wanted)
             extras = Extras(run, options, rng_to_load(checkpoint, self.device, flags))
             if self.checks_first and flags.verify_checkpoint:
                 check_data(checkpoint, wanted)
@@ -283,15 +288,16 @@ class _Load:
         return None if run is None else run.info
 
     def _options_of(
-        self, checkpoint: PublishedCheckpoint, contents: Contents, entries: Sequence[Entry]
+        self, checkpoint: PublishedCheckpoint, contents: Contents, wanted: Wanted
     ) -> list[dict[str, Any]] | None:
         if not self.with_states or is_skipped(PARAM_GROUPS, self.flags.load_skip_keys):
             return None
-        loaded = {entry.key for entry in entries}
+        loaded = {entry.key for entry in wanted.entries}
+        fresh = {id(parameter) for parameter in wanted.fresh}
         names = {
             parameter: own
             for parameter, own in contents.names.items()
-            if all(f"model.{name}" in loaded for name in own)
+            if id(parameter) not in fresh and all(f"model.{name}" in loaded for name in own)
         }
         return options_to_load(
             self.schedule,
@@ -313,23 +319,25 @@ class _Load:
 
         model = self.state.model
         app = DCPState(model, self.state.optimizer.optimizer if self.with_states else None)
-        checkpoint, extras = on_all_ranks(self._check_torch_dcp)
+        tensors = app.state_dict()
+        checkpoint, extras = on_all_ranks(lambda: self._check_torch_dcp(tensors))
         if self.with_states:
-            tensors = app.state_dict()
             # PyTorch installs states and options together. These options are this run's own: the
             # checkpoint's are not read here.
             own_groups = tensors["optim"].pop("param_groups")
             ignored = ("rng.", "optim.param_groups.")
-            load_tensors(checkpoint, tensors, ignored)
+            frozen = [f"{MODEL_PREFIX}{name}" for name in app.frozen]
+            changes = load_tensors(checkpoint, tensors, ignored, frozen)
             tensors["optim"]["param_groups"] = own_groups
             app.load_state_dict(tensors)
+            app.reset_states(changes.fresh)
         else:
             load_model_weights(checkpoint, model)
 
         extras.install(self.state, self.device)
         return None if extras.run is None else extras.run.info
 
-    def _check_torch_dcp(self) -> tuple[TorchDcpCheckpoint, Extras]:
+    def _check_torch_dcp(self, tensors: dict[str, Any]) -> tuple[TorchDcpCheckpoint, Extras]:
         flags, model = self.flags, self.state.model
         checkpoint = TorchDcpCheckpoint.open(
             self.store, self.name, checks_crc=flags.verify_checkpoint
@@ -347,8 +355,11 @@ class _Load:
         options = None
         if self.with_states:
             check_steps(checkpoint)
+            fresh = frozen_changes(checkpoint, tensors).fresh
             names: dict[torch.Tensor, list[str]] = {
-                parameter: [name] for name, parameter in model.named_parameters()
+                parameter: [name]
+                for name, parameter in model.named_parameters()
+                if name not in fresh
             }
             options = options_to_load(
                 self.schedule,

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import Store, open_store
-from megatron.core.files import remove_empty_folder
+from megatron.core.files import reason_of, remove_empty_folder
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.options import ConfigError
@@ -196,7 +196,7 @@ def make_save_folder(root: str) -> None:
                 pass
         except OSError as failure:
             raise ConfigError(
-                f"--save: expected a folder that can be written, got {root} ({failure.strerror})."
+                f"--save: expected a folder that can be written, got {root} ({reason_of(failure)})."
             ) from None
 
 

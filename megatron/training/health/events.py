@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.files import read_regular, temporary_path
+from megatron.core.files import read_regular, reason_of, temporary_path
 from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import JsonLines, finite, parse_object, read_json_lines
 
@@ -89,7 +89,7 @@ class EventLog:
         except OSError as error:
             raise ConfigError(
                 f"--events-dir: expected a folder that can be written, got "
-                f"{self._lines.path.parent} ({error.strerror})."
+                f"{self._lines.path.parent} ({reason_of(error)})."
             ) from None
 
     def write(self, kind: EventKind, /, **fields: object) -> None:

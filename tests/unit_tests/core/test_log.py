@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import logging
 import re
+import sys
 
 import pytest
 
@@ -57,6 +59,18 @@ def test_an_exception_is_shown_with_its_traceback(capsys):
     shown = capsys.readouterr().out
     assert "Traceback" in shown
     assert "the cause" in shown
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("ascii", "M\\xfcll/\\udcff"), ("latin-1", "Müll/\\udcff"), ("utf-8", "Müll/\\udcff")],
+)
+def test_a_path_that_the_stream_cannot_encode_is_shown_escaped(monkeypatch, encoding, shown):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    log.configure(rank=0)
+    logging.getLogger("megatron").info("saved %s", "Müll/\udcff")  # a byte that is no UTF-8
+    assert stream.buffer.getvalue().decode(encoding).endswith(f"saved {shown}\n")
 
 
 @pytest.mark.parametrize(

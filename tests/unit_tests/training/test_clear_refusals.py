@@ -103,19 +103,23 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
     ],
 )
 def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):
-    """Behind a file, where not even root can make a folder."""
+    """Behind a file, where not even root can make a folder, and behind a link to nothing."""
     (tmp_path / "file").touch()
-    place = str(tmp_path / "file" / "folder")
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    behind = [tmp_path / name / "folder" for name in ("file", "link")]
 
-    def refused() -> str:
-        try:
-            pretrain_gpt.run([*MINIMAL, flag, place])
-        except ConfigError as error:
-            return str(error)
-        return "it ran"
+    def refused() -> list[str]:
+        messages = []
+        for place in behind:
+            with pytest.raises(ConfigError) as caught:
+                pretrain_gpt.run([*MINIMAL, flag, str(place)])
+            messages.append(str(caught.value))
+        return messages
 
-    (message,) = run_ranks(1, refused)
-    assert message == f"{flag}: expected {expected}, got {place} (Not a directory)."
+    (messages,) = run_ranks(1, refused)
+    link = f"{tmp_path}/link is a symbolic link to {tmp_path}/unmounted, which does not exist"
+    for place, message, reason in zip(behind, messages, ("Not a directory", link), strict=True):
+        assert message == f"{flag}: expected {expected}, got {place} ({reason})."
 
 
 def engine_config(compute_dtype: str = "fp32") -> EngineConfig:

@@ -29,7 +29,7 @@ MODEL_PREFIX = "model."  # ours, and the usual one
 
 # Keys that stay unread beside weights without a prefix. With a prefix, all other keys do.
 _OTHERS = ("optim.", "optimizer.", "rng.")
-_OPTION_KEY = re.compile(r"optim\.param_groups\.(\d{1,9})\.(.+)")
+_OPTION_KEY = re.compile(r"optim(?:izer)?\.param_groups\.(\d{1,9})\.(.+)")
 
 
 def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None
 
     # The tensors are the model's own memory. Plain data, of extra states, comes back in the dict.
     wanted = {f"{prefix}{name}": value for name, value in own.items()}
-    load_tensors(checkpoint, wanted, others)
+    load_tensors(checkpoint, wanted, others, [f"{prefix}{name}" for name in app.frozen])
     app.load_state_dict({"model": {name: wanted[f"{prefix}{name}"] for name in own}})
 
 
@@ -116,7 +116,8 @@ def _divided(key: str, most_dots: int) -> Iterator[tuple[str, str]]:
 
 
 def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
-    """The parameter groups in a `torch_dcp` checkpoint: `optim.param_groups.<number>.<option>`.
+    """The parameter groups in a checkpoint that PyTorch DCP wrote:
+    `optim.param_groups.<number>.<option>`, or `optimizer.param_groups...`.
 
     Raises:
         CheckpointError: if there are none, or they are no such.

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAI
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
 from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import differences
+from megatron.core.dist_checkpointing.plan.saved import FrozenChanges, differences, is_rounded
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
 from megatron.core.dtensors import local_tensor
 from megatron.core.files import remove_empty_folder, sync_stream
@@ -176,27 +176,47 @@ def check_steps(checkpoint: TorchDcpCheckpoint) -> None:
 
 
 def load_tensors(
-    checkpoint: TorchDcpCheckpoint, state: dict[str, Any], ignored_prefixes: tuple[str, ...]
-) -> None:
+    checkpoint: TorchDcpCheckpoint,
+    state: dict[str, Any],
+    ignored_prefixes: tuple[str, ...],
+    frozen: Collection[str] = (),
+) -> FrozenChanges:
     """Reads a published checkpoint into the tensors of `state`. Called by all ranks together.
 
     Args:
-        state: a state dict like the one saved; sharding may differ.
+        state: a state dict like the one saved; sharding may differ. Values are widened to the
+            dtype that they have here, and those of frozen weights are rounded.
         ignored_prefixes: prefixes of keys that may stay unread.
+        frozen: keys of the weights that are frozen here.
+
+    Returns:
+        How the set of frozen parameters differs. States that start fresh have not been changed.
 
     Raises:
         CheckpointError: before anything is changed if a tensor is missing, extra, or of another
             shape or dtype, or if plain data is missing or more than that; afterwards only if a file
             cannot be read, which `TorchDcpCheckpoint.check` finds out in advance.
     """
-    on_all_ranks(lambda: _load(checkpoint, state, ignored_prefixes))
+    return on_all_ranks(lambda: _load(checkpoint, state, ignored_prefixes, frozen))
+
+
+def frozen_changes(
+    checkpoint: TorchDcpCheckpoint, state: dict[str, Any], frozen: Collection[str] = ()
+) -> FrozenChanges:
+    """What `load_tensors` returns, before it is called."""
+    return _frozen_changes(checkpoint, flatten_state_dict(state)[0], frozen)
 
 
 def _load(
-    checkpoint: TorchDcpCheckpoint, state: dict[str, Any], ignored_prefixes: tuple[str, ...]
-) -> None:
+    checkpoint: TorchDcpCheckpoint,
+    state: dict[str, Any],
+    ignored_prefixes: tuple[str, ...],
+    frozen: Collection[str],
+) -> FrozenChanges:
     wanted, places = flatten_state_dict(state)
-    _check_fits(checkpoint, wanted, ignored_prefixes)
+    changes = _frozen_changes(checkpoint, wanted, frozen)
+    wanted = {key: value for key, value in wanted.items() if key not in changes.fresh_keys}
+    _check_fits(checkpoint, wanted, ignored_prefixes, changes)
     values = {
         key: checkpoint.read_plain(key)
         for key, value in wanted.items()
@@ -207,15 +227,40 @@ def _load(
             checkpoint.read(key, offsets, memory)
     for key, value in values.items():
         set_element(state, places[key], value)
+    changes.log()
+    return changes
+
+
+def _frozen_changes(
+    checkpoint: TorchDcpCheckpoint, wanted: dict[str, Any], frozen: Collection[str]
+) -> FrozenChanges:
+    saved = checkpoint.tensors
+    prefix = "model."  # wherever there are states of an optimizer
+    names = [key.removeprefix(prefix) for key in wanted if key.startswith(prefix) and key in saved]
+    rounded = [
+        key
+        for key in frozen
+        if key in saved and key in wanted and is_rounded(saved[key].dtype, wanted[key].dtype)
+    ]
+    own = [key for key, value in wanted.items() if isinstance(value, torch.Tensor)]
+    return FrozenChanges.of(own, saved.keys(), names)._replace(rounded=rounded)
 
 
 def _check_fits(
-    checkpoint: TorchDcpCheckpoint, wanted: dict[str, Any], ignored_prefixes: tuple[str, ...]
+    checkpoint: TorchDcpCheckpoint,
+    wanted: dict[str, Any],
+    ignored_prefixes: tuple[str, ...],
+    changes: FrozenChanges,
 ) -> None:
     """Compares what is to be loaded with what there is, and changes nothing."""
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
     plain, saved = wanted.keys() - tensors.keys(), checkpoint.tensors
-    extra = [key for key in saved if key not in wanted and not key.startswith(ignored_prefixes)]
+    ignored = changes.left_out_keys
+    extra = [
+        key
+        for key in saved
+        if key not in wanted and key not in ignored and not key.startswith(ignored_prefixes)
+    ]
     missing = [key for key in tensors if key not in saved]
     missing += [key for key in wanted if key in plain and key not in (*saved, *checkpoint.plain)]
 
@@ -226,7 +271,10 @@ def _check_fits(
         problems.append(f"the model has no {few(extra)}")
     for key, value in tensors.items():
         if key in saved:
-            problems += differences(saved[key], tuple(value.shape), value.dtype)
+            may_round = key in changes.rounded
+            problems += differences(
+                saved[key], tuple(value.shape), value.dtype, may_round=may_round
+            )
     if others := [key for key in wanted if key in plain and key in saved]:
         problems.append(f"it has tensors where the model has none: {few(others)}")
     if problems:

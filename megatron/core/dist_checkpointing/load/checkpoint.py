@@ -143,7 +143,8 @@ class PublishedCheckpoint:
             CheckpointDamagedError: if the bytes are not those that were written; some of `out` may
                 have been filled.
             CheckpointError: if there is no tensor of that key.
-            ValueError: for a box that is not in the tensor, or another dtype.
+            ValueError: for a box that is not in the tensor, or another dtype, except that values
+                are converted from one floating-point dtype to another.
         """
         saved, box = self._tensor(key), Box(tuple(offsets), tuple(out.shape))
         whole = Box.whole(saved.shape)
@@ -152,7 +153,8 @@ class PublishedCheckpoint:
                 f"Expected a box of {key!r} of shape {whole.sizes}, got {box.sizes} at "
                 f"{box.offsets}."
             )
-        if out.dtype != saved.dtype:
+        are_floats = out.dtype.is_floating_point and saved.dtype.is_floating_point
+        if out.dtype != saved.dtype and not are_floats:
             raise ValueError(f"Expected {saved.dtype} for {key!r}, got {out.dtype}.")
 
         num_read = 0

@@ -89,9 +89,9 @@ class ChunkData:
 
         Args:
             box: relative to the chunk's origin; it must have elements.
-            target: of the shape of the box and the dtype of the chunk, on any device. On the meta
-                device, blocks are compared with their digests, of which there must be some, and
-                kept nowhere.
+            target: of the shape of the box, on any device. Values are converted to its dtype. On
+                the meta device, blocks are compared with their digests, of which there must be
+                some, and kept nowhere.
 
         Raises:
             CheckpointDamagedError: as `read`.
@@ -99,16 +99,17 @@ class ChunkData:
         if target.is_meta:
             self._check_box(box)
             return
-        sizes, itemsize = self._chunk.box.sizes, target.element_size()
-        whole = range_of(box, sizes)
-        if whole.is_gapless and target.is_cpu and target.is_contiguous():
+        sizes, dtype = self._chunk.box.sizes, self._tensor.dtype
+        itemsize, whole = dtype.itemsize, range_of(box, sizes)
+        is_in_place = target.is_cpu and target.is_contiguous() and target.dtype == dtype
+        if whole.is_gapless and is_in_place:
             self.read(whole.start * itemsize, bytes_of(target))
             return
 
         max_span = _STAGING_BYTES // itemsize
         # A shorter gap contains no whole block, or page, so leaving it out would save nothing.
         max_gap = ((BLOCK_BYTES if self._digests is not None else _PAGE_BYTES) - 1) // itemsize
-        staging = torch.empty(min(max_span, whole.span), dtype=target.dtype)
+        staging = torch.empty(min(max_span, whole.span), dtype=dtype)
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
             self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
 

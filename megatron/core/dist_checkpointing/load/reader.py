@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -23,8 +23,14 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.plan.saved import differences
+from megatron.core.dist_checkpointing.plan.saved import (
+    FrozenChanges,
+    SavedTensor,
+    differences,
+    is_rounded,
+)
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues, Values
+from megatron.core.optimizer.torch_optimizer import reset_states
 
 _MOST_THREADS = 4  # that read, on each rank
 
@@ -36,10 +42,14 @@ class Wanted(NamedTuple):
         entries: in the order in which they are written.
         counters: those of fused weights, read already: whether the sections agree has to be known
             before anything is changed.
+        changes: how the set of frozen parameters differs.
+        fresh: the parameters whose optimizer states start fresh.
     """
 
     entries: list[Entry]
     counters: dict[Values, torch.Tensor]
+    changes: FrozenChanges
+    fresh: list[torch.Tensor]
 
 
 def check_contents(
@@ -59,6 +69,10 @@ def check_contents(
     Returns:
         What to load.
 
+    Values are widened to the dtype that they have here, and those of frozen weights are rounded.
+    Parameters may have been frozen that are trained here, and the other way round: see
+    `FrozenChanges`.
+
     Raises:
         CheckpointError: listing missing and unexpected keys, and other shapes and dtypes; or for
             counters of one fused weight's sections that differ.
@@ -69,24 +83,64 @@ def check_contents(
     saved = {key: None for key in [*tensors, *checkpoint.plain] if not is_skipped(key, skip)}
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
 
+    changes, fresh = _frozen_changes(contents, wanted, checkpoint.tensors, saved)
+    started = changes.fresh_keys
+
     problems = []
-    if missing := [key for key in [*plain, *wanted] if key not in saved]:
+    missing = [key for key in [*plain, *wanted] if key not in saved and key not in started]
+    if missing:
         problems.append(f"it lacks {few(missing)}")
     if strictness == "raise_all":
-        extra = [key for key in saved if key not in wanted and key not in plain]
-        if extra:
+        own = wanted.keys() | plain | changes.left_out_keys
+        if extra := [key for key in saved if key not in own]:
             problems.append(f"nothing here takes {few(extra)}")
     for key, entry in wanted.items():
         if key in tensors:
-            problems += differences(tensors[key], entry.saved_as.shape, entry.saved_as.dtype)
+            shape, dtype = entry.saved_as.shape, entry.saved_as.dtype
+            may_round = key in changes.rounded
+            problems += differences(tensors[key], shape, dtype, may_round=may_round)
         elif key in checkpoint.plain:
             problems.append(f"{key} is plain data where a tensor is wanted")
     if problems:
         raise other_model(checkpoint.path, problems)
 
     # Entries of other ranks have been compared too: all ranks refuse the same checkpoints.
-    entries = [entry for entry in wanted.values() if entry.is_own]
-    return Wanted(entries, _fused_counters(checkpoint, entries))
+    entries = [entry for key, entry in wanted.items() if entry.is_own and key not in started]
+    return Wanted(entries, _fused_counters(checkpoint, entries), changes, fresh)
+
+
+def _frozen_changes(
+    contents: Contents,
+    wanted: Mapping[str, Entry],
+    tensors: Mapping[str, SavedTensor],
+    saved: Collection[str],
+) -> tuple[FrozenChanges, list[torch.Tensor]]:
+    """The changes, and the parameters whose states start fresh."""
+    names = [
+        name
+        for own in contents.names.values()
+        for name in own
+        if (key := f"model.{name}") in wanted and key in tensors
+    ]
+    found = FrozenChanges.of(wanted.keys(), saved, names)
+    # States start fresh for all sections of a fused weight, or for none.
+    fresh = [
+        parameter
+        for parameter, own in contents.names.items()
+        if own and all(name in found.fresh for name in own)
+    ]
+    started = {name: found.fresh[name] for parameter in fresh for name in contents.names[parameter]}
+
+    frozen = (own for parameter, own in contents.names.items() if not parameter.requires_grad)
+    keys = (f"model.{name}" for own in frozen for name in own)
+    rounded = [
+        key
+        for key in keys
+        if key in wanted
+        and key in tensors
+        and is_rounded(tensors[key].dtype, wanted[key].saved_as.dtype)
+    ]
+    return found._replace(fresh=started, rounded=rounded), fresh
 
 
 def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
@@ -147,7 +201,22 @@ def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wan
 
     # Autograd has not seen these writes, and compute weights are made anew by its version counters.
     torch.autograd.graph.increment_version(list(contents.names))
+    _start_fresh(contents, wanted.fresh)
+    wanted.changes.log()
     return num_bytes
+
+
+def _start_fresh(contents: Contents, parameters: Iterable[torch.Tensor]) -> None:
+    """Makes the states of parameters those of parameters that were never stepped."""
+    # Once the weights are loaded: main weights among the states are made of them.
+    fresh = {id(parameter) for parameter in parameters}
+    by_optimizer: dict[torch.optim.Optimizer, list[torch.Tensor]] = {}
+    for group in contents.groups:
+        for parameter in () if group.unit is None else group.unit.parameters:
+            if group.unit is not None and id(parameter) in fresh:
+                by_optimizer.setdefault(group.unit.optimizer, []).append(parameter)
+    for optimizer, own in by_optimizer.items():
+        reset_states(optimizer, own)
 
 
 def _num_threads() -> int:

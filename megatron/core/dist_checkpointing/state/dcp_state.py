@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.optimizer.torch_optimizer import init_states
+from megatron.core.optimizer.torch_optimizer import init_states, reset_states
 
 
 class DCPState(Stateful):
@@ -58,7 +58,13 @@ class DCPState(Stateful):
             raise CheckpointError(
                 f"Expected a state dict with the optimizer's state, got {sorted(state_dict)} alone."
             )
-        with _trainable(self.model, state_dict["optim"]["state"].keys()):
+        names = state_dict["optim"]["state"]
+        frozen = [
+            parameter
+            for name, parameter in self.parameters().items()
+            if name in names and not parameter.requires_grad
+        ]
+        with _unfrozen(frozen):
             set_state_dict(
                 self.model,
                 self.optimizer,
@@ -66,20 +72,35 @@ class DCPState(Stateful):
                 optim_state_dict=state_dict["optim"],
             )
 
+    @property
+    def frozen(self) -> list[str]:
+        """The names of the parameters that are frozen."""
+        named = self.parameters().items()
+        return [name for name, parameter in named if not parameter.requires_grad]
+
+    def reset_states(self, names: Collection[str]) -> None:
+        """Makes the optimizer states of parameters those of parameters that were never stepped."""
+        named = self.parameters()
+        if names and self.optimizer is not None:
+            reset_states(self.optimizer, [named[name] for name in names])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters, by their names in state dicts."""
+        return {
+            fqn: parameter
+            for name, parameter in self.model.named_parameters()
+            for fqn in _get_fqns(self.model, name)
+        }
+
 
 @contextmanager
-def _trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Unfreezes the named parameters for the duration of a load."""
-    # `set_state_dict` drops the states of frozen parameters. They may be trained again later.
-    frozen = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and not _get_fqns(model, name).isdisjoint(names)
-    ]
-    for parameter in frozen:
+def _unfrozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Unfreezes parameters for the duration of a load."""
+    # `set_state_dict` drops the states of frozen parameters, which may be trained again later.
+    for parameter in parameters:
         parameter.requires_grad_(True)
     try:
         yield
     finally:
-        for parameter in frozen:
+        for parameter in parameters:
             parameter.requires_grad_(False)

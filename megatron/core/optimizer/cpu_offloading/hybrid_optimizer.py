@@ -12,7 +12,6 @@ device side give the same bits, so where a group lives never changes a run.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,11 +39,15 @@ from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSetting
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
-from megatron.core.optimizer.kernels.adam import AdamStep
-from megatron.core.optimizer.state_loading import check_like, states_by_parameter
+from megatron.core.optimizer.state_loading import (
+    check_like,
+    check_options,
+    loaded_options,
+    states_by_parameter,
+)
 from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit
-from megatron.core.optimizer.step_inputs import IDENTITIES, StepInputs
+from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
 from megatron.core.timeline import AnyTimeline
 
@@ -348,9 +351,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             # Parameters without a state in the dict start over.
             self._load_states({p: saved.get(p, {}) for p in self._parameters()})
 
-        loaded_groups = copy.deepcopy(state_dict["param_groups"])
-        for group, other in zip(self.param_groups, loaded_groups, strict=True):
-            group.update({name: value for name, value in other.items() if name not in IDENTITIES})
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(loaded_options(group, other))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -580,7 +582,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._host_side.is_flat:
             # Other numbers of groups are refused with the states.
             for own, other in zip(self.param_groups, loaded, strict=False):
-                AdamStep.of(own | other, 1, 1.0, True)
+                check_options(own, other)
 
     def _load_states(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Loads states, once all are known to fit."""

@@ -9,11 +9,12 @@ import torch
 
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.adam import MOMENT_DTYPES
+from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, IMPLEMENTATIONS
 from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
 # What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Of torch.optim.AdamW's options, those that choose among implementations of the same.
+# Options of torch.optim.AdamW with which our pass may still stand for it.
 _IMPLEMENTATIONS = ("foreach", "fused")
 
 
@@ -88,15 +89,28 @@ class HybridSettings(NamedTuple):
             )
 
         # A group has one value of each option, for both sides.
-        host = defaults_of(self.host_cls, sides[0])
-        device = defaults_of(self.device_cls, sides[1])
-        for name in host.keys() & device.keys():
+        host = self._defaults_of(self.host_cls, sides[0])
+        device = self._defaults_of(self.device_cls, sides[1])
+        for name in (host.keys() & device.keys()).difference(IMPLEMENTATIONS):
             if host[name] != device[name]:
                 raise ValueError(
                     f"Expected {name} to be given, since {names[0]} takes {host[name]} by default "
                     f"and {names[1]} takes {device[name]}, got none."
                 )
         return device | host
+
+    def _defaults_of(
+        self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        defaults = defaults_of(cls, options)
+        # Groups that are shared with another class have that class's options of these names.
+        others = {self.host_cls, self.device_cls} - {FusedAdam, torch.optim.AdamW}
+        is_shared = cls is FusedAdam and others
+        return {
+            name: value
+            for name, value in defaults.items()
+            if not (is_shared and name in ADAMW_OPTIONS)
+        }
 
     def device_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """The device side's class, and all of its options."""

@@ -79,6 +79,12 @@ class AdamStep:
             raise ValueError(
                 f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set."
             )
+        is_decoupled = options.get("decoupled_weight_decay", adam_w_mode)
+        if is_decoupled != adam_w_mode:
+            raise ValueError(
+                f"Expected decoupled_weight_decay={adam_w_mode} in a parameter group, as the "
+                f"optimizer's adam_w_mode, got {is_decoupled}."
+            )
 
         # Options may be tensors, as torch's optimizers allow.
         beta1, beta2 = options["betas"]

@@ -193,8 +193,8 @@ def _plain(folder: Path, state: dict[str, Any]) -> Path:
             "model.head.bias has shape (4,) where the model has (3,)",
         ),
         (
-            lambda state: state.update({"seen": torch.ones(3).half()}),
-            "model.seen is torch.float16 where the model has",
+            lambda state: state.update({"seen": torch.ones(3).double()}),
+            "model.seen is torch.float64 where the model has",
         ),
     ],
 )

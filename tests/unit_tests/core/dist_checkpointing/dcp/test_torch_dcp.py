@@ -268,7 +268,7 @@ def test_every_difference_is_named_before_anything_is_touched(tmp_path):
     wanted = {
         "a": torch.zeros(3),
         "b": torch.zeros(4),
-        "c": torch.zeros(2, dtype=torch.float64),
+        "c": torch.zeros(2, dtype=torch.float16),
         "only_wanted": torch.zeros(1),
     }
     with pytest.raises(CheckpointError) as error:
@@ -277,7 +277,7 @@ def test_every_difference_is_named_before_anything_is_touched(tmp_path):
     assert "it lacks model.only_wanted" in message
     assert "the model has no model.only_saved" in message
     assert "model.b has shape (2,) where the model has (4,)" in message
-    assert "model.c is torch.float32 where the model has torch.float64" in message
+    assert "model.c is torch.float32 where the model has torch.float16" in message
     assert torch.equal(wanted["a"], torch.zeros(3))
 
 

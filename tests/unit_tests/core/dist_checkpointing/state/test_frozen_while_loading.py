@@ -1,4 +1,6 @@
-"""States of a parameter that is frozen while its checkpoint is loaded, and trained later."""
+"""Checkpoints of a model of which other parameters are frozen: while it is loaded, or when it was
+saved.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ OPTIMIZERS = {
 FORMATS = ("DCPState", "load_checkpoint", "fsdp_dtensor")
 
 
-def build(engine: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    engine: str, optimizer: str, seed: int, *, is_frozen: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model[0].requires_grad_(not is_frozen)
     for module in (model[0], model):
         SHARDS[engine](module)
-    return model, OPTIMIZERS[optimizer](model.parameters(), lr=0.01)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, OPTIMIZERS[optimizer](trained, lr=0.01)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -59,11 +65,13 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torc
     return [
         local_tensor(tensor).detach().clone()
         for parameter in model.parameters()
-        for tensor in (parameter, *(optimizer.state[parameter][name] for name in STATES))
+        for tensor in (parameter, *states_of(optimizer, parameter))
     ]
 
 
-STATES = ("step", "exp_avg", "exp_avg_sq")
+def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[torch.Tensor]:
+    found = optimizer.state.get(parameter, {})
+    return [found[name] for name in ("step", "exp_avg", "exp_avg_sq") if name in found]
 
 
 def save(root: str, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -125,4 +133,48 @@ def test_states_of_a_parameter_frozen_while_loading_continue_once_it_is_trained_
     tmp_path, world_size, engine
 ):
     for failed in run_ranks(world_size, _thaws, str(tmp_path), engine):
+        assert failed == []
+
+
+def _other_parts(root: str, engine: str) -> list[str]:
+    """What is wrong after loading into a model of which another part is frozen."""
+    failed = []
+    for name in OPTIMIZERS:
+        for form in FORMATS[1:]:
+            for was_frozen in (True, False):
+                model, optimizer = build(engine, name, seed=0, is_frozen=was_frozen)
+                other, other_optimizer = build(engine, name, seed=1, is_frozen=not was_frozen)
+                for number in range(2):
+                    step(model, optimizer, number)
+                    step(other, other_optimizer, 10 + number)
+                other_optimizer.param_groups[0]["lr"] = 0.02
+                folder = f"{root}/{name}-{form}-{was_frozen}"
+                save(folder, form, model, optimizer)
+                load(folder, form, other, other_optimizer)
+
+                what = f"{name}, {form}, {was_frozen}"
+                pairs = zip(other.parameters(), model.parameters(), strict=True)
+                for number, (own, saved) in enumerate(pairs):
+                    has_weight = torch.equal(local_tensor(own), local_tensor(saved))
+                    found, expected = states_of(other_optimizer, own), states_of(optimizer, saved)
+                    if number < 2:  # of the part that only one of the two has trained
+                        is_right = not any(local_tensor(state).any() for state in found)
+                        is_right = is_right and bool(found) == was_frozen
+                    else:
+                        states = zip(found, expected, strict=True)
+                        is_right = all(torch.equal(*map(local_tensor, pair)) for pair in states)
+                    if not (has_weight and is_right):
+                        failed.append(f"{what}: parameter {number}")
+                rate = other_optimizer.param_groups[0]["lr"]
+                if form == "load_checkpoint" and rate != 0.01:
+                    failed.append(f"{what}: a rate of {rate}")
+                step(other, other_optimizer, 20)
+    return failed
+
+
+@pytest.mark.parametrize("engine", SHARDS)
+def test_a_part_that_was_frozen_starts_fresh_and_the_states_of_one_that_is_are_left_out(
+    tmp_path, engine
+):
+    for failed in run_ranks(2, _other_parts, str(tmp_path), engine):
         assert failed == []
