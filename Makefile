@@ -31,7 +31,8 @@ help:
 	@echo "make test-docs  type the README's and the tutorial's commands in fresh clones, build the site"
 	@echo "make bench      every benchmark, half an hour on an idle machine; ARGS=--quick: minutes"
 	@echo "make report     draw the newest results, write their tables; ARGS=--check names what is stale"
-	@echo "make peers      environments of the projects that benchmarks compare with (DeepSpeed, torchao, megatron-core)"
+	@echo "make peer       the tests that run other projects: megatron-core, accelerate, transformers, TRL, PEFT, Fabric"
+	@echo "make peers      environments of all projects that tests and benchmarks run (DeepSpeed and torchao, too)"
 	@echo "make check      lint, format, types, import floors"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
@@ -101,7 +102,7 @@ $(DEEPSPEED): BUILD_FLAGS := --no-build-isolation --no-cache-dir
 
 peers: $(PEERS:%=.venv-peers/%/.installed)
 
-peer: install .venv-peers/megatron-core/.installed
+peer: install .venv-peers/megatron-core/.installed .venv-peers/trainers/.installed
 	$(RUN) $(BIN)/python -m pytest -m peer
 
 # An environment for each line of requirements/matrix.txt. ARGS: pairs like 3.12:2.13.0 in their place, --allow-missing.
