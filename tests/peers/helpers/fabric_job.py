@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import ModelParallelStrategy
 from torch import nn
@@ -60,6 +61,15 @@ class _Model(nn.Module):
         return nn.functional.cross_entropy(logits, labels.flatten())
 
 
+def _weights_file() -> Path:
+    path = Path(common_directory()) / "weights.pt"
+    torch.manual_seed(0)
+    if dist.get_rank() == 0:
+        torch.save(_Model().state_dict(), path)
+    dist.barrier()
+    return path
+
+
 class _Training:
     """A model and its optimizer under a fabric."""
 
@@ -105,6 +115,8 @@ class _Training:
             with self._fabric.init_module(empty_init=is_on_meta):
                 model = _Model()
             self._model = self._fabric.setup_module(model)
+            if is_on_meta:
+                self._fabric.load_raw(_weights_file(), self._model)
             built = make_optimizer(optimizer, self._model.parameters())
             self._optimizer = self._fabric.setup_optimizers(built)
 
