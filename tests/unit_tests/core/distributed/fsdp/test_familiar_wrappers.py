@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.core.distributed.fsdp import Placements, fully_shard
@@ -90,13 +90,20 @@ def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state_dict.items() if ".base." not in name}
 
 
+@pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_plain_adapters_of_every_rank_load_into_a_sharded_model_and_come_back(
-    strategy: str,
+def test_whole_adapters_on_every_rank_load_into_a_sharded_model_and_come_back(
+    strategy: str, is_replicated: bool
 ) -> None:
+    """Plain tensors, and the replicated DTensors of programs that cut plain ones themselves."""
     source = adapted(seed=1)
-    saved = copy.deepcopy(adapters(source.state_dict()))
+    saved: dict[str, Any] = copy.deepcopy(adapters(source.state_dict()))
+    if is_replicated:
+        mesh = build_mesh("cpu", 2)
+        saved = {
+            name: DTensor.from_local(value, mesh, [Replicate()]) for name, value in saved.items()
+        }
     model: Any = adapted(seed=2)
     shard(model, strategy)
 
@@ -108,7 +115,7 @@ def test_plain_adapters_of_every_rank_load_into_a_sharded_model_and_come_back(
     torch.testing.assert_close(model(batch), source(batch))
     found = adapters(model.state_dict())
     assert found.keys() == saved.keys()
-    assert all(torch.equal(whole(value), saved[name]) for name, value in found.items())
+    assert all(torch.equal(whole(value), whole(saved[name])) for name, value in found.items())
 
     for each in (model, source):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1)
