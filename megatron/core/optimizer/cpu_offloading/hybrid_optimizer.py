@@ -308,9 +308,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.
 
-        Such are writes through `.data`, and those by foreach operations on plain DTensors (FSDP2's,
-        and those of `no_shard`). Others are noticed, those by `load_state_dict` too, except where
-        16-bit parameters on the device have fp32 main weights beside them (`param_to_fp32_param`).
+        Such are writes into `.data`, by numpy or a collective, and by foreach operations on plain
+        DTensors (FSDP2's, and those of `no_shard`). Both sides notice other writes at the next
+        step, also those by `load_state_dict` and a `.data` that was assigned.
         """
         self._adopt_parameters()
         self._host_side.wait_until_free()
@@ -528,7 +528,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         # The device's first: what it rejects must leave the host's groups where they are.
         self._device_side.add(sides.on_device, self.param_groups)
         self._host_side.add(buckets, allocator, self)
-        self.plan = OffloadPlan((*self.plan.groups, *plan.groups))
+        self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
 
     def _only_initializes(self) -> bool:
         """Whether a step is the one by which PyTorch's state-dict helpers have states allocated:
