@@ -28,7 +28,7 @@ RUN_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     no_effect(
         "--use-torch-optimizer-for-cpu-offload",
-        "The host's Adam gives the bits of torch's fused AdamW.",
+        "The host's Adam gives the bits of torch's fused AdamW, except at the end of odd lengths.",
     ),
     no_effect(
         "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval "

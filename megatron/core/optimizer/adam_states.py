@@ -19,7 +19,13 @@ import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dtensors import check_whole, local_tensor
 from megatron.core.optimizer.adam_updates import LocalArray
 from megatron.core.optimizer.state_loading import STEP
-from megatron.core.optimizer.state_tensors import StateMemory, difference, like
+from megatron.core.optimizer.state_tensors import (
+    StateMemory,
+    TensorWrites,
+    difference,
+    is_rounding,
+    like,
+)
 from megatron.core.optimizer.te_parity import MasterWeights, check_dtype
 
 _MASTER = "master_param"
@@ -41,6 +47,8 @@ class AdamStates:
         self._masters = masters
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._memory = StateMemory()
+        # To parameters with a master, and to remainders.
+        self._writes = TensorWrites()
 
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
@@ -55,6 +63,10 @@ class AdamStates:
                 f"Expected store_param_remainders={own}, as this optimizer keeps the states of a "
                 f"{parameter.dtype} parameter, got {are_kept}."
             )
+
+    def has_master(self, states: States) -> bool:
+        """Whether a parameter with these states has a main weight besides itself."""
+        return _MASTER in states
 
     def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The factor by which a state's stored numbers are read; None if it has no scale."""
@@ -83,11 +95,17 @@ class AdamStates:
             # Of its fp32 value a parameter that was never stepped lacks nothing.
             if name == _MASTER and tensor.dtype != torch.int16:
                 self.store(parameter, states, name, local_tensor(parameter).detach().float())
+        self.see_master(parameter, states)
 
     def store(
         self, parameter: torch.Tensor, states: States, name: str, values: torch.Tensor
     ) -> None:
-        """Writes values into a state, rounded and scaled as it is kept."""
+        """Writes values into a state, rounded and scaled as it is kept. A master counts from then
+        on, and not what its parameter is now.
+        """
+        if name == _MASTER:
+            self._writes.see(parameter)
+            self._writes.forget(states[name])
         own, values = local_tensor(states[name]), local_tensor(values)
         scale = self.scale_of(parameter, name)
         if scale is not None:
@@ -105,6 +123,35 @@ class AdamStates:
                 states[STEP].fill_(float(value))
             else:
                 self.store(parameter, states, name, value)
+
+    def follow_writes(self, parameter: torch.Tensor, states: States) -> None:
+        """Before a step, makes the master of a parameter that others wrote to its value."""
+        if not self._writes.are_new(parameter):
+            return
+
+        master, given = states[_MASTER], local_tensor(parameter).detach()
+        if master.dtype == torch.int16:
+            # Loaded since the last step, it belongs to the parameter, which may be loaded later.
+            if not self._writes.are_new(master):
+                local_tensor(master).zero_()
+        elif not self._is_rounding_of_master(given, parameter, states):
+            self.store(parameter, states, _MASTER, given.float())
+        self.see_master(parameter, states)
+
+    def see_master(self, parameter: torch.Tensor, states: States) -> None:
+        """Tells that a parameter and its master, if it has one, belong together."""
+        if _MASTER in states:
+            self._writes.see(parameter)
+            self._writes.see(states[_MASTER])
+
+    def _is_rounding_of_master(
+        self, given: torch.Tensor, parameter: torch.Tensor, states: States
+    ) -> bool:
+        scale = self.scale_of(parameter, _MASTER)
+        # fp16 numbers have steps of at least 2**-24.
+        error = 0.0 if scale is None else float(scale) * 2.0**-24
+        own = local_tensor(self.unscaled(parameter, states, _MASTER))
+        return is_rounding(given, own, error)
 
     def unscaled(self, parameter: torch.Tensor, states: States, name: str) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32 or a remainder, else a copy."""

@@ -5,9 +5,9 @@ as parameters are.
     optimizer.step(grad_scale=clip_coefficient)
 
 The constructor and its meaning are TransformerEngine's; the arithmetic is that of torch's fused
-AdamW, bit for bit (see [Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or
-DTensors: those of `fully_shard`, here or in PyTorch. The arithmetic runs on local tensors and
-communicates nothing.
+AdamW, bit for bit except at the end of tensors whose length is no multiple of torch's vector width
+(see [Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or DTensors: those of
+`fully_shard`, here or in PyTorch. The arithmetic runs on local tensors and communicates nothing.
 
 The states of a parameter are `step`, `exp_avg`, `exp_avg_sq` and, with master weights,
 `master_param`: see `AdamStates`. State dicts hold the values of scaled ones in fp32.
@@ -70,6 +70,7 @@ class _Batch(NamedTuple):
     """Updates that are carried out together, after events."""
 
     events: list[Event]
+    with_master: list[torch.Tensor]  # parameters that have a main weight besides them
     updates: PlannedUpdates
 
 
@@ -91,11 +92,15 @@ class FusedAdam(torch.optim.Optimizer):
         params: fp32, bf16 or fp16 parameters, or groups of them.
         lr, betas, eps, weight_decay, bias_correction: as in torch's AdamW; may differ between
             groups.
-        amsgrad, capturable: must be False.
+        amsgrad, maximize, capturable, differentiable: must be False, torch's default.
+        foreach, fused: accepted and ignored: there is one implementation.
         adam_w_mode: decoupled weight decay; otherwise it is added to the gradient (L2).
         exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16 or fp8 e4m3.
         num_host_threads: of the pass over CPU tensors; default: the cores that this rank may use.
         master_weights: keep the main weights of 16-bit parameters, `fully_shard`'s own excepted.
+            A parameter that others write to becomes its main weight at the next step, unless it is
+            that, rounded. No version counter shows a write into `.data`: it is lost, but for
+            `set_scaled_state(p, "master_param", p.float())`.
         master_weight_dtype: of these: fp32, or fp16 with a scale.
         store_param_remainders: of a bf16 parameter's fp32 main weight, keep only the bits that the
             parameter lacks.
@@ -104,7 +109,7 @@ class FusedAdam(torch.optim.Optimizer):
             TransformerEngine.
 
     Raises:
-        NotImplementedError: for amsgrad, for capturable, and for another dtype of states.
+        NotImplementedError: for options that must be False, and for another dtype of states.
         ValueError: for other constants or dtypes of parameters; for remainders without fp32 master
             weights.
     """
@@ -122,7 +127,11 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        maximize: bool = False,
         capturable: bool = False,
+        differentiable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -132,7 +141,14 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
         num_host_threads: int | None = None,
     ) -> None:
-        for name, value in (("amsgrad", amsgrad), ("capturable", capturable)):
+        del foreach, fused
+        unsupported = {
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        for name, value in unsupported.items():
             if value:
                 raise NotImplementedError(f"Expected {name}=False, got {value}.")
 
@@ -254,7 +270,9 @@ class FusedAdam(torch.optim.Optimizer):
                 for each in part
                 if each.gradient.numel()
             ]
-            batches.append(_Batch(events, plan(updates)))
+            parameters = [each.parameter for each in part]
+            with_master = [p for p in parameters if self._states.has_master(self.state[p])]
+            batches.append(_Batch(events, with_master, plan(updates)))
         return FusedStep(inputs, planned, batches, self._holds.known())
 
     @torch.no_grad()
@@ -308,6 +326,8 @@ class FusedAdam(torch.optim.Optimizer):
         for batch in planned.batches:
             for event in batch.events:
                 event.synchronize()
+            for parameter in batch.with_master:
+                self._states.follow_writes(parameter, self.state[parameter])
             carry_out(batch.updates, grad_scale, self._run)
 
         # After the kernels, which may fail: such a step does not count.
@@ -315,6 +335,9 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[each.parameter][STEP].fill_(float(each.step.step))
         # Kernels write by address, which autograd does not notice.
         torch.autograd.graph.increment_version([each.parameter for each in planned.parameters])
+        for batch in planned.batches:
+            for parameter in batch.with_master:
+                self._states.see_master(parameter, self.state[parameter])
         mark_stepped(self, grad_scaler)
         return loss
 

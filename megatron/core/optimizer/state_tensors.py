@@ -58,6 +58,53 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
+class TensorWrites:
+    """Notices writes to tensors, such as parameters whose main weights are kept elsewhere.
+
+    Version counters show what autograd sees, and addresses a `.data` that was assigned. A write
+    into `.data`, by numpy or by a collective shows in neither.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[torch.Tensor, tuple[int, int, int]] = {}
+
+    def __reduce__(self) -> tuple[type[TensorWrites], tuple[()]]:
+        # Copies of the tensors have other counters and addresses.
+        return TensorWrites, ()
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Marks all writes up to now as known."""
+        self._seen[tensor] = _mark(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Makes `are_new` true until the next `see`."""
+        self._seen.pop(tensor, None)
+
+    def are_new(self, tensor: torch.Tensor) -> bool:
+        """Whether there were writes since `see`, or there was no `see`."""
+        return self._seen.get(tensor) != _mark(tensor)
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
+    local = local_tensor(tensor)
+    return tensor._version, local._version, local.data_ptr()
+
+
+def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, error: float = 0.0) -> bool:
+    """Whether one local tensor is another of a wider dtype, rounded.
+
+    A parameter that was loaded separately from its main weight is: taking it over would lose the
+    low bits of the main weight.
+
+    Args:
+        error: largest absolute error of `wide` itself, which was rounded before it was stored.
+    """
+    narrow = narrow.to(wide.device)
+    if not error:
+        return narrow.dtype != wide.dtype and torch.equal(wide.to(narrow.dtype), narrow)
+    return torch.allclose(narrow.float(), wide, rtol=torch.finfo(narrow.dtype).eps, atol=error)
+
+
 class Difference(NamedTuple):
     """Of a tensor from its parameter."""
 

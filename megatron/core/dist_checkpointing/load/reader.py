@@ -199,8 +199,10 @@ def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wan
     # for many of them at once.
     num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
 
-    # Autograd has not seen these writes, and compute weights are made anew by its version counters.
-    torch.autograd.graph.increment_version(list(contents.names))
+    # Autograd has not seen these writes. Its version counters tell that compute weights are stale,
+    # and to `FusedAdam`, which half of a weight with a remainder was loaded.
+    written = [entry.values.stored for entry in wanted.entries]
+    torch.autograd.graph.increment_version([*contents.names, *written])
     _start_fresh(contents, wanted.fresh)
     wanted.changes.log()
     return num_bytes

@@ -102,6 +102,9 @@ class Bucket(ABC):
     def keep_main_weight(self, stepped: Sequence[Slot]) -> None:  # noqa: B027
         """Before an update: takes over what others wrote to the parameters since the last one."""
 
+    def main_weight_loaded(self, index: int) -> None:  # noqa: B027
+        """A slot's main weight was loaded: it counts, and not what its parameter is now."""
+
     @abstractmethod
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         """Copies the gradients of a step into `grad`, unless they are there already."""

@@ -150,7 +150,9 @@ class FlatAdam(BucketOptimizer):
         for name, own in self._states[index].items():
             if name in states or name != MASTER:
                 copy_state(own, states.get(name, 0.0))
-        if MASTER not in states:
+        if MASTER in states:
+            self.bucket.main_weight_loaded(index)
+        else:
             self.bucket.forget_master(index)
 
     def as_torch_optimizer(self) -> torch.optim.Optimizer:
@@ -237,6 +239,7 @@ class WrappedOptimizer(BucketOptimizer):
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         if MASTER in states:
             copy_state(self.states(index)[MASTER], states[MASTER])
+            self.bucket.main_weight_loaded(index)
         else:
             self.bucket.forget_master(index)
 

@@ -311,10 +311,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.
 
-        Such are writes through `.data` or `numpy()`, collectives on `to_local()`, and, outside of
-        FSDP groups, operators on lists of FSDP2's DTensors and fused kernels
-        (`torch._fused_adamw_`). Others are noticed, those by `load_state_dict` too, except where
-        16-bit parameters on the device have fp32 main weights beside them (`param_to_fp32_param`).
+        Such are writes into `.data` or by numpy, collectives on `to_local()`, and, outside of FSDP
+        groups, operators on lists of FSDP2's DTensors and fused kernels (`torch._fused_adamw_`).
+        Both sides notice other writes at the next step, also those by `load_state_dict` and a
+        `.data` that was assigned.
         """
         self._adopt_parameters()
         self._host_side.wait_until_free()
@@ -531,7 +531,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         # The device's first: what it rejects must leave the host's groups where they are.
         self._device_side.add(sides.on_device, self.param_groups)
         self._host_side.add(buckets, allocator, self)
-        self.plan = OffloadPlan((*self.plan.groups, *plan.groups))
+        self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
 
     def _only_initializes(self) -> bool:
         """Whether a step is the one by which PyTorch's state-dict helpers have states allocated:

@@ -84,9 +84,8 @@ class HybridSettings(NamedTuple):
         names = (self.host_cls.__name__, self.device_cls.__name__)
         unknown = [name for name in self.options if not any(name in known for known in sides)]
         if unknown:
-            raise TypeError(
-                f"Expected options of {names[0]} or {names[1]}, got {', '.join(unknown)}."
-            )
+            classes = " or ".join(dict.fromkeys(names))
+            raise TypeError(f"Expected options of {classes}, got {', '.join(unknown)}.")
 
         # A group has one value of each option, for both sides.
         host = self._defaults_of(self.host_cls, sides[0])
@@ -134,12 +133,11 @@ def is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -
     Raises:
         ValueError: for FusedAdam with options that the pass does not know.
     """
-    others = [name for name, value in options.items() if name not in _ADAM_OPTIONS and value]
+    known = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
+    others = [name for name, value in options.items() if name not in known and value]
     if cls is FusedAdam and others:
         raise ValueError(
             f"Expected options among {', '.join(_ADAM_OPTIONS)} of FusedAdam, got "
             f"{', '.join(others)}."
         )
-    return cls is FusedAdam or (
-        cls is torch.optim.AdamW and not set(others).difference(_IMPLEMENTATIONS)
-    )
+    return cls is FusedAdam or (cls is torch.optim.AdamW and not others)

@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each, flat_local
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
-from megatron.core.optimizer.state_tensors import like
+from megatron.core.optimizer.state_tensors import TensorWrites, is_rounding, like
 
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line
 
 
 class TensorBucket(Bucket):
-    """Main weights are copies of the parameters, and notice by version counters that somebody
-    wrote to these.
-    """
+    """Main weights that are copies of the parameters, and follow writes to them."""
 
     is_delivered = False
 
@@ -48,7 +45,7 @@ class TensorBucket(Bucket):
             weight_dtype=dtype,
             accepted_grad_dtypes=FLOAT_DTYPES if use_decoupled_grad else (grad_dtype,),
         )
-        self._versions: dict[int, int] = {}  # by the parameter's id
+        self._writes = TensorWrites()
 
     def adopt(self, owner: object) -> None:
         del owner  # nobody else knows these arrays
@@ -56,24 +53,19 @@ class TensorBucket(Bucket):
 
     def reload(self) -> None:
         for slot in self.slots:
-            self._versions[id(slot.parameter)] = _version(slot.parameter)
+            self._writes.see(slot.parameter)
             slot.of(self.main_weight).copy_(flat_local(slot.parameter))
+
+    def main_weight_loaded(self, index: int) -> None:
+        self._writes.see(self.slots[index].parameter)
 
     def keep_main_weight(self, stepped: Sequence[Slot]) -> None:
         for slot in stepped:
-            version = _version(slot.parameter)
-            if self._versions[id(slot.parameter)] == version:
-                continue
-
-            self._versions[id(slot.parameter)] = version
-            own, given = slot.of(self.main_weight), flat_local(slot.parameter)
-            # A parameter that was loaded beside its main weight equals it, rounded: taking it over
-            # would lose the main weight's low bits.
-            is_rounded = own.dtype != given.dtype and torch.equal(
-                own.to(given.dtype), given.to(own.device)
-            )
-            if not is_rounded:
-                own.copy_(given)
+            if self._writes.are_new(slot.parameter):
+                self._writes.see(slot.parameter)
+                own, given = slot.of(self.main_weight), flat_local(slot.parameter)
+                if not is_rounding(given, own):
+                    own.copy_(given)
 
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         fetch_each(self.grad, gradients)
@@ -83,7 +75,7 @@ class TensorBucket(Bucket):
             target = local_tensor(slot.parameter).detach()
             target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
             # This write must not look like somebody else's.
-            self._versions[id(slot.parameter)] = _version(slot.parameter)
+            self._writes.see(slot.parameter)
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         slot = self.slots[index]
@@ -93,9 +85,3 @@ class TensorBucket(Bucket):
 def padded_numel(numel: int) -> int:
     """What a parameter takes of each array."""
     return math.ceil(numel / _ALIGNMENT) * _ALIGNMENT
-
-
-def _version(parameter: torch.Tensor) -> int:
-    """Counts the writes to a parameter that autograd sees."""
-    version: int = parameter._version
-    return version + local_tensor(parameter)._version if isinstance(parameter, DTensor) else version

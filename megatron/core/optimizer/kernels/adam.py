@@ -12,8 +12,9 @@ scalars are computed in fp64 and rounded once to fp32:
     p = p + (-lr / correction1 * m) / (sqrt(v) / sqrt(correction2) + eps)
 
 with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 without bias correction.
-That is torch's fused AdamW, bit for bit. An element's result depends on its own values alone, never
-on where in an array it stands. Which NaN a NaN becomes is left open.
+That is torch's fused AdamW, bit for bit, except for the last elements of a tensor whose length is
+no multiple of torch's vector width: torch rounds these differently. Here, an element's result
+depends on its own values alone, never on its position. Which NaN a NaN becomes is left open.
 
 [Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit
 `remainder`: as integers, the weight's bits shifted left by 16 plus the remainder are the fp32

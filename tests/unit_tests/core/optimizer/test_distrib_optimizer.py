@@ -98,6 +98,7 @@ def test_the_constants_reach_both_sides():
     assert 0 < built.plan.host_numel < built.plan.total_numel
     group = built.param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.7), 1e-5, 0.3)
+    built.optimizer.init_state()
     states = built.optimizer.state
     assert len(states) == 8
     assert {

@@ -1,9 +1,10 @@
-"""The optimizers as users of TransformerEngine's `FusedAdam` and of megatron-core's
+"""The optimizers as users of PyTorch's `AdamW`, TransformerEngine's `FusedAdam` and megatron-core's
 `HybridDeviceOptimizer` call them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -364,3 +365,42 @@ def test_sub_optimizers_of_sharded_parameters() -> None:
     assert sorted(each.numel() for each in shown) == sorted(each.numel() for each in own)
     assert all(any(torch.equal(each, other) for other in own) for each in shown)
     optimizer.update_fp32_param_by_new_param()
+
+
+# PyTorch's AdamW
+
+
+@pytest.mark.parametrize("fraction", [None, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("cls", [AdamW, FusedAdam], ids=lambda cls: cls.__name__)
+def test_adamws_defaults_may_be_given_in_full(
+    cls: type[torch.optim.Optimizer], fraction: float | None
+) -> None:
+    defaults = torch.optim.AdamW(parameters((2,))).defaults
+    options = {
+        name: defaults[name] for name in inspect.signature(AdamW).parameters if name != "params"
+    }
+    assert {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"} <= set(
+        options
+    )
+    model, expected = Net(), Net()
+    optimizer: torch.optim.Optimizer
+    if fraction is None:
+        optimizer = FusedAdam(model.parameters(), **options)
+    else:
+        optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options)
+    train(model, optimizer, 3)
+    train(expected, AdamW(expected.parameters()), 3)
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_weight_decay_has_the_default_of_the_class_that_is_named(fraction: float) -> None:
+    for cls, weight_decay in ((None, 0.0), (FusedAdam, 0.0), (AdamW, 0.01), (Adam, 0.0)):
+        model, expected = Net(), Net()
+        optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, lr=0.1)
+        assert optimizer.param_groups[0]["weight_decay"] == weight_decay
+        train(model, optimizer, 3)
+        train(expected, AdamW(expected.parameters(), lr=0.1, weight_decay=weight_decay), 3)
+        for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(own, other)

@@ -29,7 +29,9 @@ from tests.unit_tests.core.optimizer.helpers.adam_runs import (
     ("options", "error", "message"),
     [
         ({"amsgrad": True}, NotImplementedError, "Expected amsgrad=False, got True"),
+        ({"maximize": True}, NotImplementedError, "Expected maximize=False, got True"),
         ({"capturable": True}, NotImplementedError, "Expected capturable=False, got True"),
+        ({"differentiable": True}, NotImplementedError, "Expected differentiable=False, got True"),
         (
             {"store_param_remainders": True},
             ValueError,

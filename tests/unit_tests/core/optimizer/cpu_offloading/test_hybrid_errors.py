@@ -179,6 +179,10 @@ def test_settings_that_contradict_each_other_are_refused():
         HybridDeviceOptimizer(Net().parameters(), 1.0, **IN_ORDER, fetch_during_backward=True)
     with pytest.raises(ValueError, match="amsgrad"):
         HybridDeviceOptimizer(Net().parameters(), 1.0, amsgrad=True)
+    with pytest.raises(ValueError, match="maximize"):
+        HybridDeviceOptimizer(Net().parameters(), 1.0, maximize=True)
+    with pytest.raises(TypeError, match=r"options of FusedAdam, got momentum"):
+        HybridDeviceOptimizer(Net().parameters(), 1.0, momentum=0.0)
     with pytest.raises(TypeError, match="momentun"):
         HybridDeviceOptimizer(Net().parameters(), 1.0, SGD, SGD, momentun=0.9)
     with pytest.raises(ValueError, match="Expected at least one thread"):
