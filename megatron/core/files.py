@@ -64,9 +64,8 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 
 def reason_of(failure: OSError) -> str:
-    """Why a path could not be written. Of a symbolic link to nothing, the system says only that
-    the file exists.
-    """
+    """The reason why a path could not be written."""
+    # For a dangling link, the system reports that the file exists.
     path = Path(os.fsdecode(failure.filename or ""))
     for place in () if isinstance(failure, UnusableFileError) else (path, *path.parents):
         if place.is_symlink() and not place.exists():

@@ -20,8 +20,8 @@ STEP = "step"
 
 # The options of `torch.optim.AdamW` that choose among implementations.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
-# The options of torch's fused AdamW besides rates and betas. Groups of our optimizers have them
-# too: PyTorch's helpers look for every option of the loading optimizer in what they load.
+# What torch's fused AdamW has besides rates and betas. Groups of our optimizers have the same
+# options, because PyTorch's helpers expect every option of the loading optimizer in a checkpoint.
 ADAMW_OPTIONS: Mapping[str, Any] = {
     "amsgrad": False,
     "maximize": False,

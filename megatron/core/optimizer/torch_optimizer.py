@@ -73,7 +73,7 @@ def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> di
 
 @runtime_checkable
 class _Allocating(Protocol):
-    """An optimizer of ours, which allocates its states without stepping."""
+    """An optimizer that allocates its states without stepping, as FusedAdam does."""
 
     def init_state(self) -> None:
         """Allocates what there is not yet."""
@@ -134,7 +134,7 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def reset_states(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Makes the states of some parameters those of parameters that were never stepped."""
+    """Resets the states of some parameters, as if they had never been stepped."""
     if not isinstance(optimizer, _Allocating):
         for parameter in parameters:
             optimizer.state.pop(parameter, None)

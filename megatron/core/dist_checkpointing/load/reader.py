@@ -69,7 +69,7 @@ def check_contents(
     Returns:
         What to load.
 
-    Values are widened to the dtype that they have here, and those of frozen weights are rounded.
+    Values are widened to the dtype that they have here, and frozen weights are rounded to theirs.
     Parameters may have been frozen that are trained here, and the other way round: see
     `FrozenChanges`.
 
@@ -209,7 +209,7 @@ def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wan
 
 
 def _start_fresh(contents: Contents, parameters: Iterable[torch.Tensor]) -> None:
-    """Makes the states of parameters those of parameters that were never stepped."""
+    """Resets the states of parameters, as if they had never been stepped."""
     # Once the weights are loaded: main weights among the states are made of them.
     fresh = {id(parameter) for parameter in parameters}
     by_optimizer: dict[torch.optim.Optimizer, list[torch.Tensor]] = {}

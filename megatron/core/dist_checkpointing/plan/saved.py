@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.plan.boxes import Box
 
 logger = logging.getLogger(__name__)
 
-# Ours and Megatron-FSDP's, and the usual one in PyTorch DCP's files.
+# "optimizer." in our checkpoints and Megatron-FSDP's; most programs save "optim." with DCP.
 _STATE_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)", re.DOTALL)
 
 

@@ -27,8 +27,8 @@ class DCPState(Stateful):
     Works for plain modules and for sharded ones, whose tensors stay DTensors: nothing is gathered.
     The state dict aliases the live tensors, so `dcp.load` into it writes in place;
     `load_state_dict` then installs the rest (step counters, parameter groups). Every parameter in
-    the optimizer's groups gets states, frozen ones too: what is saved of them must not be lost
-    before they are trained again. Leave parameters that are never trained out of the groups.
+    the optimizer's groups gets states, frozen ones too: saved states of theirs must last until they
+    are trained again. Leave parameters that are never trained out of the groups.
 
     Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two
     methods.
@@ -79,7 +79,7 @@ class DCPState(Stateful):
         return [name for name, parameter in named if not parameter.requires_grad]
 
     def reset_states(self, names: Collection[str]) -> None:
-        """Makes the optimizer states of parameters those of parameters that were never stepped."""
+        """Resets the optimizer states of parameters, as if they had never been stepped."""
         named = self.parameters()
         if names and self.optimizer is not None:
             reset_states(self.optimizer, [named[name] for name in names])
