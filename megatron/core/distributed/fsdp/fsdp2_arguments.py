@@ -154,6 +154,7 @@ class PrecisionPolicies:
         if dtype is None:
             return
 
+        @torch._disable_dynamo
         def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
@@ -165,6 +166,7 @@ class PrecisionPolicies:
         if dtype is None:
             return
 
+        @torch._disable_dynamo
         def cast(_: nn.Module, __: Any, output: Any) -> Any:
             return cast_floats(output, dtype)
 

@@ -332,6 +332,9 @@ def _attach(
         context.add_group(group)
     for submodule in own_modules(module, _is_sharded):
         _move_buffers(submodule, context.device.torch_device)
+        # Torch.compile looks for these names: it then installs no guards on parameters, which change
+        # with every forward.
+        vars(submodule).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         submodule.register_load_state_dict_pre_hook(_refuse_assignment)
 
     # Around the forward itself: before inputs are cast, `attach` has its hooks see them as they

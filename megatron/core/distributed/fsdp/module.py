@@ -426,10 +426,14 @@ def _is_taken(module: nn.Module, name: str) -> bool:
     return not name.startswith("__") and not hasattr(nn.Module, name) and hasattr(module, name)
 
 
+# Excluded from torch.compile, as FSDP2's hooks are: they communicate, and exchange parameters.
+# `torch.compiler.disable` would import the compiler with this file; this imports it at first use.
+@torch._disable_dynamo
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return module._fsdp_before_forward(args, kwargs)
 
 
+@torch._disable_dynamo
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
     module._fsdp_after_forward(output)
 
@@ -440,6 +444,7 @@ def _weakly(
     """`method` with its argument, as a hook that does not keep the module alive."""
     reference = weakref.ref(module)
 
+    @torch._disable_dynamo
     def call(gradient: Any) -> None:
         alive = reference()
         if alive is not None:
