@@ -7,6 +7,9 @@ weights.
 bf16 compute, fp32 main weights, gradients reduced in fp32, ZeRO-3, fused AdamW. All sides run
 interleaved in one process group, in an order drawn anew each round; `compute alone` is forward and
 backward of the same model without any sharding. The parts of our step are measured afterwards.
+
+Then forward and backward of many small units, 24 of two parameters each in fp32, on both engines:
+there a step takes what the engine adds to each unit.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+from torch import nn
 
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
@@ -24,6 +29,7 @@ from benchmarks.helpers.ranks import launched
 from benchmarks.helpers.result import Ratio, Result, measured
 from benchmarks.helpers.steps import (
     Side,
+    Steps,
     add_model_arguments,
     batch_of,
     mean_parts,
@@ -32,7 +38,12 @@ from benchmarks.helpers.steps import (
 )
 from megatron.core.device import Device
 from megatron.core.distributed import torch_fsdp2
-from megatron.core.distributed.fsdp import FsdpModule, collectives, fully_shard_optimizer
+from megatron.core.distributed.fsdp import (
+    FsdpModule,
+    collectives,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.materialize import materialize
@@ -49,6 +60,10 @@ BENCHMARK = Benchmark(
 )
 
 OURS, FSDP2, COMPUTE = "ours", "FSDP2", "compute alone"
+SMALL_OURS, SMALL_FSDP2 = "many small units, ours", "many small units, FSDP2"
+
+_NUM_UNITS, _UNIT_CHANNELS, _UNIT_ROWS = 24, 64, 16
+_SMALL_ROUNDS = 10  # for each of the model's rounds, which take that much longer
 
 
 def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side]:
@@ -69,6 +84,35 @@ def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side
         FSDP2: Side(theirs, optimizers[1]),
         COMPUTE: Side(bare.to(torch.bfloat16), None),
     }
+
+
+class _SmallUnits(nn.Sequential):
+    """Linear layers, each of which is to be a unit."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(SEED)
+        super().__init__(*(nn.Linear(_UNIT_CHANNELS, _UNIT_CHANNELS) for _ in range(_NUM_UNITS)))
+
+    def forward(self, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """The squared differences from what is expected."""
+        return (super().forward(rows) - expected).square()
+
+
+def measure_small_units(rank: int, device: Device, num_rounds: int) -> Steps:
+    """Forward and backward of many small units, of which neither side has an optimizer."""
+    mesh = build_mesh(device.kind, dist.get_world_size())
+    sides = {}
+    for name, shard_unit in ((SMALL_OURS, fully_shard), (SMALL_FSDP2, fsdp2.fully_shard)):
+        model = _SmallUnits().to(device.torch_device)
+        for unit in model:
+            shard_unit(unit, mesh=mesh)
+        shard_unit(model, mesh=mesh)
+        sides[name] = Side(model, None)
+
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(2, _UNIT_ROWS, _UNIT_CHANNELS, generator=generator)
+    rows, expected = rows.to(device.torch_device)
+    return measure(sides, (rows, expected), num_rounds * _SMALL_ROUNDS)
 
 
 def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -100,14 +144,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch = batch_of(arguments, launch.rank, device)
         steps = measure(sides, batch, arguments.rounds)
         parts = break_down(sides[OURS], batch)
+        small = measure_small_units(launch.rank, device, arguments.rounds)
     if launch.rank == 0:
-        medians = report.medians(steps.milliseconds)
+        milliseconds = steps.milliseconds | small.milliseconds
+        medians = report.medians(milliseconds)
         num_tokens = arguments.micro_batch * arguments.sequence * launch.world_size
         result = Result(
-            measured(steps.milliseconds, "ms"),
+            measured(milliseconds, "ms"),
             (
                 Ratio("tokens/s, ours / FSDP2", medians[FSDP2] / medians[OURS], at_least=1.0),
                 Ratio("tokens/s, ours / compute alone", medians[COMPUTE] / medians[OURS]),
+                Ratio(
+                    "steps/s of many small units, ours / FSDP2",
+                    medians[SMALL_FSDP2] / medians[SMALL_OURS],
+                    at_least=1.0,
+                ),
             ),
             settings=report.settings_of(arguments),
             facts={
@@ -115,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "parameters": sum(one.numel() for one in sides[OURS].model.parameters()),
                 "tokens_of_a_step": num_tokens,
                 "parts_of_our_step_ms": parts,
-                "last_losses": {name: own[-1] for name, own in steps.losses.items()},
+                "last_losses": {
+                    name: own[-1] for name, own in (steps.losses | small.losses).items()
+                },
             },
         )
         report.hand_over(result, arguments.output)

@@ -153,14 +153,22 @@ class PrecisionPolicies:
 
     def cast_inputs(self, module: nn.Module) -> None:
         """Has the inputs of the module's forward cast."""
-        if self.theirs is not None:
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: (self.inputs(args), self.inputs(kwargs)),
-                with_kwargs=True,
-                prepend=True,
-            )
+        if self.theirs is None:
+            return
+
+        @torch._disable_dynamo  # as FSDP2's hooks are
+        def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return self.inputs(args), self.inputs(kwargs)
+
+        module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
 
     def cast_outputs(self, module: nn.Module) -> None:
         """Has the outputs of the module's forward cast."""
-        if self.theirs is not None:
-            module.register_forward_hook(lambda _, __, output: self.outputs(output))
+        if self.theirs is None:
+            return
+
+        @torch._disable_dynamo
+        def cast(_: nn.Module, __: Any, output: Any) -> Any:
+            return self.outputs(output)
+
+        module.register_forward_hook(cast)

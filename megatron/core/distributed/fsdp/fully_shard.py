@@ -395,6 +395,9 @@ def _attach(
     for module in modules:
         for submodule in own_modules(module, _is_sharded):
             _move_buffers(submodule, context.device.torch_device)
+            # torch.compile looks for these names. It then installs no guards on the parameters, which
+            # are other tensors in every forward.
+            vars(submodule).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
             submodule.register_load_state_dict_pre_hook(_refuse_assignment)
             is_filled &= not any(buffer.is_meta for buffer in submodule.buffers(recurse=False))
 

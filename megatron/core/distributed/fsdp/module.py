@@ -591,6 +591,9 @@ def _is_taken(module: nn.Module, name: str) -> bool:
     return hasattr(type(module), name) or any(name in names for names in own)
 
 
+# Excluded from torch.compile, as FSDP2's hooks are: they communicate, and exchange parameters.
+# `torch.compiler.disable` would import the compiler with this file; this imports it at first use.
+@torch._disable_dynamo
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     unit = module._fsdp_unit
     if module is not unit:
@@ -598,6 +601,7 @@ def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, An
     return unit._fsdp_before_forward(args, kwargs)
 
 
+@torch._disable_dynamo
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
     module._fsdp_unit._fsdp_after_forward(output, module._fsdp_is_last)
 
@@ -608,6 +612,7 @@ def _weakly(
     """`method` with its argument, as a hook that does not keep the module alive."""
     reference = weakref.ref(module)
 
+    @torch._disable_dynamo
     def call(gradient: Any) -> None:
         alive = reference()
         if alive is not None:
