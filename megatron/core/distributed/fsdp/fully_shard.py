@@ -398,7 +398,8 @@ def _attach(
             # torch.compile looks for these names. It then installs no guards on the parameters, which
             # are other tensors in every forward.
             vars(submodule).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-            submodule.register_load_state_dict_pre_hook(_refuse_assignment)
+            hook = _assignment_hook(weakref.ref(modules[0]))
+            submodule.register_load_state_dict_pre_hook(hook)
             is_filled &= not any(buffer.is_meta for buffer in submodule.buffers(recurse=False))
 
         # Around the forward itself: before inputs are cast, `attach` has its hooks see them as they
@@ -430,11 +431,22 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
         group.wait_main_weight()
 
 
-def _refuse_assignment(*arguments: Any) -> None:
-    local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
-    if local_metadata.get("assign_to_params_buffers", False):
-        raise RuntimeError(
-            "Expected load_state_dict(assign=False) after fully_shard(), since parameters are "
-            "views of its buffers, got assign=True. Load before fully_shard(), or in place with "
-            "assign=False."
-        )
+def _assignment_hook(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
+    """A hook of load_state_dict(assign=True) in a submodule of the unit that `reference` points to."""
+
+    def check(*arguments: Any) -> None:
+        local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
+        if not local_metadata.get("assign_to_params_buffers", False):
+            return
+        unit = reference()
+        assert isinstance(unit, FsdpModule), "it has the submodule"
+        if unit.context.is_finalized:
+            raise RuntimeError(
+                "load_state_dict(assign=True) cannot replace parameters that fully_shard() has "
+                "sharded: they are views of its buffers. Load before fully_shard(), or in place "
+                "with assign=False."
+            )
+        # Programs that shard on meta fill the model in this way. Copied, values are the same.
+        local_metadata["assign_to_params_buffers"] = False
+
+    return check
