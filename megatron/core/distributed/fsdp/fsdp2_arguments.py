@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as fsdp2
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from megatron.core.distributed.fsdp.nested_tensors import cast_floats
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -156,7 +157,7 @@ class PrecisionPolicies:
         if self.theirs is None:
             return
 
-        @torch._disable_dynamo  # as FSDP2's hooks are
+        @_disable_dynamo  # as FSDP2's hooks are
         def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return self.inputs(args), self.inputs(kwargs)
 
@@ -167,7 +168,7 @@ class PrecisionPolicies:
         if self.theirs is None:
             return
 
-        @torch._disable_dynamo
+        @_disable_dynamo
         def cast(_: nn.Module, __: Any, output: Any) -> Any:
             return self.outputs(output)
 

@@ -395,8 +395,8 @@ def _attach(
     for module in modules:
         for submodule in own_modules(module, _is_sharded):
             _move_buffers(submodule, context.device.torch_device)
-            # torch.compile looks for these names. It then installs no guards on the parameters, which
-            # are other tensors in every forward.
+            # torch.compile looks for these names. It then installs no guards on the parameters,
+            # which are other tensors in every forward.
             vars(submodule).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
             hook = _assignment_hook(weakref.ref(modules[0]))
             submodule.register_load_state_dict_pre_hook(hook)
@@ -432,9 +432,14 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def _assignment_hook(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
-    """A hook of load_state_dict(assign=True) in a submodule of the unit that `reference` points to."""
+    """Returns a hook that copies what load_state_dict(assign=True) would assign, as long as the
+    model has not run; afterwards it raises RuntimeError.
 
-    def check(*arguments: Any) -> None:
+    Args:
+        reference: the first module of the unit that has the parameters.
+    """
+
+    def copy_instead(*arguments: Any) -> None:
         local_metadata: dict[str, Any] = arguments[3]  # after module, state_dict and prefix
         if not local_metadata.get("assign_to_params_buffers", False):
             return
@@ -449,4 +454,4 @@ def _assignment_hook(reference: weakref.ref[nn.Module]) -> Callable[..., None]:
         # Programs that shard on meta fill the model in this way. Copied, values are the same.
         local_metadata["assign_to_params_buffers"] = False
 
-    return check
+    return copy_instead

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
@@ -593,7 +594,7 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 
 # Excluded from torch.compile, as FSDP2's hooks are: they communicate, and exchange parameters.
 # `torch.compiler.disable` would import the compiler with this file; this imports it at first use.
-@torch._disable_dynamo
+@_disable_dynamo
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     unit = module._fsdp_unit
     if module is not unit:
@@ -601,7 +602,7 @@ def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, An
     return unit._fsdp_before_forward(args, kwargs)
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
     module._fsdp_unit._fsdp_after_forward(output, module._fsdp_is_last)
 
@@ -612,7 +613,7 @@ def _weakly(
     """`method` with its argument, as a hook that does not keep the module alive."""
     reference = weakref.ref(module)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def call(gradient: Any) -> None:
         alive = reference()
         if alive is not None:
