@@ -177,6 +177,7 @@ ON_ALL_ROWS: list[Callable[[Any], Any]] = [
     lambda t: t.std(),
     lambda t: t.max(),
     lambda t: t.argmax(),
+    lambda t: torch._foreach_max([t, t])[1],
     lambda t: t.sum(dim=0),
     lambda t: t.cumsum(0),
     lambda t: t.sort(dim=0).values,

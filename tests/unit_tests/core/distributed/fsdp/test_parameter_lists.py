@@ -1,4 +1,4 @@
-"""PyTorch's helpers for gradient norms on sharded and replicated parameters."""
+"""PyTorch's helpers and optimizers on lists of sharded and replicated parameters."""
 
 from __future__ import annotations
 
@@ -124,3 +124,29 @@ def test_clipping_by_value_sends_nothing() -> None:
     nn.utils.clip_grad_value_(plain.parameters(), 0.01)
     for own, other in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(whole(own), other)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@on_ranks(2)
+def test_optimizers_step_lists_of_sharded_and_replicated_parameters_on_local_rows(
+    options: dict[str, Any],
+) -> None:
+    plain, model = with_gradients(None, torch.float32), with_gradients("mixed", torch.float32)
+    for own in (plain, model):
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.1, **options)
+        with messages() as sent:
+            for _ in range(3):
+                optimizer.step()
+        assert sent() == 0
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.detach()), other.detach())
+
+
+@on_ranks(2)
+def test_ranks_agree_on_infinite_gradients_also_where_the_first_one_is_replicated() -> None:
+    model = with_gradients("mixed", torch.float32)
+    if dist.get_rank() == 1:
+        model.layers[1].weight.grad.to_local().fill_(float("inf"))
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients(model), found, torch.ones(1))
+    assert found.item() == 1.0
