@@ -94,7 +94,9 @@ def _just_shard(model: nn.Sequential) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("habit", [compile_after, compile_before, compile_all])
+@pytest.mark.parametrize(
+    "habit", [compile_after, compile_before, compile_before_in_full, compile_all]
+)
 @on_ranks(2)
 def test_compiled_modules_train_as_others_and_are_compiled_once(
     habit: Callable[[nn.Sequential, Graphs], nn.Module],

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp import (
     MixedPrecisionPolicy,
     Placements,
@@ -60,18 +61,22 @@ def with_gradients(strategy: str | None, dtype: torch.dtype) -> Layers:
 @contextmanager
 def messages() -> Iterator[Callable[[], int]]:
     """Counts the collectives that are issued while it is open, by us or by DTensor."""
-    issued, original = [0], dist.all_reduce
+    issued = [0]
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        issued[0] += 1
-        return original(*args, **kwargs)
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            issued[0] += 1
+            return original(*args, **kwargs)
 
-    dist.all_reduce = count
+        return count
+
+    originals = dist.all_reduce, collectives.all_gather
+    dist.all_reduce, collectives.all_gather = map(counted, originals)
     try:
         with CommDebugMode() as functional:
             yield lambda: issued[0] + functional.get_total_counts()
     finally:
-        dist.all_reduce = original
+        dist.all_reduce, collectives.all_gather = originals
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
