@@ -51,13 +51,9 @@ from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
 from megatron.core.timeline import AnyTimeline
 
-
-class _Kind(NamedTuple):
-    """What a side's memory for a parameter depends on."""
-
-    number: int  # id of the parameter
-    dtype: torch.dtype
-    device: torch.device
+# What a side's memory for a parameter depends on: its id, dtype and device. Not a class, because
+# comparing them belongs to the few operations between a step's scalars and its first kernel.
+_Kind = tuple[int, torch.dtype, torch.device]
 
 
 class HybridStep(NamedTuple):
@@ -466,8 +462,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             RuntimeError: for parameters that were replaced after the first step, or after states
                 were loaded.
         """
-        parameters = list(self._parameters())
-        kinds = [_Kind(id(p), p.dtype, p.device) for p in parameters]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        kinds: list[_Kind] = [(id(p), p.dtype, p.device) for p in parameters]
         if kinds == self._adopted:
             return
 
@@ -495,7 +491,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             )
         # In the place of one that went first, its successor does.
         first = set(map(id, self._first))
-        places = {index for index, kind in enumerate(self._adopted) if kind.number in first}
+        places = {index for index, (number, *_) in enumerate(self._adopted) if number in first}
         self._first = [
             parameter
             for index, parameter in enumerate(parameters)

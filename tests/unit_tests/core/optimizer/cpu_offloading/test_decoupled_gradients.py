@@ -119,6 +119,7 @@ def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
         owned = parameters()
         before = copy.deepcopy(owned)
         hybrid = HybridDeviceOptimizer(owned, fraction, use_decoupled_grad=use_decoupled_grad)
+        hybrid.init_state()
         for index, parameter in enumerate(owned):
             name = attribute if index == other else read
             setattr(parameter, name, torch.ones_like(parameter))

@@ -294,6 +294,7 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(
         lone = nn.Parameter(torch.ones(6, 4))
         parameters = [lone, *model.parameters()] if order == 0 else [*model.parameters(), lone]
         optimizer = HybridDeviceOptimizer(parameters, fraction, lr=0.1)
+        optimizer.init_state()
         before = [local_tensor(parameter).detach().clone() for parameter in parameters]
         with microbatch(context, is_last=kind != "partial"):
             backward(model, dtype=BF16)
