@@ -32,7 +32,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -132,19 +131,6 @@ class InlineLane:
         """Nothing is queued."""
 
 
-def begin(lane: Lane, work: Callable[[], Callable[[], None]], after: Sequence[Event] = ()) -> Event:
-    """Queues work in two parts: `work` sends messages and returns, the function that it returns
-    waits for the answers.
-
-    On an idle lane of the CPU both parts run in threads that are awake already: `work` here, the
-    rest in the first thread that waits for the event. To hand a small collective to the worker
-    would take longer than the collective.
-    """
-    if isinstance(lane, ThreadLane) and lane.is_idle(after):
-        return lane.begin(work)
-    return lane.enqueue(lambda: work()(), after)
-
-
 class RelayedEvent:
     """Done when work on one lane is, and the work on another lane that it ended with."""
 
@@ -179,9 +165,7 @@ class ThreadEvent:
         self._traceback: TracebackType | None = None
 
     @classmethod
-    @cache
     def done(cls) -> ThreadEvent:
-        """The event of what is over."""
         event = cls()
         event.finish(None)
         return event
@@ -209,40 +193,6 @@ class ThreadEvent:
             return self._is_done.wait(seconds)
 
 
-class _BegunEvent:
-    """The event of work that an idle lane has begun in the thread that queued it.
-
-    The first thread that waits finishes the work.
-    """
-
-    def __init__(self, lane: ThreadLane, rest: Callable[[], None]) -> None:
-        self._lane = lane
-        self._rest: Callable[[], None] | None = rest
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-
-    def wait(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            with waiting_for_thread():
-                self._lock.acquire()
-        try:
-            if self._rest is not None:
-                rest, self._rest = self._rest, None
-                self._error = self._lane.run(rest)
-                self._traceback = None if self._error is None else self._error.__traceback__
-        finally:
-            self._lock.release()
-        if self._error is not None:
-            raise self._error.with_traceback(self._traceback)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_done(self) -> bool:
-        return self._rest is None and not self._lock.locked()
-
-
 class _Queued(NamedTuple):
     """A piece of work on a CPU lane."""
 
@@ -262,24 +212,11 @@ class _Worker:
 
     def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self.queue: _Queue = queue.SimpleQueue()
-        self._lock = threading.Lock()  # keeps the count and the queue in step
-        self._num_put = 0
-        self.num_done = 0
         # The thread holds only the queue, so it keeps neither the worker nor lanes alive.
         thread = threading.Thread(target=_serve, args=(self.queue, prepare), name=name, daemon=True)
         thread.start()
         _queues[thread] = self.queue
         weakref.finalize(self, self.queue.put, None).atexit = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all work that was put here is done."""
-        return self.num_done == self._num_put
-
-    def put(self, item: _Queued) -> None:
-        with self._lock:
-            self._num_put += 1
-            self.queue.put(item)
 
 
 # The queues of running threads, also of those whose worker nobody holds any more.
@@ -386,52 +323,22 @@ class ThreadLane:
             self._is_closed = True
             self._put(lambda: None, ()).wait_quietly()
 
-    def is_idle(self, after: Sequence[Event]) -> bool:
-        """Whether work that comes after these events may begin at once.
-
-        Not under `delays`, which are for the order of a worker's work.
-        """
-        return (
-            self._worker.is_idle
-            and not self._is_closed
-            and not _injected
-            and all(event.is_done() for event in after)
-        )
-
-    def begin(self, work: Callable[[], Callable[[], None]]) -> Event:
-        """See `begin`; the lane must be idle."""
-        rest: list[Callable[[], None]] = []
-        self.run(lambda: rest.append(work()))
-        return _BegunEvent(self, rest[0] if rest else lambda: None)
-
-    def run(self, work: Callable[[], object]) -> BaseException | None:
-        """Runs work in this thread, unless something before it has failed. Returns the error."""
+    def carry_out(self, item: _Queued) -> None:
+        """Runs queued work in the worker's thread, unless something before it has failed."""
         if self._error is None:
             try:
-                with torch.no_grad():
-                    work()
+                for earlier in item.after:
+                    earlier.synchronize()
+                _pause(self._name)
+                with torch.inference_mode(item.is_inference), torch.no_grad():
+                    item.work()
             except BaseException as error:
                 self._error = error
-        return self._error
-
-    def carry_out(self, item: _Queued) -> None:
-        """Runs queued work in the worker's thread."""
-
-        def work() -> None:
-            for earlier in item.after:
-                earlier.synchronize()
-            _pause(self._name)
-            # In this order: leaving inference mode switches gradients on.
-            with torch.inference_mode(item.is_inference), torch.no_grad():
-                item.work()
-
-        error = self.run(work)
-        self._worker.num_done += 1
-        item.event.finish(error)
+        item.event.finish(self._error)
 
     def _put(self, work: Callable[[], object], after: tuple[Event, ...]) -> ThreadEvent:
         event = ThreadEvent()
-        self._worker.put(_Queued(self, work, after, event, torch.is_inference_mode_enabled()))
+        self._worker.queue.put(_Queued(self, work, after, event, torch.is_inference_mode_enabled()))
         return event
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
 
 from megatron.core.distributed.fsdp.collectives import MismatchError
 from megatron.core.distributed.fsdp.note_history import NoteHistory
-from megatron.core.lanes import Event, Lane, begin
-
-T = TypeVar("T")
+from megatron.core.lanes import Event, Lane
 
 
 class CollectiveLane:
@@ -50,36 +46,22 @@ class CollectiveLane:
         # two lanes come to their work differs from rank to rank.
         for note in notes:
             self._history.add(note)
-        return self._lane.enqueue(partial(self._named, work), after)
 
-    def begin(
-        self,
-        work: Callable[[], Callable[[], None]],
-        after: Sequence[Event],
-        notes: Sequence[Sequence[int]],
-    ) -> Event:
-        """As `enqueue`, for work in two parts; see `begin` of lanes.py.
+        def named() -> None:
+            try:
+                work()
+            except MismatchError as error:
+                # The context may have been freed while its last work was still queued.
+                describe = self._describe()
+                if describe is None:
+                    raise
+                raise RuntimeError(
+                    "Expected every rank to do the same, got: this rank is about to "
+                    f"{describe(error.own)}; rank {error.peer} of its group is about to "
+                    f"{describe(error.theirs)}."
+                ) from error
 
-        The first part must send all messages of the work: the lane may go on to other work before
-        the second one runs.
-        """
-        for note in notes:
-            self._history.add(note)
-        return begin(self._lane, lambda: partial(self._named, self._named(work)), after)
-
-    def _named(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except MismatchError as error:
-            # The context may have been freed while its last work was still queued.
-            describe = self._describe()
-            if describe is None:
-                raise
-            raise RuntimeError(
-                "Expected every rank to do the same, got: this rank is about to "
-                f"{describe(error.own)}; rank {error.peer} of its group is about to "
-                f"{describe(error.theirs)}."
-            ) from error
+        return self._lane.enqueue(named, after)
 
     def remember(self, note: Sequence[int]) -> None:
         """Takes the note of a collective that another stream runs at this point."""

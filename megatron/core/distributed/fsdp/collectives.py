@@ -7,26 +7,16 @@ That moves the least bytes there are, takes no more memory than two pieces, and 
 order, so the result is the same bits in every run. On a GPU the backend's own collectives do this.
 
 [Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes
-next would take one's parts for the other's. A `note`, a few integers that describe the collective,
-precedes the parts where one is given, 128 bytes to each peer. Notes that differ are an error on all
-ranks that see it, and no part reaches a result. On a GPU notes are not exchanged, since the host
-would have to wait for them; `NoteHistory` takes their place there.
-
-[Note: small parts] A collective of small tensors costs its messages and waits, not its bytes. So a
-part of at most 64 KiB travels in the note's own message (`_Head`), and `begin_all_gather` and
-`begin_reduce_scatter` return while it is under way. Such a message is sent from and received into
-memory that belongs to it alone: ranks that disagree may have further ones under way, and nothing
-cancels a receive of gloo's.
+next would take one's parts for the other's. A `note`, a few integers that say what a rank is about
+to do, goes ahead of the parts where one is given, 128 bytes to each peer, and notes that differ are
+an error on all ranks that see it, before any part is sent. On a GPU notes are not exchanged, since
+the host would have to wait for them; for what is done there, see `NoteHistory`.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,14 +29,10 @@ _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # Away from the small tags that other point-to-point messages on the same group may carry.
-_TAG = 1009
+_TAG, _NOTE_TAG = 1009, 1010
 # For tensors that a program asks for as a whole, in its own thread, while lanes exchange parts.
 WHOLE_TENSOR_TAG = 1011
-_FIRST_NOTE_TAG = 1012  # see `_Inbox`
 NOTE_LENGTH = 16  # integers of 64 bits
-_NOTE_NBYTES = NOTE_LENGTH * 8
-# A larger part is exchanged after its note.
-_MOST_SMALL_NBYTES = 65536
 # Elements of a part exchanged at a time. A message costs about 0.1 ms whatever its length.
 _PIECE_NUMEL = 1048576
 # Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
@@ -54,7 +40,7 @@ _SUM_NUMEL = 65536
 
 
 class MismatchError(RuntimeError):
-    """Ranks were about to do different things. No result has been written to.
+    """Ranks were about to do different things. Nothing has been sent.
 
     Attributes:
         peer: the other rank, in the group.
@@ -107,40 +93,17 @@ def all_gather(
         with issuing(f"all-gather of {out.numel()} elements", out):
             _all_gather_on_device(out, own, group=group)
         return
-    if note is not None and exchanges_notes(out.device):
-        begin_all_gather(out, own, group, note)()
-        return
 
     # Receives are posted before sends, and the own part is copied while messages are under way.
     others = _others(rank, len(parts))
+    if note is not None and exchanges_notes(out.device):
+        compare_notes(note, group)
+
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
     _finish(works, f"all-gather of {out.numel()} elements")
-
-
-def begin_all_gather(
-    out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, note: Sequence[int]
-) -> Callable[[], None]:
-    """Sends the note, and the part if it is small, and returns the function that finishes the
-    all-gather. On the CPU; see [Note: small parts].
-    """
-    rank, parts = _parts(out, own, group)
-    others = _others(rank, len(parts))
-    head = _Head(note, [own] * len(others), group)
-
-    def finish() -> None:
-        received = head.finish(f"all-gather of {out.numel()} elements")
-        if received is None:
-            all_gather(out, own, group)
-            return
-        if parts[rank].data_ptr() != own.data_ptr():
-            parts[rank].copy_(own)
-        for peer, part in zip(others, received, strict=True):
-            parts[peer].copy_(part)
-
-    return finish
 
 
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
@@ -183,37 +146,8 @@ def reduce_scatter(
         return
 
     if note is not None and exchanges_notes(out.device):
-        begin_reduce_scatter(out, whole, group, how, note)()
-    else:
-        _exchange_and_add(out, parts, rank, group, how)
-
-
-def begin_reduce_scatter(
-    out: torch.Tensor,
-    whole: torch.Tensor,
-    group: dist.ProcessGroup,
-    how: Reduction,
-    note: Sequence[int],
-) -> Callable[[], None]:
-    """Sends the note, and the parts if they are small, and returns the function that finishes the
-    reduce-scatter. On the CPU; see [Note: small parts].
-    """
-    rank, parts = _parts(whole, out, group)
-    head = _Head(note, [parts[peer] for peer in _others(rank, len(parts))], group)
-
-    def finish() -> None:
-        received = head.finish(f"reduce-scatter of {whole.numel()} elements")
-        if received is None:
-            _exchange_and_add(out, parts, rank, group, how)
-        else:
-            _add_up(out, [parts[rank], *received], how)
-
-    return finish
-
-
-def is_small(nbytes: int) -> bool:
-    """Whether a part of this size travels in its note's message; see [Note: small parts]."""
-    return nbytes <= _MOST_SMALL_NBYTES
+        compare_notes(note, group)
+    _exchange_and_add(out, parts, rank, group, how)
 
 
 def all_reduce(
@@ -256,129 +190,19 @@ def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
     Args:
         note: at most 16 integers of 64 bits, of which 0 stands for those left out.
     """
-    _Head(note, [], group).finish("exchange of notes")
+    others = _others(dist.get_rank(group), dist.get_world_size(group))
+    own = torch.tensor([*note, *[0] * (NOTE_LENGTH - len(note))], dtype=torch.int64)
+    theirs = [torch.empty_like(own) for _ in others]
+    works = [
+        dist.irecv(received, group=group, group_src=peer, tag=_NOTE_TAG)
+        for received, peer in zip(theirs, others, strict=True)
+    ]
+    works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
+    _finish(works, "exchange of notes")
 
-
-class _Receive(NamedTuple):
-    """A receive from every other rank, posted."""
-
-    buffers: list[torch.Tensor]  # uint8
-    works: list[dist.Work]
-
-
-class _Inbox:
-    """The receives for the messages of heads over one group, in the order of the messages.
-
-    A receive is posted before the message is expected: when an earlier one has arrived. Otherwise
-    gloo's sender waits until it hears of the receive, which takes longer than a small message.
-
-    After a disagreement, messages are left over: one rank has sent further ones, and another has
-    not. They must not be taken for later ones, so the group's next inbox has another tag. Every
-    rank that takes part in a disagreement sees it, so all of them change the tag.
-    """
-
-    def __init__(self, tag: int) -> None:
-        self.tag = tag
-        self._posted: deque[_Receive] = deque()
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> _Inbox:
-        inbox = _inboxes.get(group)
-        if inbox is None:
-            inbox = _inboxes[group] = cls(_FIRST_NOTE_TAG)
-        return inbox
-
-    def replace(self, group: dist.ProcessGroup) -> None:
-        """Gives the group another inbox after a disagreement, unless it has one."""
-        if _inboxes[group] is self:
-            _inboxes[group] = _Inbox(self.tag + 1)
-            _abandoned.append(self)
-
-    def take(self, group: dist.ProcessGroup) -> _Receive:
-        """The receive for the next message."""
-        with self._lock:
-            if not self._posted:
-                self._post(group)
-            return self._posted.popleft()
-
-    def post(self, group: dist.ProcessGroup) -> None:
-        """Posts a receive for a message to come."""
-        with self._lock:
-            self._post(group)
-
-    def _post(self, group: dist.ProcessGroup) -> None:
-        others = _others(group.rank(), group.size())
-        # With room for any message, since ranks that disagree may send one of another length.
-        nbytes = _NOTE_NBYTES + _MOST_SMALL_NBYTES
-        buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in others]
-        works = [
-            group.recv([buffer], peer, self.tag)
-            for buffer, peer in zip(buffers, others, strict=True)
-        ]
-        self._posted.append(_Receive(buffers, works))
-
-
-_inboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Inbox] = weakref.WeakKeyDictionary()
-# Gloo cannot cancel a receive, and a rank that disagrees may still send the message.
-_abandoned: list[_Inbox] = []
-
-
-class _Head:
-    """The first message of a collective to every peer: its note and, if it is small, a part."""
-
-    # Those under way. Gloo uses their memory even if the model and its lanes are gone.
-    _under_way: ClassVar[set[_Head]] = set()
-
-    def __init__(
-        self, note: Sequence[int], parts: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> None:
-        """Sends it.
-
-        Args:
-            parts: one of equal size and dtype for each peer; or none.
-        """
-        self._group, self._inbox = group, _Inbox.of(group)
-        self._others = _others(group.rank(), group.size())
-        self._note = torch.tensor([*note, *[0] * (NOTE_LENGTH - len(note))], dtype=torch.int64)
-        self._dtype = parts[0].dtype if parts and is_small(parts[0].nbytes) else None
-
-        own = self._note.view(torch.uint8)
-        self._sent = [own] * len(self._others)
-        if self._dtype is not None:
-            self._sent = [torch.cat([own, part.view(torch.uint8)]) for part in parts]
-
-        self._received = self._inbox.take(group)
-        self._works = [
-            group.send([message], peer, self._inbox.tag)
-            for message, peer in zip(self._sent, self._others, strict=True)
-        ]
-        _Head._under_way.add(self)
-
-    def finish(self, name: str) -> list[torch.Tensor] | None:
-        """Returns the peers' parts; None if they are too large for this message.
-
-        Args:
-            name: of the collective; completes "waiting in the ...".
-
-        Raises:
-            MismatchError: another rank has another note.
-        """
-        _finish([*self._received.works, *self._works], name)
-        _Head._under_way.discard(self)
-        for received, peer in zip(self._received.buffers, self._others, strict=True):
-            theirs = received[:_NOTE_NBYTES].view(torch.int64)
-            if not torch.equal(theirs, self._note):
-                self._inbox.replace(self._group)
-                raise MismatchError(peer, tuple(self._note.tolist()), tuple(theirs.tolist()))
-
-        self._inbox.post(self._group)
-        if self._dtype is None:
-            return None
-        return [
-            received[_NOTE_NBYTES : message.numel()].view(self._dtype)
-            for received, message in zip(self._received.buffers, self._sent, strict=True)
-        ]
+    for received, peer in zip(theirs, others, strict=True):
+        if not torch.equal(received, own):
+            raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
 
 
 def _parts(
@@ -390,7 +214,7 @@ def _parts(
         ValueError: before anything is sent, if `own` does not have the size of a part, or overlaps
             another part than this rank's.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if own.numel() * num_ranks != whole.numel():
         raise ValueError(
             f"Expected {num_ranks} parts of {own.numel()} elements, got a whole of {whole.numel()}."

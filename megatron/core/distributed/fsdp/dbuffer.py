@@ -15,7 +15,7 @@ A rank outside the mesh may build the same buffers: its parts are empty, and it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -227,35 +227,6 @@ class DBuffer:
                 out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note
             )
         return out
-
-    def begin_allgather(self, axis: int, out: DBuffer, note: Sequence[int]) -> Callable[[], None]:
-        """As `allgather` on the CPU, but returns the function that finishes it."""
-        self._expect(axis, Shard, "allgather")
-        out = self._output(out, self._with(axis, Replicate()))
-        if not self._is_in_mesh:
-            return _nothing
-        return collectives.begin_all_gather(
-            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note
-        )
-
-    def begin_reduce_scatter(
-        self,
-        axis: int,
-        out: DBuffer,
-        note: Sequence[int],
-        *,
-        divisor: float,
-        accumulates: bool,
-    ) -> Callable[[], None]:
-        """As `reduce_scatter` on the CPU, but returns the function that finishes it."""
-        partial = self._expect(axis, Partial, "reduce_scatter")
-        how = _reduction(partial, divisor, accumulates, None, out)
-        out = self._output(out, self._with(axis, out.placements[axis], Shard), out.dtype)
-        if not self._is_in_mesh:
-            return _nothing
-        return collectives.begin_reduce_scatter(
-            out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note
-        )
 
     def reduce_scatter(
         self,
@@ -485,10 +456,6 @@ class DBuffer:
 
     def _resize(self, numel: int) -> None:
         self.local_buffer.untyped_storage().resize_(numel * self.local_buffer.element_size())
-
-
-def _nothing() -> None:
-    """The rest of a collective on a rank outside the mesh."""
 
 
 def _reduction(

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_memory import sent_dtype
 from megatron.core.distributed.fsdp.group_notes import NoteExchange
@@ -77,8 +76,6 @@ class Reduction(NamedTuple):
     """What `GroupGradients.reduce` has prepared."""
 
     work: Callable[[], None]
-    # The same in two parts, for `CollectiveLane.begin`; None unless it is one small collective.
-    begin: Callable[[], Callable[[], None]] | None
     # Of its collectives, or of those that it tells the others not to expect.
     notes: Sequence[Sequence[int]]
 
@@ -206,7 +203,7 @@ class GroupGradients:
         if not takes_part and not (is_last and in_partial):
             axes = self._axes_to_reduce(is_last)
             tell = partial(self._exchange.tell, self._note(()), axes)
-            return Reduction(tell, None, self._notes(axes, []))
+            return Reduction(tell, self._notes(axes, []))
 
         if joins:
             self._take_memory()
@@ -219,8 +216,7 @@ class GroupGradients:
         ):
             step = self._step(self.unsharded, self.main, in_main, received)
             self._show(parameters, received, self._main_grads)
-            begin = partial(self._begin, step) if self._is_small(step) else None
-            return Reduction(partial(self._carry_out, [], [step]), begin, self._notes([], [step]))
+            return Reduction(lambda: self._carry_out([], [step]), self._notes([], [step]))
 
         self.partial.reallocate_storage()
         self.partial.zero_padding()
@@ -243,7 +239,7 @@ class GroupGradients:
             self._exchange.tell(self._note(()), told)
             self._carry_out(folded, steps)
 
-        return Reduction(work, None, self._notes(told, steps))
+        return Reduction(work, self._notes(told, steps))
 
     @staticmethod
     def _show(
@@ -322,52 +318,20 @@ class GroupGradients:
             self._fold(index)
 
         for step in steps:
-            missing, junk = self._fill_gaps(step)
+            missing = [index for index in range(len(self._slots)) if index not in step.received]
+            junk = [index for index in range(len(self._slots)) if index not in step.kept]
+            # Zero adds nothing to a sum that is there already; for the rest see _missing_value.
+            for index in missing:
+                step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
+            if step.kept:
+                for index in junk:
+                    step.target_rows[index].zero_()
+
             self._reduce(step)
             # A gradient that no rank has must not leave NaN behind for the next one to be added to.
             if math.isnan(self._missing_value):
                 for index in set(missing).intersection(junk):
                     step.target_rows[index].zero_()
-
-    def _is_small(self, step: _Step) -> bool:
-        """Whether a step is one collective that `_begin` can begin."""
-        itemsize = sent_dtype(step.source.dtype, self._dtypes.comm).itemsize
-        return (
-            self._exchange.is_used
-            and self._exchange.is_over_own_mesh
-            and len(step.axes) == 1
-            and isinstance(step.target.placements[step.axes[0]], Shard)
-            and collectives.is_small(step.target.range.numel * itemsize)
-        )
-
-    def _begin(self, step: _Step) -> Callable[[], None]:
-        """As `_carry_out` of a small step, but returns the function that finishes it."""
-        self._fill_gaps(step)
-        return self._narrowed(step.source).begin_reduce_scatter(
-            step.axes[0],
-            step.target,
-            self._note(step.received),
-            divisor=step.divisor,
-            accumulates=bool(step.kept),
-        )
-
-    def _fill_gaps(self, step: _Step) -> tuple[list[int], list[int]]:
-        """Gives a value to what no gradient was collected for. Returns the parameters without one,
-        and those whose place in the target has no sum.
-        """
-        missing = [index for index in range(len(self._slots)) if index not in step.received]
-        junk = [index for index in range(len(self._slots)) if index not in step.kept]
-        # Zero adds nothing to a sum that is there already; for the rest see _missing_value.
-        for index in missing:
-            step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
-        if step.kept:
-            for index in junk:
-                step.target_rows[index].zero_()
-        return missing, junk
-
-    def _narrowed(self, source: DBuffer) -> DBuffer:
-        """A buffer in the dtype in which its parts travel."""
-        return source.cast(sent_dtype(source.dtype, self._dtypes.comm))
 
     def _fold(self, index: int) -> None:
         """Turns the reduced sum of an earlier step into a partial sum that would reduce to it.
@@ -398,7 +362,8 @@ class GroupGradients:
             _add_locally(source, target, accumulates, step.divisor)
             return
 
-        source = self._narrowed(source)
+        if self._dtypes.comm.itemsize < source.dtype.itemsize:
+            source = source.cast(self._dtypes.comm)
         divisor, note = step.divisor, self._exchange.ahead(self._note(step.received), axes)
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1

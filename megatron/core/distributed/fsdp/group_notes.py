@@ -80,7 +80,6 @@ class NoteExchange:
 
     Attributes:
         is_used: whether ranks exchange notes at all.
-        is_over_own_mesh: whether notes travel with the group's collectives.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
@@ -91,17 +90,17 @@ class NoteExchange:
         """
         self.is_used = collectives.exchanges_notes(device)
         self._mesh = mesh
-        self.is_over_own_mesh = True
+        self._is_over_own_mesh = True
 
     def compare_over(self, mesh: DeviceMesh) -> None:
         """Compares over the axes of another mesh from now on, whose numbers are those of the own
         one. See [Note: notes of other meshes].
         """
-        self._mesh, self.is_over_own_mesh = mesh, False
+        self._mesh, self._is_over_own_mesh = mesh, False
 
     def ahead(self, note: Sequence[int], axes: Iterable[int]) -> Sequence[int] | None:
         """The note for collectives over these axes to carry; None if it has been compared."""
-        if self.is_over_own_mesh:
+        if self._is_over_own_mesh:
             return note
         self.tell(note, axes)
         return None

@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-import megatron.core.distributed.fsdp.collectives as collectives
 import megatron.core.distributed.fsdp.group_notes as group_notes
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
@@ -124,10 +123,6 @@ class FsdpParameterGroup:
             self._make_parameter(index, parameter) for index, parameter in enumerate(owned)
         ]
         self.names = [parameter.fqns[0] for parameter in owned]
-        # Over which one collective of small parts makes weights in use of those at rest.
-        axes = axes_to_move(self.model_weight.placements, self.unsharded_weight.placements)
-        is_small = collectives.is_small(self.model_weight.local_buffer.nbytes)
-        self._small_axis = axes[0] if len(axes) == 1 and self.notes.is_used and is_small else None
         self._offsets = [self.main_weight.chunk(index).offset for index in range(len(owned))]
         # Only now that the parameters are views of it: none can be made of released storage.
         if self.is_gathered:
@@ -305,14 +300,10 @@ class FsdpParameterGroup:
             # The last step's gradients may still be on their way down from the same memory.
             self.timeline.awaited(event, D2H, self._label).wait()
 
-        work, begin, notes = self.gradients.reduce(self._sharded, is_last)
-        after = [self._device.event()]
-        if begin is not None and self.timeline is NO_TIMELINE:
-            reduced = lane.begin(begin, after, notes)
-        else:
-            nbytes = self.gradients.unsharded.local_buffer.nbytes
-            timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
-            reduced = lane.enqueue(timed, after, notes)
+        work, notes = self.gradients.reduce(self._sharded, is_last)
+        nbytes = self.gradients.unsharded.local_buffer.nbytes
+        timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
+        reduced = lane.enqueue(timed, [self._device.event()], notes)
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
         return reduced
@@ -476,26 +467,11 @@ class FsdpParameterGroup:
         if ready is None or is_overwritten:
             ready = self._device.event()
         notes = [group_notes.gather_note(self.number)] if self.is_gathered or is_scattered else []
-        after = [ready, *awaited]
-        is_small = self._small_axis is not None and self.notes.is_over_own_mesh
-        if is_small and not is_scattered and self.timeline is NO_TIMELINE:
-            if self._weights_ready is not None:
-                self._weights_ready.wait()  # begun with older weights, and not finished by any lane
-            self._weights_ready = lane.begin(partial(self._begin_gather, is_stale), after, notes)
-        else:
-            work = partial(self._gather, is_stale, is_scattered)
-            nbytes = self.unsharded_weight.local_buffer.nbytes
-            timed = self.timeline.timed(GATHER, self._label, work, nbytes)
-            self._weights_ready = lane.enqueue(timed, after, notes)
+        work = partial(self._gather, is_stale, is_scattered)
+        nbytes = self.unsharded_weight.local_buffer.nbytes
+        timed = self.timeline.timed(GATHER, self._label, work, nbytes)
+        self._weights_ready = lane.enqueue(timed, [ready, *awaited], notes)
         self.delivery.gather_queued()
-
-    def _begin_gather(self, is_stale: bool) -> Callable[[], None]:
-        """As `_gather` of a small group, but returns the function that finishes it."""
-        if is_stale:
-            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
-        assert self._small_axis is not None, "called for groups that have one"
-        note = group_notes.gather_note(self.number)
-        return self.model_weight.begin_allgather(self._small_axis, self.unsharded_weight, note)
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,10 +61,6 @@ DTYPES = {
         MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
     ),
 }
-
-
-# What begins a small collective, and the collective.
-BEGUN = {"begin_all_gather": "all_gather", "begin_reduce_scatter": "reduce_scatter"}
 
 
 class Collective(NamedTuple):
@@ -147,20 +141,12 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.operations: set[str] = set()
         self.sent_bytes = 0
-        self._is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Sees nothing while open: what the thread does then is a lane's work."""
-        self._is_paused = True
-        yield
-        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What a tensor's own operators send is seen only if they run while this mode is entered.
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        if "c10d" in func.namespace and not self._is_paused:
+        if "c10d" in func.namespace:
             self.operations.add(func.name())
             if func.name() == "c10d::send":
                 self.sent_bytes += sum(tensor.nbytes for tensor in args[0])
@@ -193,10 +179,11 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
     """
     traffic, lane = Traffic(), context.gather_lane
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    names = ("all_gather", "reduce_scatter", "all_reduce", *BEGUN)
-    originals = {name: getattr(collectives, name) for name in names}
-    enqueue, begin = lane.enqueue, lane.begin
-    depths = Counter[int]()  # by thread
+    originals = {
+        name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    enqueue = lane.enqueue
+    depth = 0
 
     def counting(name: str) -> Callable[..., None]:
         def call(
@@ -205,20 +192,15 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
             group: dist.ProcessGroup,
             *args: Any,
             **options: Any,
-        ) -> Any:
-            if depths[threading.get_ident()] == 0:
-                what = BEGUN.get(name, name)
-                traffic.calls[Collective(what, groups.index(group), own.nbytes, out.nbytes)] += 1
-            return within(originals[name], out, own, group, *args, **options)
+        ) -> None:
+            nonlocal depth
+            if depth == 0:
+                traffic.calls[Collective(name, groups.index(group), own.nbytes, out.nbytes)] += 1
+            depth += 1
+            originals[name](out, own, group, *args, **options)
+            depth -= 1
 
         return call
-
-    def within(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        depths[threading.get_ident()] += 1
-        result = call(*args, **options)
-        depths[threading.get_ident()] -= 1
-        # Of a collective in two parts, the second one belongs to it, too.
-        return partial(within, result) if callable(result) else result
 
     def enqueue_watched(
         work: Callable[[], object], after: Sequence[Event] = (), *notes: Any
@@ -229,23 +211,15 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
 
         return enqueue(watched_work, after, *notes)
 
-    def begin_watched(work: Callable[[], Any], *args: Any) -> Event:
-        def watched_part(part: Callable[[], Any]) -> Any:
-            with traffic.lane, traffic.thread.paused():
-                rest = part()
-            return partial(watched_part, rest) if callable(rest) else None
-
-        return begin(partial(watched_part, work), *args)
-
     for name in originals:
         setattr(collectives, name, counting(name))
-    lane.enqueue, lane.begin = enqueue_watched, begin_watched
+    lane.enqueue = enqueue_watched
     try:
         with traffic.thread:
             yield traffic
         enqueue(lambda: None).wait()
     finally:
-        del lane.enqueue, lane.begin
+        del lane.enqueue
         for name, original in originals.items():
             setattr(collectives, name, original)
 
