@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -230,8 +231,8 @@ class FsdpContext:
             )
 
     def unshard_for_forward(self, module: Any) -> None:
-        """Gathers the full weights of a module and begins to gather those of the next one, or of
-        the modules that it is told to prefetch.
+        """Gathers the full weights of a module and starts to gather the weights of the next one, or
+        of the modules in its `forward_prefetch`.
         """
         place = self._places[id(module)][0] + 1
         guess = self._forward_order[place : place + 1]
@@ -343,7 +344,7 @@ class FsdpContext:
             self._finish_oldest()
 
     def reduce(self, group: FsdpParameterGroup, syncs: bool) -> None:
-        """Begins to reduce what a group has collected, which may be nothing.
+        """Starts the reduction of the gradients that a group has collected, if any.
 
         Args:
             syncs: over deferred axes too, if this is a last microbatch.
@@ -424,6 +425,11 @@ class FsdpContext:
         finally:
             self.history.forget()
 
+    def check_replicas(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """ValueError, on all ranks, if ranks that replicate main weights have different ones."""
+        check = partial(_check_replicas, groups)
+        self.gather_lane.enqueue(check, [self.device.event()]).wait()
+
     def describe(self, note: tuple[int, ...]) -> str:
         """In words, what a rank with this note is about to do."""
         reference = self._groups.get(note[1])
@@ -442,7 +448,7 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _check_replicas(groups: list[FsdpParameterGroup]) -> None:
+def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
     """ValueError unless ranks along axes that do not cut main weights hold the same ones."""
     axes = {
         (group.mesh, axis): [

@@ -141,13 +141,13 @@ class PrecisionPolicies:
         )
 
     def inputs(self, values: Any) -> Any:
-        """Inputs of a module, cast as FSDP2 casts them; ours casts nothing."""
+        """Inputs of a module, cast if FSDP2's policy casts them."""
         is_cast = self.theirs is not None and self.theirs.cast_forward_inputs
         dtype = self.theirs.param_dtype if self.theirs is not None and is_cast else None
         return values if dtype is None else cast_floats(values, dtype)
 
     def outputs(self, output: Any) -> Any:
-        """Outputs of a module, cast as FSDP2 casts them."""
+        """Outputs of a module, cast if FSDP2's policy casts them."""
         dtype = None if self.theirs is None else self.theirs.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
 

@@ -1,4 +1,4 @@
-"""`Fsdp2Methods`: the methods of PyTorch's `FSDPModule`, in our terms.
+"""`Fsdp2Methods`: the methods of `torch.distributed.fsdp.FSDPModule` on this engine.
 
 Programs look for `isinstance(module, FSDPModule)` and call these methods. Each one either has the
 effect that it has in FSDP2 or raises an error that names an alternative; none is inherited, since
@@ -19,7 +19,7 @@ from megatron.core.dtensors import is_partial
 
 
 def _rejected(name: str, instead: str) -> Callable[..., None]:
-    """A method that raises NotImplementedError, except where it turns off what is off already."""
+    """A method that raises NotImplementedError, except for calls that disable a feature."""
 
     def method(_: nn.Module, *arguments: Any, recurse: bool = True, **options: Any) -> None:
         del recurse
@@ -30,7 +30,7 @@ def _rejected(name: str, instead: str) -> Callable[..., None]:
 
 
 class Fsdp2Methods(nn.Module, FSDPModule):
-    """The part of `FsdpModule` that FSDP2's users know."""
+    """The interface that `FsdpModule` shares with FSDP2."""
 
     # Where `FSDPModule.__new__` finds the class that was sharded: slices of a sharded
     # `nn.Sequential` are plain again.
@@ -95,8 +95,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         _unit_of(self).unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Sets the modules whose weights are gathered while this one computes, in place of the next
-        one in the order of registration; none: the next one again.
+        """Sets the modules whose weights are gathered while this one computes; default, and for an
+        empty list: the next one in the order of registration.
         """
         unit = _unit_of(self)
         unit.forward_prefetch = _references(unit, modules)
@@ -109,8 +109,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
     # Gradients
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Has sums over the ranks divided by `factor` in place of the number of ranks, and then by
-        `grad_divisor` as before. 1.0: gradients are sums. Not recursive.
+        """Divides gradients by `factor` instead of the number of ranks; 1.0 gives sums over the
+        ranks. `grad_divisor` still divides the result. Not recursive.
 
         ValueError for a factor that is not positive.
         """
@@ -146,8 +146,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: every backward ends when its gradients are reduced, and keeps no order
-        of modules for the next one.
+        """Has no effect: every backward waits for its reductions, and keeps no order of modules for
+        the next one.
         """
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -168,8 +168,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
             event.wait()
 
     def reset_iter_state(self) -> None:
-        """Drops what a failed forward or backward has left: weights, gradients that are not
-        reduced, and partial sums. The next forward does without this call, but keeps partial sums.
+        """Drops full weights, gradients that are not reduced, and partial sums after a forward or
+        backward that failed. Without this call, the next forward recovers but keeps partial sums.
 
         RuntimeError for a module inside another one of the context.
         """
@@ -221,7 +221,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
     )
 
     def _get_fsdp_state(self) -> Any:
-        # `register_fsdp_forward_method` asks for it.
+        # `register_fsdp_forward_method` calls this.
         return _ForwardMethods(_unit_of(self))
 
 
@@ -271,7 +271,7 @@ def _unit_of(module: Fsdp2Methods) -> Any:
 
 
 def _units(module: Fsdp2Methods, recurse: bool) -> Iterator[Any]:
-    """The unit of the module, and those of the modules in it."""
+    """The unit of the module, then the units of the modules inside it."""
     for other in module.modules() if recurse else (module,):
         if isinstance(other, Fsdp2Methods):
             yield _unit_of(other)

@@ -304,9 +304,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _checked_parameters(modules: Sequence[nn.Module], context: FsdpContext) -> list[OwnedParameter]:
-    """The parameters that a unit of `modules` will own, once nothing speaks against sharding
-    them.
-    """
+    """The parameters that a unit of `modules` will own, after all checks."""
     for module in modules:
         _check_module(module, context)
     owned = owned_parameters(modules, _is_sharded)
@@ -337,7 +335,7 @@ def _fill(
     reset_parameters: ResetParameters,
 ) -> bool:
     """Gives the main weights their values, and frees the originals' memory. Returns whether all
-    have values now; main weights of modules that cannot draw theirs are NaN.
+    have values now; main weights of modules without `reset_parameters` are NaN.
     """
     places = {
         (id(owner()), name): (group, index)

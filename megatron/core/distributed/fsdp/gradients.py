@@ -137,8 +137,8 @@ class GroupGradients:
         self.unsharded.release_storage()
 
     def divide_sums_by(self, factor: float) -> None:
-        """Has gradients divided by `factor` in place of the number of ranks that average them, and
-        by the divisor as before.
+        """Divides gradients by `factor` instead of the number of ranks that average them, then by
+        the divisor.
         """
         num_averaged = math.prod(
             self._mesh.size(axis)

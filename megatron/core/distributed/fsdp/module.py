@@ -128,8 +128,8 @@ class FsdpModule(Fsdp2Methods):
     _fsdp_policies: PrecisionPolicies
     _fsdp_is_filled: bool  # whether all weights and buffers are known to have values
     _fsdp_is_held: bool  # whether the module has its full parameters though it is at rest
-    _fsdp_held_versions: int  # of the full parameters, when that began
-    # Methods under way that count as a forward; one that has raised counts until the next rest.
+    _fsdp_held_versions: int  # of the full parameters when the hold started
+    # Registered methods that run now; one that has raised counts until the next rest.
     _fsdp_num_methods: int
 
     def is_root(self) -> bool:
@@ -143,7 +143,7 @@ class FsdpModule(Fsdp2Methods):
 
     @property
     def is_resting(self) -> bool:
-        """Whether nothing uses the full weights now."""
+        """Whether the full weights are unused now."""
         return self.phase.is_resting and not (self._fsdp_is_held or self._fsdp_num_methods)
 
     @property
@@ -226,10 +226,10 @@ class FsdpModule(Fsdp2Methods):
 
     def _fsdp_gather(self) -> None:
         """Begins to gather the full weights, outside of the module's forward and backward."""
-        self._fsdp_check_filled()
-        self._fsdp_check_unwritten()
         if not is_backward_running():
             self.context.require_complete()
+        self._fsdp_check_filled()
+        self._fsdp_check_unwritten()
         for group in self.parameter_groups:
             group.unshard(self.context.gather_lane)
 
@@ -281,7 +281,7 @@ class FsdpModule(Fsdp2Methods):
 
     def _fsdp_check_filled(self) -> None:
         """RuntimeError, on all ranks, if parameters or buffers that were sharded on meta have no
-        values yet.
+        values yet; ValueError if replicas have different ones.
         """
         if self._fsdp_is_filled:
             return
@@ -293,14 +293,15 @@ class FsdpModule(Fsdp2Methods):
         buffers = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if parameters or buffers:
             raise RuntimeError(
-                f"{type(self).__name__} was sharded on meta, and nothing has given values to its "
-                f"parameters {parameters} and buffers {buffers}. Call model.to_empty(device=...), "
+                f"{type(self).__name__} was sharded on meta, and its parameters {parameters} and "
+                f"buffers {buffers} have no values yet. Call model.to_empty(device=...), "
                 "then initialise or load all of them."
             )
+        self.context.check_replicas(self.parameter_groups)
         self._fsdp_is_filled = True
 
-    # Methods that `register_fsdp_forward_method` has registered. The module stays at rest, holding
-    # its full weights: its forward may run inside the method, and nothing tells if one raises.
+    # Methods registered by `register_fsdp_forward_method`. The module keeps its resting phase with
+    # full weights: its forward may run inside the method, and there is no hook after an exception.
 
     def _fsdp_before_method(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers the full weights for a method and watches its inputs, as before a forward."""
@@ -354,7 +355,7 @@ class FsdpModule(Fsdp2Methods):
             # They may have been gathered anew.
             self._fsdp_held_versions = self._fsdp_full_versions()
 
-        # The call of a method that this forward is a part of goes on.
+        # This forward is a part of the method's call.
         if self._fsdp_num_methods:
             return None
         if torch.is_grad_enabled():
@@ -408,7 +409,7 @@ class FsdpModule(Fsdp2Methods):
             self._fsdp_check_outputs(output)
 
     def _fsdp_watch_outputs(self, output: Any, call: _Call) -> list[torch.Tensor]:
-        """Has the outputs' gradients begin this module's part of the backward. Returns them."""
+        """Starts the module's backward at the outputs' gradients. Returns these outputs."""
         outputs = [
             tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf
         ]
@@ -591,8 +592,10 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 
 
 def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    module._fsdp_check_filled()
-    return module._fsdp_unit._fsdp_before_forward(args, kwargs)
+    unit = module._fsdp_unit
+    if module is not unit:
+        module._fsdp_check_filled()
+    return unit._fsdp_before_forward(args, kwargs)
 
 
 def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:

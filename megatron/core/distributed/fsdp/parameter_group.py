@@ -344,8 +344,8 @@ class FsdpParameterGroup:
         return self.name or "the model"
 
     def names_without_values(self, lane: CollectiveLane) -> list[str]:
-        """The names of the parameters of which some rank has NaN, which marks main weights that
-        nothing has filled. All ranks must call it.
+        """The names of the parameters with NaN on any rank, which `fully_shard` writes to main
+        weights that have no values. All ranks must call it.
         """
         self.wait_main_weight()
         rows = [self.main_weight.get_local_tensor(index) for index in range(len(self.names))]

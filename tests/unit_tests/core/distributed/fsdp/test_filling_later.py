@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
 from tests.helpers.ranks import on_ranks
 
 
@@ -153,6 +153,18 @@ def test_a_forward_before_everything_has_values_names_what_has_none() -> None:
         model.layers[0].experts.copy_(whole)
     with pytest.raises(RuntimeError, match=r"\['layers\.0\.experts'\]"):
         model(torch.ones(2, 6))
+
+
+@on_ranks(2)
+def test_replicas_must_be_filled_alike() -> None:
+    torch.manual_seed(0)
+    with fully_shard_context("cpu"):
+        model = fully_shard(on_meta().layers[0], placements=Placements.for_strategy("no_shard"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float(dist.get_rank()))
+    with pytest.raises(ValueError, match="the same weights on every rank"):
+        model(torch.ones(2, 6), torch.ones(6))
 
 
 @on_ranks(2)

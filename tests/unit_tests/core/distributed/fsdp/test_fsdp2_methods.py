@@ -1,5 +1,5 @@
-"""The methods of PyTorch's `FSDPModule` on our modules, called as FSDP2's users call them, with the
-effect that they have on FSDP2's modules.
+"""The methods of `FSDPModule` on sharded modules, called as programs for FSDP2 call them, with the
+effect that they have on FSDP2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp import FsdpModule, Placements, fully_shard
 from tests.helpers.ranks import on_ranks
 
 FULLY = (fsdp2.fully_shard, fully_shard)
-# Of FSDP2, with arguments that ask for something.
+# Methods of FSDP2, with arguments that enable a feature.
 REJECTED: dict[str, tuple[Any, ...]] = {
     "set_custom_all_gather": (object(),),
     "set_custom_reduce_scatter": (object(),),
@@ -77,7 +77,7 @@ def sharded(
 
 
 def pair(mesh: Any = None, **options: Any) -> list[Any]:
-    """FSDP2's and ours."""
+    """The model sharded by FSDP2, and the model sharded by this engine."""
     return [sharded(fully, mesh, **options) for fully in FULLY]
 
 
@@ -254,7 +254,7 @@ def test_unshard_gives_the_caller_full_weights_and_reshard_takes_them_back() -> 
 
 @on_ranks(2)
 def test_weights_stay_for_many_forwards_if_told_to() -> None:
-    """A rollout: everything is gathered once, used often, and freed before the training goes on."""
+    """A rollout: everything is gathered once, used often, and freed before training continues."""
     found = []
     for model in pair():
         for unit in units(model):
