@@ -130,6 +130,7 @@ class FsdpModule(Fsdp2Methods):
     _fsdp_is_filled: bool  # whether all weights and buffers are known to have values
     _fsdp_is_held: bool  # whether the module has its full parameters though it is at rest
     _fsdp_held_versions: int  # of the full parameters when the hold started
+    _fsdp_awaits_unit: bool  # whether they are held for other modules of the unit
     # Registered methods that run now; one that has raised counts until the next rest.
     _fsdp_num_methods: int
 
@@ -252,7 +253,8 @@ class FsdpModule(Fsdp2Methods):
         try:
             self._fsdp_check_unwritten()
         finally:
-            self._fsdp_is_held, self._fsdp_num_methods = False, 0
+            self._fsdp_is_held = self._fsdp_awaits_unit = False
+            self._fsdp_num_methods = 0
             for group in self.parameter_groups:
                 group.show_sharded()
             if frees:
@@ -352,6 +354,8 @@ class FsdpModule(Fsdp2Methods):
             self.phase = before
             self._fsdp_rest()
             raise
+        if self._fsdp_awaits_unit:
+            self._fsdp_is_held = self._fsdp_awaits_unit = False
         if self._fsdp_is_held:
             # They may have been gathered anew.
             self._fsdp_held_versions = self._fsdp_full_versions()
@@ -392,8 +396,19 @@ class FsdpModule(Fsdp2Methods):
         if call is not None and is_backward_running():
             self._fsdp_rest(frees=False)
             self.context.keep_recomputed(self)
-            return
+        else:
+            self._fsdp_leave(output, call, outputs, is_last)
+        # As in FSDP2: a program may compute with another module's weight in place of its forward,
+        # as with a loss that takes the head's weight in chunks. A DTensor would have the gradient
+        # of this rank alone.
+        if not is_last and output is not None and not self._fsdp_is_held:
+            self._fsdp_hold()
+            self._fsdp_awaits_unit = True
 
+    def _fsdp_leave(
+        self, output: Any, call: _Call | None, outputs: Sequence[torch.Tensor], is_last: bool
+    ) -> None:
+        """Frees the full weights, or keeps them, after a forward that was no recomputation."""
         if call is not None and outputs:
             self._fsdp_calls.add(call)
         # A tensor that hides in the output has no hook that gathers the weights for its backward,
@@ -561,7 +576,8 @@ def attach(
         module._fsdp_is_last = module is modules[-1]
         module._fsdp_policies = policies
         module._fsdp_is_filled = is_filled
-        module._fsdp_is_held, module._fsdp_held_versions = False, 0
+        module._fsdp_is_held = module._fsdp_awaits_unit = False
+        module._fsdp_held_versions = 0
         module._fsdp_num_methods = 0
 
         # Before all other hooks, which may use the full weights.

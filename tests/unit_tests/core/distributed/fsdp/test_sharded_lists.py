@@ -90,6 +90,14 @@ def in_chunks(model: Any, number: int) -> torch.Tensor:
     return total
 
 
+def by_weight(model: Any, number: int) -> torch.Tensor:
+    """Takes the head's weight in place of its forward, as TRL's trainers do."""
+    hidden = model(tokens(number), has_head=False)
+    loss = nn.functional.linear(hidden, model.head.weight).logsumexp(-1).mean()
+    loss.backward()
+    return loss
+
+
 def gathers(model: Any) -> list[int]:
     """How often the unit is gathered from now on, in a list that grows."""
     (group,), found = model.norm.parameter_groups, []
@@ -102,7 +110,7 @@ def gathers(model: Any) -> list[int]:
 def test_losses_are_those_of_fsdp2() -> None:
     for is_tied in (False, True):
         for options in ({}, {"reshard_after_forward": False}):
-            for step in (whole, in_chunks):
+            for step in (whole, in_chunks, by_weight):
                 theirs, ours = (
                     train(sharded(fully, is_tied, **options), step)
                     for fully in (fsdp2.fully_shard, fully_shard)
