@@ -398,9 +398,8 @@ class FsdpModule(Fsdp2Methods):
             self.context.keep_recomputed(self)
         else:
             self._fsdp_leave(output, call, outputs, is_last)
-        # As in FSDP2: a program may compute with another module's weight in place of its forward,
-        # as with a loss that takes the head's weight in chunks. A DTensor would have the gradient
-        # of this rank alone.
+        # A program may take the weight of another module of the unit in place of its forward, as
+        # TRL's trainers take that of the head. As a DTensor it would have this rank's gradient.
         if not is_last and output is not None and not self._fsdp_is_held:
             self._fsdp_hold()
             self._fsdp_awaits_unit = True

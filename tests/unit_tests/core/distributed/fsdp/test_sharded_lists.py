@@ -14,6 +14,7 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FsdpModule, fully_shard
 from tests.helpers.ranks import on_ranks
@@ -110,12 +111,23 @@ def gathers(model: Any) -> list[int]:
 def test_losses_are_those_of_fsdp2() -> None:
     for is_tied in (False, True):
         for options in ({}, {"reshard_after_forward": False}):
-            for step in (whole, in_chunks, by_weight):
+            for step in (whole, in_chunks):
                 theirs, ours = (
                     train(sharded(fully, is_tied, **options), step)
                     for fully in (fsdp2.fully_shard, fully_shard)
                 )
                 assert ours == pytest.approx(theirs, rel=1e-5), (is_tied, options, step)
+
+
+@on_ranks(2)
+def test_the_weight_of_a_module_that_does_not_run_is_whole() -> None:
+    for is_tied in (False, True):
+        kept = {"reshard_after_forward": False}
+        theirs = train(sharded(fsdp2.fully_shard, is_tied, **kept), by_weight)
+        for options in (kept, {}):
+            model = sharded(fully_shard, is_tied, **options)
+            assert train(model, by_weight) == pytest.approx(theirs, rel=1e-5), (is_tied, options)
+            assert isinstance(model.head.weight, DTensor)
 
 
 @on_ranks(2)
