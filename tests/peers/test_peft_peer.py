@@ -15,9 +15,11 @@ SIDES = [
 ]
 SETTINGS: dict[str, Settings] = {
     "shards are loaded": {"load": "shards"},
+    "replicas are loaded": {"load": "replicas"},
     "whole tensors are loaded": {"load": "whole tensors"},
     "saved adapters are loaded": {"load": "file"},
     "adapters are merged": {"has_merged": True},
+    "compiled layers": {"is_compiled": True},
 }
 
 

@@ -22,6 +22,7 @@ SETTINGS: dict[str, Settings] = {
     "accumulation": {"fsdp": FULL, "gradient_accumulation_steps": 2},
     "activation checkpointing": {"fsdp": FULL | {"activation_checkpointing": True}},
     "LoRA": {"fsdp": FULL, "has_adapters": True},
+    "compiled": {"fsdp": FULL, "torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
 RESUMED = {"DDP, resumed": None, "full, resumed": FULL, "sharded, resumed": SHARDED}
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.peers.helpers.peer_rank import (
     ENGINES,
@@ -22,11 +23,13 @@ from tests.peers.helpers.trainer_job import add_adapters
 NUM_STEPS = 3
 
 
-def _sharded(engine: str, is_bf16: bool) -> nn.Module:
+def _sharded(engine: str, is_bf16: bool, is_compiled: bool) -> nn.Module:
     model = tiny_llama()
     model = add_adapters(model.bfloat16() if is_bf16 else model)
     fully_shard = ENGINES[engine]
     for layer in model.base_model.model.model.layers:
+        if is_compiled:
+            layer.compile(backend="aot_eager")
         fully_shard(layer, mp_policy=MixedPrecisionPolicy())
     return fully_shard(model, mp_policy=MixedPrecisionPolicy())
 
@@ -37,9 +40,17 @@ def _load_adapters(target: nn.Module, source: nn.Module, way: str) -> None:
         set_peft_model_state_dict(target, adapters)
         return
 
-    whole = {name: shard.full_tensor() for name, shard in adapters.items()}
     if way == "whole tensors":
-        set_peft_model_state_dict(target, whole)
+        state = {name: shard for name, shard in source.state_dict().items() if "lora_" in name}
+        whole = {name: shard.full_tensor() for name, shard in state.items()}
+        target.load_state_dict(whole, strict=False)
+        return
+
+    whole = {name: shard.full_tensor() for name, shard in adapters.items()}
+    if way == "replicas":
+        mesh = next(iter(adapters.values())).device_mesh
+        replicas = {n: DTensor.from_local(value, mesh, [Replicate()]) for n, value in whole.items()}
+        set_peft_model_state_dict(target, replicas)
         return
 
     directory = common_directory()
@@ -56,12 +67,14 @@ def train(
     is_bf16: bool = False,
     load: str | None = None,
     has_merged: bool = False,
+    is_compiled: bool = False,
 ) -> list[float]:
     """Losses and norms of each step, and the loss after them.
 
     With `load`, that of another model with the trained adapters.
     """
-    model = _sharded(engine, is_bf16)
+    torch._dynamo.reset()
+    model = _sharded(engine, is_bf16, is_compiled)
     built = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     numbers = []
     for number in range(NUM_STEPS):
@@ -75,7 +88,7 @@ def train(
     if load is not None:
         if hasattr(built, "synchronize"):
             built.synchronize()
-        target = _sharded(engine, is_bf16)
+        target = _sharded(engine, is_bf16, is_compiled)
         _load_adapters(target, model, load)
         model = target
     if has_merged:
