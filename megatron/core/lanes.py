@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -212,27 +213,29 @@ class ThreadEvent:
 class _BegunEvent:
     """The event of work that an idle lane has begun in the thread that queued it.
 
-    The first thread that waits finishes the work.
+    The first thread that waits finishes the work; the worker does if no thread can any more.
     """
 
     def __init__(self, lane: ThreadLane, rest: Callable[[], None]) -> None:
         self._lane = lane
         self._rest: Callable[[], None] | None = rest
-        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
 
+    def __del__(self) -> None:
+        if self._rest is not None:
+            self._lane.hand_over(self._rest)
+
+    def finish(self) -> None:
+        """Finishes the work. Only one thread at a time may call it; raises nothing."""
+        if self._rest is not None:
+            error = self._lane.run(self._rest)
+            self._error, self._traceback = error, None if error is None else error.__traceback__
+            self._rest = None
+
     def wait(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            with waiting_for_thread():
-                self._lock.acquire()
-        try:
-            if self._rest is not None:
-                rest, self._rest = self._rest, None
-                self._error = self._lane.run(rest)
-                self._traceback = None if self._error is None else self._error.__traceback__
-        finally:
-            self._lock.release()
+        if self._rest is not None:
+            self._lane.finish_begun(self)
         if self._error is not None:
             raise self._error.with_traceback(self._traceback)
 
@@ -240,7 +243,7 @@ class _BegunEvent:
         self.wait()
 
     def is_done(self) -> bool:
-        return self._rest is None and not self._lock.locked()
+        return self._rest is None
 
 
 class _Queued(NamedTuple):
@@ -262,9 +265,13 @@ class _Worker:
 
     def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self.queue: _Queue = queue.SimpleQueue()
-        self._lock = threading.Lock()  # keeps the count and the queue in step
+        # Keeps the count and the queue in step. Collecting garbage under it may put work, too.
+        self._lock = threading.RLock()
         self._num_put = 0
         self.num_done = 0
+        # Work that was begun elsewhere and may not be finished, in order.
+        self._begun: deque[weakref.ref[_BegunEvent]] = deque()
+        self._finishing = threading.Lock()
         # The thread holds only the queue, so it keeps neither the worker nor lanes alive.
         thread = threading.Thread(target=_serve, args=(self.queue, prepare), name=name, daemon=True)
         thread.start()
@@ -280,6 +287,23 @@ class _Worker:
         with self._lock:
             self._num_put += 1
             self.queue.put(item)
+
+    def remember(self, event: _BegunEvent) -> None:
+        """Has what is put here later wait for work that was begun."""
+        self._begun.append(weakref.ref(event))
+
+    def finish_begun(self, last: _BegunEvent | None = None) -> None:
+        """Finishes, in order, all work that was begun, or that up to one event. Raises nothing."""
+        if not self._finishing.acquire(blocking=False):
+            with waiting_for_thread():
+                self._finishing.acquire()
+        try:
+            while self._begun and (last is None or not last.is_done()):
+                event = self._begun.popleft()()
+                if event is not None:
+                    event.finish()
+        finally:
+            self._finishing.release()
 
 
 # The queues of running threads, also of those whose worker nobody holds any more.
@@ -402,7 +426,17 @@ class ThreadLane:
         """See `begin`; the lane must be idle."""
         rest: list[Callable[[], None]] = []
         self.run(lambda: rest.append(work()))
-        return _BegunEvent(self, rest[0] if rest else lambda: None)
+        event = _BegunEvent(self, rest[0] if rest else lambda: None)
+        self._worker.remember(event)
+        return event
+
+    def finish_begun(self, event: _BegunEvent) -> None:
+        """Finishes begun work up to this event."""
+        self._worker.finish_begun(event)
+
+    def hand_over(self, rest: Callable[[], None]) -> None:
+        """Has the worker finish begun work whose event is gone."""
+        self._put(rest, ())
 
     def run(self, work: Callable[[], object]) -> BaseException | None:
         """Runs work in this thread, unless something before it has failed. Returns the error."""
@@ -416,6 +450,7 @@ class ThreadLane:
 
     def carry_out(self, item: _Queued) -> None:
         """Runs queued work in the worker's thread."""
+        self._worker.finish_begun()
 
         def work() -> None:
             for earlier in item.after:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp import (
     DBuffer,
     Flat,
@@ -190,20 +191,31 @@ def engine_bytes(groups: Iterable[FsdpParameterGroup]) -> int:
 
 @contextmanager
 def only_new_objects() -> Iterator[None]:
-    """`live_bytes` counts what has come since: `gc` does not see the objects before."""
+    """`live_bytes` counts what has come since: `gc` does not see the objects before.
+
+    No part is small, so that the layers are treated as the large ones that they stand for.
+    """
+    is_small, collectives.is_small = collectives.is_small, lambda _: False
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        collectives.is_small = is_small
 
 
 def live_bytes() -> int:
-    """Of the storages of all live tensors, each counted once, but for the smallest.
+    """Of the storages of all live tensors, each counted once, but for the smallest, and for the
+    receives of notes, of which each has a constant size.
 
     Numbers that ranks have exchanged may be in the hands of the backend's own threads for a moment
     more.
     """
+    posted = [receive for inbox in collectives._inboxes.values() for receive in inbox._posted]
+    posted += [head._received for head in collectives._Head._under_way.copy()]
+    received = {
+        buffer.untyped_storage()._cdata for receive in posted for buffer in receive.buffers
+    }
     storages: dict[int, int] = {}
     for value in gc.get_objects():
         # The local tensor of a DTensor is another live one.
@@ -213,7 +225,11 @@ def live_bytes() -> int:
             and not value.is_meta
         ):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(num_bytes for num_bytes in storages.values() if num_bytes >= SMALL_BYTES)
+    return sum(
+        num_bytes
+        for storage, num_bytes in storages.items()
+        if num_bytes >= SMALL_BYTES and storage not in received
+    )
 
 
 def batch(case: Case) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -142,14 +143,18 @@ def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy: st
     fully_shard_optimizer(optimizer)
     groups = groups_of(model)
     refreshed: list[int] = []
-    original = FsdpParameterGroup._gather
+    originals = {name: getattr(FsdpParameterGroup, name) for name in ("_gather", "_begin_gather")}
 
-    def counting(group: FsdpParameterGroup, *is_stale: bool) -> None:
-        if any(is_stale):
-            refreshed.append(groups.index(group))
-        original(group, *is_stale)
+    def counting(name: str) -> Callable[..., Any]:
+        def call(group: FsdpParameterGroup, *is_stale: bool) -> Any:
+            if any(is_stale):
+                refreshed.append(groups.index(group))
+            return originals[name](group, *is_stale)
 
-    FsdpParameterGroup._gather = counting
+        return call
+
+    for name in originals:
+        setattr(FsdpParameterGroup, name, counting(name))
     try:
         for _ in range(3):
             for number in range(2):
@@ -162,7 +167,8 @@ def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy: st
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        FsdpParameterGroup._gather = original
+        for name, original in originals.items():
+            setattr(FsdpParameterGroup, name, original)
 
 
 # State dicts
