@@ -143,7 +143,8 @@ def test_window_and_softcap_of_the_spec_reach_the_core() -> None:
         for spec in (BIASED, replace(BIASED, window=4), replace(BIASED, softcap=0.5))
     ]
     assert not torch.equal(outputs[0], outputs[2])
-    same = (outputs[0] - outputs[1]).abs().amax(-1) < 1e-6
+    # Rows before the window differ by rounding, those after it by more than one.
+    same = (outputs[0] - outputs[1]).abs().amax(-1) < 1e-3
     assert same.tolist() == [[True] * 4 + [False] * 8]
 
 
