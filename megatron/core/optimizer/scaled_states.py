@@ -28,6 +28,7 @@ exp_avg, and exp_avg_sq only with a large eps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -190,7 +191,11 @@ def _likely_scales(values: torch.Tensor, dtype: torch.dtype) -> list[torch.Tenso
         return []
 
     numbers = _largest_numbers(dtype).to(values.device)
-    scales = magnitude / numbers
+    # A scale below the normal numbers of fp32 has fewer bits than the one that is looked for, which
+    # came with a smaller number of the format.
+    least_scale = float(magnitude) / _FORMATS[dtype].largest
+    num_octaves = max(0, math.ceil(math.log2(_FP32_NORMAL / least_scale)))
+    scales = magnitude / (numbers * 2.0**-num_octaves)
     # A product is rounded, so its quotient may be off by one.
     nearby = [torch.nextafter(scales, scales * factor) for factor in (1.0, 0.5, 2.0)]
     candidates = torch.cat(nearby).unsqueeze(1)

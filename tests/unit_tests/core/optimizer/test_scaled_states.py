@@ -83,6 +83,8 @@ def stored_states(draw: st.DrawFn) -> tuple[torch.dtype, torch.Tensor, float]:
 @example((F16, torch.tensor([65504.0, 2.0**-24]).to(F16), 1.0))
 @example((F8, torch.tensor([240.0, 2.0**-9]).to(F8), 1.0))
 @example((F8, torch.tensor([-0.0, 0.0, 3.5, -0.25]).to(F8), 1.25))
+@example((F16, torch.tensor([2.0**-24]).to(F16), 2.5243551976337916e-29))
+@example((F16, torch.tensor([2.0**-20, 2.0**-24]).to(F16), 1.7e-30))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_whatever_is_stored_is_loaded_as_it_is(state):
     dtype, stored, scale = state
