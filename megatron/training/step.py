@@ -302,14 +302,14 @@ def _agree_and_plan(
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
     context = context_of(model)
-    digest = 0 if context is None else context.history.digest
+    digest = 0 if context is None else context.digest
     shared = _agree(told, measures, own_votes, mesh, digest, optimizer.timeline)
 
     # While the device still computes the norm: after the transfer it would wait for Python.
     planned = _plan(optimizer)
     agreed = _read(shared, told, len(own_votes), mesh)
     if context is not None:
-        context.compare_digests(agreed.digests, mesh.get_group())
+        context.compare_digests(agreed.digests)
     told.compare(agreed.told)
     return agreed, planned
 

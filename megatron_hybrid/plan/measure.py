@@ -411,11 +411,11 @@ def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> fl
     assert group is not None, "of all ranks"
     own = torch.zeros(numel, dtype=dtype, device=device.torch_device)
     whole = torch.zeros(numel * job.num_ranks, dtype=dtype, device=device.torch_device)
-    how, note = collectives.Reduction(is_average=True), [0]
+    how = collectives.Reduction(is_average=True)
 
     def exchange() -> None:
-        collectives.all_gather(whole, own, group, note=note)
-        collectives.reduce_scatter(own, whole, group, how, note=note)
+        collectives.all_gather(whole, own, group)
+        collectives.reduce_scatter(own, whole, group, how)
 
     # A fixed number of times: all ranks must take part in every collective.
     exchange()

@@ -1,5 +1,5 @@
-"""What `fully_shard` does on an accelerator only: comparing notes afterwards, and streams that wait
-for deliveries.
+"""What `fully_shard` does on an accelerator: comparing what ranks have done, streams that wait for
+deliveries, and the cost of a unit on the host.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -95,10 +96,42 @@ def _disagree(strategy: str) -> str:
 def test_a_gradient_that_only_some_ranks_have_is_named_on_the_device(strategy):
     for message in run_ranks(2, _disagree, strategy, device="sim"):
         assert (
-            "got: rank 0 was about to reduce the gradients of Layer[1]; rank 1 was about to reduce "
-            "the "
-            "gradients of Layer[1], which has none for Layer[1].bias. The gradients"
+            "rank 0 reduced the gradients of Layer[1]; rank 1 reduced the gradients of Layer[1] "
+            "without any for Layer[1].bias"
         ) in message
+
+
+# How PyTorch's engine and this one shard a module.
+ENGINES: dict[str, Callable[..., object]] = {"FSDP2": fsdp2.fully_shard, "ours": fully_shard}
+
+
+def _operations(engine: str, num_units: int) -> dict[str, int]:
+    """What the host launches and waits for in forward and backward."""
+    from tests.simulated_accelerator import device
+
+    model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(num_units)])
+    model.to(this_device().torch_device)
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    for module in (*model, model):
+        ENGINES[engine](module, mesh=mesh)
+    for _ in range(3):
+        before = device.counters()
+        model(own_batch()).sum().backward()
+        torch.sim.synchronize()
+    return vars(device.counters() - before)
+
+
+def test_the_host_launches_no_more_for_a_unit_than_with_fsdp2_and_waits_for_nothing():
+    launched = {}
+    for engine in ENGINES:
+        few, many = (
+            run_ranks(2, _operations, engine, num_units, device="sim")[0] for num_units in (3, 8)
+        )
+        launched[engine] = many["kernels"] - few["kernels"]
+        if engine == "ours":
+            assert many["stream_syncs"] == few["stream_syncs"]
+            assert many["event_syncs"] == few["event_syncs"]
+    assert 0 < launched["ours"] <= launched["FSDP2"]
 
 
 def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.Event, list[bool]]:

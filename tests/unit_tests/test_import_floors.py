@@ -135,9 +135,8 @@ FLOORS: list[list[str]] = [
     ],
     [
         "megatron.core.distributed.fsdp.collectives",
-        "megatron.core.distributed.fsdp.group_notes",
         "megatron.core.distributed.fsdp.note_history",
-        "megatron.core.distributed.fsdp.collective_lane",
+        "megatron.core.distributed.fsdp.group_notes",
         "megatron.core.distributed.fsdp.uneven_rows",
         "megatron.core.distributed.fsdp.uneven_views",
         "megatron.core.distributed.fsdp.uneven_reductions",

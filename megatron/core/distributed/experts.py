@@ -23,10 +23,10 @@ as far, and a lane only waits for the same work on other ranks' lanes, in the or
 queued, and for copies and updates of its own rank, which wait for nobody. So this rank gets on, and
 with it all.
 
-Ranks that do disagree get an error rather than wait: on the CPU from a note that goes ahead of each
-exchange (`tell`; see group_notes' [Note: notes of other meshes]), and on any device, if they meet
-in the exchange of counts, from the mixture's number beside these. On an accelerator, ranks that do
-not meet there wait until the watchdog or the groups' timeout ends them.
+Ranks that disagree get an error from the mixture's number beside the counts, if they meet in that
+exchange, and otherwise before the optimizer's step, which compares a note of each exchange (`note`;
+see fsdp/note_history.py). Ranks that never meet wait until the watchdog or the timeout of the
+groups ends them.
 
 Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
 of the lanes, too. There gloo keeps the lanes' messages, which have tags, apart from collectives,
@@ -61,7 +61,7 @@ from megatron.core.transformer.token_permutation import places_of
 def divide_experts(
     model: nn.Module,
     group: dist.ProcessGroup,
-    tell: Callable[[nn.Module, bool], None] | None = None,
+    note: Callable[[nn.Module, bool], None] | None = None,
 ) -> None:
     """Has every mixture of experts in `model` send its tokens to the ranks of `group`, each of
     which has an equal share of the experts.
@@ -69,8 +69,8 @@ def divide_experts(
     Says nothing about the weights: what holds them must show each rank those of its own experts.
 
     Args:
-        tell: is called with a mixture's experts, and whether in backward, before tokens or their
-            gradients travel, in the thread that computes; may raise if ranks disagree.
+        note: is called with a mixture's experts, and whether in backward, before tokens or their
+            gradients travel, in the thread that computes.
 
     Raises:
         ValueError: for a mixture whose experts cannot be divided equally.
@@ -92,7 +92,7 @@ def divide_experts(
             group,
             number,
             tuple(mixtures),
-            None if tell is None else partial(tell, module.experts),
+            None if note is None else partial(note, module.experts),
         )
 
 
@@ -107,20 +107,20 @@ class ExpertExchange:
         group: dist.ProcessGroup,
         number: int = 0,
         names: Sequence[str] = ("the model",),
-        tell: Callable[[bool], None] | None = None,
+        note: Callable[[bool], None] | None = None,
     ) -> None:
         """
         Args:
             number: of the mixture among those of the model.
             names: of all mixtures of the model, for messages; the same on every rank.
-            tell: is called before the first collective of a forward (False) and of a backward
+            note: is called before the first collective of a forward (False) and of a backward
                 (True).
         """
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._number = number
         self._names = names
-        self._tell = tell
+        self._note = note
 
     def send(self, tokens: Tensor, counts: Tensor) -> Sent:
         """See `TokenExchange.send`.
@@ -131,8 +131,8 @@ class ExpertExchange:
         Raises:
             RuntimeError: other ranks send tokens of another mixture.
         """
-        if self._tell is not None:
-            self._tell(False)
+        if self._note is not None:
+            self._note(False)
         # [ranks, experts of each]: the tokens that this rank sends, and those that it receives. A
         # last column says in which mixture.
         leaving = F.pad(counts.view(self._num_ranks, -1), (0, 1), value=self._number)
@@ -148,7 +148,7 @@ class ExpertExchange:
 
         order = _order_by_expert(coming, sum(num_coming))
         place = places_of(order, len(order))
-        splits = _Splits(self._group, name, num_leaving, num_coming, self._tell)
+        splits = _Splits(self._group, name, num_leaving, num_coming, self._note)
         apply: Any = _Send.apply  # torch declares it without types
         received: Tensor = apply(tokens, order, place, splits)
         return Sent(received, coming.sum(0), (order, place, splits))
@@ -178,14 +178,14 @@ class _Splits(NamedTuple):
     Attributes:
         name: of the mixture.
         num_leaving, num_coming: tokens to, and from, each rank of the group.
-        tell: of the exchange; see there.
+        note: of the exchange; see there.
     """
 
     group: dist.ProcessGroup
     name: str
     num_leaving: list[int]
     num_coming: list[int]
-    tell: Callable[[bool], None] | None
+    note: Callable[[bool], None] | None
 
 
 def _order_by_expert(counts: Tensor, total: int) -> Tensor:
@@ -256,6 +256,6 @@ class _BringBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        if ctx.splits.tell is not None:
-            ctx.splits.tell(True)
+        if ctx.splits.note is not None:
+            ctx.splits.note(True)
         return _send_rows(gradient, order, ctx.splits), None, None, None

@@ -108,13 +108,13 @@ def shard_model(
         shard(model, dense, reshard_after_forward=False)
 
     if experts.placements.kept_axes:
-        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _tell_exchange)
+        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _note_exchange)
 
 
-def _tell_exchange(experts: nn.Module, is_backward: bool) -> None:
-    """Has ranks notice if not all are about to exchange tokens for these experts."""
+def _note_exchange(experts: nn.Module, is_backward: bool) -> None:
+    """Has ranks notice before the next step if not all exchange tokens for these experts."""
     assert isinstance(experts, FsdpModule), "experts that are divided are units of their own"
-    experts.parameter_groups[0].tell_exchange(experts.context.gather_lane, is_backward)
+    experts.parameter_groups[0].note_exchange(is_backward)
 
 
 def policy_of(

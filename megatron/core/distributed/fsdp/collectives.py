@@ -6,17 +6,19 @@ that is its own, and adds up what it receives, a piece at a time, while the next
 That moves the least bytes there are, takes no more memory than two pieces, and adds up in a fixed
 order, so the result is the same bits in every run. On a GPU the backend's own collectives do this.
 
-[Note: notes] Messages carry no sequence number: ranks that disagree about which collective comes
-next would take one's parts for the other's. A `note`, a few integers that say what a rank is about
-to do, goes ahead of the parts where one is given, 128 bytes to each peer, and notes that differ are
-an error on all ranks that see it, before any part is sent. On a GPU notes are not exchanged, since
-the host would have to wait for them; for what is done there, see `NoteHistory`.
+[Note: tags] Ranks that disagree about the next collective must not mix up its parts with the parts
+of another. On the CPU every message has the tag of its collective, so such ranks wait for each
+other until the watchdog or the process group's timeout ends them. A disagreement in which no rank
+waits, such as a gradient that only some ranks have, is found before the optimizer's step: see
+`NoteHistory`.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -28,33 +30,40 @@ from megatron.core.rank_waits import waiting_for_ranks
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# Away from the small tags that other point-to-point messages on the same group may carry.
-_TAG, _NOTE_TAG = 1009, 1010
-# For tensors that a program asks for as a whole, in its own thread, while lanes exchange parts.
-WHOLE_TENSOR_TAG = 1011
-NOTE_LENGTH = 16  # integers of 64 bits
+# Tags from here on are ours: far from the small ones that other messages of a program carry.
+_FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 # Elements of a part exchanged at a time. A message costs about 0.1 ms whatever its length.
 _PIECE_NUMEL = 1048576
 # Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
 _SUM_NUMEL = 65536
 
 
-class MismatchError(RuntimeError):
-    """Ranks were about to do different things. Nothing has been sent.
+@dataclass(frozen=True)
+class Label:
+    """Identifies a collective.
 
     Attributes:
-        peer: the other rank, in the group.
-        own, theirs: the two notes.
+        key: distinguishes it from others over the same ranks; see [Note: tags]. Two threads that
+            communicate over one group must not use the same.
+        name: of the tensors, for the watchdog and for errors.
     """
 
-    def __init__(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> None:
-        super().__init__(
-            f"Expected all ranks to do the same, got {own} here and {theirs} on rank {peer} of the "
-            "group."
-        )
-        self.peer = peer
-        self.own = own
-        self.theirs = theirs
+    key: tuple[int, ...] = ()
+    name: str = ""
+
+    @cached_property
+    def tag(self) -> int:
+        """Of messages on the CPU. Two keys may share a tag. That is harmless in a correct program,
+        where the messages of a tag are sent and received in the same order.
+        """
+        return _FIRST_TAG + zlib.crc32(repr(self.key).encode()) % _NUM_TAGS
+
+    def describe(self, operation: str, numel: int) -> str:
+        """Completes "waiting in the ..."."""
+        return f"{operation} of {self.name or f'{numel} elements'}"
+
+
+UNLABELLED = Label()
 
 
 @dataclass(frozen=True)
@@ -76,34 +85,28 @@ def all_gather(
     out: torch.Tensor,
     own: torch.Tensor,
     group: dist.ProcessGroup,
-    *,
-    note: Sequence[int] | None = None,
-    tag: int = _TAG,
+    label: Label = UNLABELLED,
 ) -> None:
     """Fills `out` with the equal parts of all ranks, in the order of their ranks in `group`.
 
     Args:
         out: flat, contiguous; as many elements as all parts together.
         own: this rank's part; may be the very place in `out` where it belongs, but no other.
-        note: see [Note: notes].
-        tag: of the messages on the CPU. Two threads that gather over one group must not share it.
     """
     rank, parts = _parts(out, own, group)
+    name = label.describe("all-gather", out.numel())
     if out.device.type != "cpu":
-        with issuing(f"all-gather of {out.numel()} elements", out):
+        with issuing(name, out):
             _all_gather_on_device(out, own, group=group)
         return
 
     # Receives are posted before sends, and the own part is copied while messages are under way.
-    others = _others(rank, len(parts))
-    if note is not None and exchanges_notes(out.device):
-        compare_notes(note, group)
-
+    others, tag = _others(rank, len(parts)), label.tag
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
-    _finish(works, f"all-gather of {out.numel()} elements")
+    _finish(works, name)
 
 
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
@@ -123,8 +126,7 @@ def reduce_scatter(
     whole: torch.Tensor,
     group: dist.ProcessGroup,
     how: Reduction,
-    *,
-    note: Sequence[int] | None = None,
+    label: Label = UNLABELLED,
 ) -> None:
     """Fills `out` with the sum or average over all ranks of this rank's part of `whole`, or adds it
     to what is there.
@@ -138,16 +140,12 @@ def reduce_scatter(
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
         whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out`
             lies in it.
-        note: see [Note: notes].
     """
     rank, parts = _parts(whole, out, group)
     if out.device.type != "cpu":
-        _reduce_scatter_with_backend(out, whole, group, how)
-        return
-
-    if note is not None and exchanges_notes(out.device):
-        compare_notes(note, group)
-    _exchange_and_add(out, parts, rank, group, how)
+        _reduce_scatter_with_backend(out, whole, group, how, label)
+    else:
+        _exchange_and_add(out, parts, rank, group, how, label)
 
 
 def all_reduce(
@@ -155,8 +153,7 @@ def all_reduce(
     whole: torch.Tensor,
     group: dist.ProcessGroup,
     how: Reduction,
-    *,
-    note: Sequence[int] | None = None,
+    label: Label = UNLABELLED,
 ) -> None:
     """Fills `out` with the sum or average of `whole` over all ranks, the same bits on every rank.
 
@@ -175,34 +172,8 @@ def all_reduce(
         )
 
     own = out.chunk(num_ranks)[dist.get_rank(group)] if out.numel() else out
-    reduce_scatter(own, whole, group, how, note=note)
-    all_gather(out, own, group)
-
-
-def exchanges_notes(device: torch.device) -> bool:
-    """Whether notes go ahead of collectives of tensors on this device. See [Note: notes]."""
-    return device.type == "cpu"
-
-
-def compare_notes(note: Sequence[int], group: dist.ProcessGroup) -> None:
-    """MismatchError unless all ranks of the group have the same note. All call it together.
-
-    Args:
-        note: at most 16 integers of 64 bits, of which 0 stands for those left out.
-    """
-    others = _others(dist.get_rank(group), dist.get_world_size(group))
-    own = torch.tensor([*note, *[0] * (NOTE_LENGTH - len(note))], dtype=torch.int64)
-    theirs = [torch.empty_like(own) for _ in others]
-    works = [
-        dist.irecv(received, group=group, group_src=peer, tag=_NOTE_TAG)
-        for received, peer in zip(theirs, others, strict=True)
-    ]
-    works += [dist.isend(own, group=group, group_dst=peer, tag=_NOTE_TAG) for peer in others]
-    _finish(works, "exchange of notes")
-
-    for received, peer in zip(theirs, others, strict=True):
-        if not torch.equal(received, own):
-            raise MismatchError(peer, tuple(own.tolist()), tuple(received.tolist()))
+    reduce_scatter(own, whole, group, how, label)
+    all_gather(out, own, group, label)
 
 
 def _parts(
@@ -240,8 +211,10 @@ def _exchange_and_add(
     rank: int,
     group: dist.ProcessGroup,
     how: Reduction,
+    label: Label,
 ) -> None:
     """The reduce-scatter of [Note: exchange]."""
+    tag = label.tag
     others = _others(rank, len(parts))
     # Two pieces from each peer: one is added up while the next one arrives.
     length = min(_PIECE_NUMEL, out.numel())
@@ -254,19 +227,19 @@ def _exchange_and_add(
         size = min(length, out.numel() - begins[number])
         pieces = received[number % 2, :, :size]
         return [
-            dist.irecv(piece, group=group, group_src=peer, tag=_TAG)
+            dist.irecv(piece, group=group, group_src=peer, tag=tag)
             for piece, peer in zip(pieces, others, strict=True)
         ]
 
     works = receive(0)
     # All sends at once: none of them reads this rank's part, which `out` may be.
     sends = [
-        dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=_TAG)
+        dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=tag)
         for begin in begins
         for peer in others
     ]
 
-    name = f"reduce-scatter of {out.numel() * len(parts)} elements"
+    name = label.describe("reduce-scatter", out.numel() * len(parts))
     for number, begin in enumerate(begins):
         _finish(works, name)
         works = receive(number + 1)
@@ -277,13 +250,17 @@ def _exchange_and_add(
 
 
 def _reduce_scatter_with_backend(
-    out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, how: Reduction
+    out: torch.Tensor,
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    how: Reduction,
+    label: Label,
 ) -> None:
     dtype = how.device_dtype or out.dtype
     is_direct = out.dtype == dtype and not how.accumulates
     result = out if is_direct else torch.empty_like(out, dtype=dtype)
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
-    with issuing(f"reduce-scatter of {whole.numel()} elements", whole):
+    with issuing(label.describe("reduce-scatter", whole.numel()), whole):
         _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
 
     if how.divisor != 1:
@@ -317,7 +294,12 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
 
 def _finish(works: Sequence[dist.Work | None], name: str) -> None:
     """Waits until messages have been exchanged; `name` completes "waiting in the ..."."""
-    with waiting_for_ranks(name):
-        for work in works:
-            if work is not None:
-                work.wait()
+    try:
+        with waiting_for_ranks(name):
+            for work in works:
+                if work is not None:
+                    work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The {name} failed: another rank has ended, or did not come to it. {error}"
+        ) from error

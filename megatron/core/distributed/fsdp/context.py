@@ -21,12 +21,11 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
-from megatron.core.distributed.fsdp.note_history import NoteHistory, tell_apart
+from megatron.core.distributed.fsdp.note_history import NoteHistory
 from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
-from megatron.core.lanes import Event
+from megatron.core.lanes import Event, Lane
 from megatron.core.timeline import AnyTimeline
 
 # Numbers contexts by the ranks of their meshes, alike on all of these: notes of different contexts
@@ -90,7 +89,7 @@ class FsdpContext:
         num_passes: how often a root has begun its forward.
         lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
             been issued.
-        history: the notes of what has been put on the lanes since ranks last compared them.
+        histories: the notes of collectives since ranks last compared them, by the ranks.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class FsdpContext:
         self.num_passes = 0
         self._next_number: int | None = None
         self.lanes_issue_at_once = device.is_accelerator
-        self.history = NoteHistory()
+        self.histories: dict[tuple[int, ...], NoteHistory] = {}
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
@@ -122,12 +121,11 @@ class FsdpContext:
 
     # Construction
 
-    def _lane(self, name: str) -> CollectiveLane:
+    def _lane(self, name: str) -> Lane:
         # Shared with other contexts, whose collectives run over the same process groups and must
         # keep one order. Urgent, since the next kernels of the computation wait for them and they
         # leave most of the device to what runs beside them.
-        lane = self.device.lane(name, is_shared=True, is_urgent=True)
-        return CollectiveLane(lane, weakref.WeakMethod(self.describe), self.history)
+        return self.device.lane(name, is_shared=True, is_urgent=True)
 
     @property
     def forward_order(self) -> list[Any]:
@@ -157,6 +155,13 @@ class FsdpContext:
         """Takes a new group, whose number was `next_number`."""
         self._groups[group.number] = weakref.ref(group)
         self._next_number = group.number + 1
+        self._follow(group)
+
+    def _follow(self, group: FsdpParameterGroup) -> None:
+        ranks = tuple(sorted(group.mesh.mesh.flatten().tolist()))
+        # Groups over other ranks have a history of their own, since not all ranks know both.
+        group.history = self.histories.setdefault(ranks, group.history)
+        group.history.join(group)
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains those of both is sharded.
@@ -167,6 +172,8 @@ class FsdpContext:
             module.context = self
             self.add_module(module)
         self._groups.update(other._groups)
+        for group in _alive(other._groups.values()):
+            self._follow(group)
 
     def finalize(self) -> None:
         """Fixes the order in which modules run, once all are sharded, and follows the optimizers
@@ -195,9 +202,7 @@ class FsdpContext:
         }
 
         _name_groups(roots, managed)
-        groups = _alive(self._groups.values())
-        _share_notes(groups)
-        _check_replicas(groups)
+        _check_replicas(_alive(self._groups.values()))
         follow_optimizers(self)
         self.is_finalized = True
 
@@ -388,53 +393,34 @@ class FsdpContext:
 
     # Agreement
 
-    def check_agreement(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def check_agreement(self) -> None:
         """RuntimeError, on all ranks, unless all have issued the same collectives, of the same
-        gradients.
+        gradients, since the last comparison. All ranks of the model call it together.
 
-        For your own training loop on an accelerator, between backward and step: there, gradients
-        that only some ranks have become NaN, or are no mean, and nothing else says why. (On the CPU
-        ranks notice by themselves, ahead of each collective.) It takes one small collective and
-        brings the result to the host. `train_step` does without: its digests travel with numbers
-        that go there anyway.
-
-        Args:
-            process_group: of all ranks that share the model; default: all there are.
+        Every optimizer's step does it for the parameters that it updates. Call it yourself where
+        weights are updated in another way.
         """
-        own = torch.tensor(
-            [self.history.digest], dtype=torch.int64, device=self.device.torch_device
-        )
-        digests = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
+        for history in self.histories.values():
+            history.check()
 
-        with issuing("all-gather of what ranks have done", own):
-            dist.all_gather(digests, own, group=process_group)
-        self.compare_digests(torch.cat(digests).tolist(), process_group)
+    @property
+    def digest(self) -> int:
+        """A number below 2^48, the same for the same collectives and most likely for no others."""
+        return sum(history.digest for history in self.histories.values()) % 2**48
 
-    def compare_digests(
-        self, digests: Sequence[float], process_group: dist.ProcessGroup | None = None
-    ) -> None:
-        """As `check_agreement`, from the digests of all ranks' histories, by rank."""
-        try:
-            if len(set(digests)) > 1:
-                notes = self.history.first_difference(process_group, self.device.torch_device)
-                raise RuntimeError(
-                    "Expected every rank to do the same in every step, and to have gradients of "
-                    f"the same parameters, got: {tell_apart(notes, self.describe)}. The gradients "
-                    "of this step are not to be used."
-                )
-        finally:
-            self.history.forget()
+    def compare_digests(self, digests: Sequence[float]) -> None:
+        """As `check_agreement`, from the digests of all ranks, which cost no collective if they are
+        the same.
+        """
+        if len(set(digests)) > 1:
+            self.check_agreement()
+        for history in self.histories.values():
+            history.forget()
 
     def check_replicas(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """ValueError, on all ranks, if ranks that replicate main weights have different ones."""
         check = partial(_check_replicas, groups)
         self.gather_lane.enqueue(check, [self.device.event()]).wait()
-
-    def describe(self, note: tuple[int, ...]) -> str:
-        """In words, what a rank with this note is about to do."""
-        reference = self._groups.get(note[1])
-        group = None if reference is None else reference()
-        return f"do something unknown, {note}" if group is None else group.describe(note)
 
 
 def reshard(module: ScheduledModule) -> None:
@@ -473,19 +459,6 @@ def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
                     f"{group.name or 'the model'}: seed all ranks alike, or load one rank's "
                     "weights on the others."
                 )
-
-
-def _share_notes(groups: Sequence[FsdpParameterGroup]) -> None:
-    """Has groups with kept axes compare notes over the mesh of those without, so that they meet."""
-
-    def key(group: FsdpParameterGroup) -> tuple[int, tuple[int, ...]]:
-        num_axes = group.mesh.ndim - len(group.placements.kept_axes)
-        return num_axes, tuple(group.mesh.mesh.flatten().tolist())
-
-    others = {key(group): group.mesh for group in groups if not group.placements.kept_axes}
-    for group in groups:
-        if group.placements.kept_axes and key(group) in others:
-            group.notes.compare_over(others[key(group)])
 
 
 def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.aliases import dtensor_over
+from megatron.core.distributed.fsdp.collectives import UNLABELLED, Label
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import axes_to_move, check_placements, sharded_axes
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
@@ -194,10 +195,10 @@ class DBuffer:
         placements: Iterable[Placement],
         *,
         out: DBuffer | None = None,
-        note: Sequence[int] | None = None,
+        label: Label = UNLABELLED,
     ) -> DBuffer:
         """The same tensors under other placements; this very buffer if it has them and there is no
-        `out`. The note goes ahead of every collective.
+        `out`.
         """
         # All checks come before the first step, or other ranks would wait for the steps after it.
         wanted = self._check(placements)
@@ -213,18 +214,18 @@ class DBuffer:
             # On the way, a step writes straight to the part of `out` where its result belongs.
             if out is not None and number < len(axes) - 1:
                 step_out = out.part_for(result._with(axis, wanted[axis]))
-            result = result._move(axis, wanted[axis], step_out, note)
+            result = result._move(axis, wanted[axis], step_out, label)
         return result
 
     def allgather(
-        self, axis: int, *, out: DBuffer | None = None, note: Sequence[int] | None = None
+        self, axis: int, *, out: DBuffer | None = None, label: Label = UNLABELLED
     ) -> DBuffer:
-        """Flat -> Replicate on one axis. For the note, see collectives' [Note: notes]."""
+        """Flat -> Replicate on one axis."""
         self._expect(axis, Shard, "allgather")
         out = self._output(out, self._with(axis, Replicate()))
         if self._is_in_mesh:
             collectives.all_gather(
-                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), note=note
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), label
             )
         return out
 
@@ -238,7 +239,7 @@ class DBuffer:
         divisor: float = 1.0,
         accumulates: bool = False,
         device_dtype: torch.dtype | None = None,
-        note: Sequence[int] | None = None,
+        label: Label = UNLABELLED,
     ) -> DBuffer:
         """Partial -> Flat on one axis, by sum or average as the Partial says.
 
@@ -249,7 +250,6 @@ class DBuffer:
             divisor: what the sum or average is divided by.
             accumulates: add to what is in `out` instead of overwriting it.
             device_dtype: in which a GPU's backend sends and adds; default: the result's.
-            note: see collectives' [Note: notes].
         """
         partial = self._expect(axis, Partial, "reduce_scatter")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
@@ -257,7 +257,7 @@ class DBuffer:
 
         if self._is_in_mesh:
             collectives.reduce_scatter(
-                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, label
             )
         return out
 
@@ -270,7 +270,7 @@ class DBuffer:
         divisor: float = 1.0,
         accumulates: bool = False,
         device_dtype: torch.dtype | None = None,
-        note: Sequence[int] | None = None,
+        label: Label = UNLABELLED,
     ) -> DBuffer:
         """Partial -> Replicate on one axis. `out` may be over this very storage. For the rest see
         `reduce_scatter`.
@@ -280,7 +280,7 @@ class DBuffer:
         out = self._output(out, self._with(axis, Replicate()), dtype)
         if self._is_in_mesh:
             collectives.all_reduce(
-                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, note=note
+                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, label
             )
         return out
 
@@ -434,17 +434,15 @@ class DBuffer:
         out.local_buffer.copy_(self.local_buffer)
         return out
 
-    def _move(
-        self, axis: int, placement: Placement, out: DBuffer | None, note: Sequence[int] | None
-    ) -> DBuffer:
+    def _move(self, axis: int, placement: Placement, out: DBuffer | None, label: Label) -> DBuffer:
         """One step of `redistribute`, of a kind that `_check_move` has let through."""
         old = self.placements[axis]
         if isinstance(old, Shard) and isinstance(placement, Replicate):
-            return self.allgather(axis, out=out, note=note)
+            return self.allgather(axis, out=out, label=label)
         if isinstance(old, Partial) and isinstance(placement, Shard):
-            return self.reduce_scatter(axis, placement, out=out, note=note)
+            return self.reduce_scatter(axis, placement, out=out, label=label)
         if isinstance(old, Partial) and isinstance(placement, Replicate):
-            return self.allreduce(axis, out=out, note=note)
+            return self.allreduce(axis, out=out, label=label)
         return self.scatter(axis, placement, out=out)
 
     def _check_owner(self) -> None:

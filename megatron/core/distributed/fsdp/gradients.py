@@ -9,6 +9,9 @@ The gradient of a sharded parameter tells what has been summed up for it so far:
 part of `main`, or, between the microbatches of a deferred reduction, a part of `partial`, with the
 placements of a partial sum. There is no other record, so clearing gradients, to None or to zero, is
 all that it takes to start a new sum.
+
+What ranks send must not depend on which gradients each of them has. So whether a microbatch has
+deferred a reduction is remembered apart from the gradients, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron.core.distributed.fsdp.collectives import Label
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_memory import sent_dtype
-from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.uneven_rows import recut
@@ -46,10 +49,6 @@ class GradientDtypes:
     def sent(self) -> torch.dtype:
         """Of whole gradients; see `sent_dtype`."""
         return sent_dtype(self.compute, self.comm)
-
-
-# From the parameters that have a gradient in a reduction to what ranks tell each other before it.
-Note = Callable[[Collection[int]], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,8 @@ class _Step:
 class Reduction(NamedTuple):
     """What `GroupGradients.reduce` has prepared."""
 
-    work: Callable[[], None]
-    # Of its collectives, or of those that it tells the others not to expect.
-    notes: Sequence[Sequence[int]]
+    work: Callable[[Label], None]  # the label is for its collectives
+    received: Sequence[Collection[int]]  # for each of its collectives, what has a gradient here
 
 
 class GroupGradients:
@@ -97,21 +95,13 @@ class GroupGradients:
         dtypes: GradientDtypes,
         divisor: float,
         device: torch.device,
-        note: Note,
-        exchange: NoteExchange,
     ) -> None:
         self._mesh = mesh
         self._placements = placements
         self._dtypes = dtypes
         self._divisor = self._grad_divisor = divisor
-        self._note = note
-        self._exchange = exchange
         self._received: set[int] = set()
-
-        # Ranks that exchange notes notice at once if only some of them have a gradient. Without
-        # notes they notice at the end of the step, and only if the training loop asks: NaN makes
-        # sure that what they have does not pass for a mean.
-        self._missing_value = 0.0 if exchange.is_used else float("nan")
+        self._has_deferred = False  # since the last reduction over all axes
 
         # Ranks along a kept axis have the gradients of different rows, which nothing adds up.
         partial_sums = [
@@ -177,8 +167,7 @@ class GroupGradients:
         """Whether `reduce` would take the memory of whole gradients now, though none has been
         collected.
 
-        It does where ranks must join in the others' reductions, with zeros: not where they exchange
-        notes, and not for parameters that are frozen. After `collect` the memory has been taken
+        It does for parameters that are not frozen. After `collect` the memory has been taken
         already.
         """
         return not self._received and self._joins_others(parameters)
@@ -192,31 +181,28 @@ class GroupGradients:
         Args:
             is_last: whether deferred axes are reduced too.
         """
+        has_deferred, self._has_deferred = self._has_deferred, not is_last
         joins = self.takes_memory_to_reduce(parameters)
         received, self._received = frozenset(self._received), set()
         with_sum = [index for index, own in enumerate(parameters) if own.grad is not None]
         in_partial = [index for index in with_sum if is_partial(parameters[index].grad)]
         in_main = [index for index in with_sum if index not in in_partial]
 
-        # Nothing to add and nothing deferred: the others are told, and gradients stay.
+        # All parameters are frozen by now, and nothing is deferred: gradients stay as they are.
         takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
-            axes = self._axes_to_reduce(is_last)
-            tell = partial(self._exchange.tell, self._note(()), axes)
-            return Reduction(tell, self._notes(axes, []))
+            return self._reduction([], [])
 
         if joins:
             self._take_memory()
         self._take_over(parameters, in_main, self._main_grads)
 
-        # Straight to `main` if no axis is deferred, or if all are and no earlier microbatch left a
-        # sum.
-        if self.partial is None or (
-            is_last and not in_partial and not self._axes_to_reduce(is_last=False)
-        ):
+        # Straight to `main` if no axis is deferred, or if all are and this microbatch is the only
+        # one.
+        if self.partial is None or (is_last and not has_deferred and self._defers_all_axes()):
             step = self._step(self.unsharded, self.main, in_main, received)
             self._show(parameters, received, self._main_grads)
-            return Reduction(lambda: self._carry_out([], [step]), self._notes([], [step]))
+            return self._reduction([], [step])
 
         self.partial.reallocate_storage()
         self.partial.zero_padding()
@@ -225,21 +211,14 @@ class GroupGradients:
         folded = [] if is_last else in_main
         kept = [*in_partial, *folded]
 
-        steps, told = list[_Step](), list[int]()
+        steps = list[_Step]()
         if takes_part:
             steps.append(self._step(self.unsharded, self.partial, kept, received))
-        else:
-            told = self._axes_to_reduce(is_last=False)
         shown = received.union(kept)
         if is_last:
             steps.append(self._step(self.partial, self.main, in_main, shown))
         self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
-
-        def work() -> None:
-            self._exchange.tell(self._note(()), told)
-            self._carry_out(folded, steps)
-
-        return Reduction(work, self._notes(told, steps))
+        return self._reduction(folded, steps)
 
     @staticmethod
     def _show(
@@ -268,24 +247,22 @@ class GroupGradients:
     def _joins_others(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether this rank takes part in the others' reductions even if it has nothing to add.
 
-        Where ranks exchange notes, it just tells them. Without notes, a collective that only some
-        ranks issue would hang, or be matched with the next one. Parameters that have been frozen
-        get a gradient on no rank.
+        A collective that only some ranks issue would hang. Parameters that have been frozen get a
+        gradient on no rank.
         """
-        return not self._exchange.is_used and any(
-            parameter.requires_grad for parameter in parameters
-        )
+        return any(parameter.requires_grad for parameter in parameters)
 
-    def _notes(self, told: Collection[int], steps: Iterable[_Step]) -> list[Sequence[int]]:
-        """The notes in the order of the work's collectives; a step without axes has none."""
-        notes = [self._note(step.received) for step in steps if step.axes]
-        return [self._note(()), *notes] if told else notes
+    def _reduction(self, folded: Sequence[int], steps: Sequence[_Step]) -> Reduction:
+        received = [step.received for step in steps if step.axes]
+        return Reduction(partial(self._carry_out, folded, steps), received)
 
-    def _axes_to_reduce(self, is_last: bool) -> list[int]:
-        """The axes that a microbatch's gradients are reduced over, inner to outer."""
+    def _defers_all_axes(self) -> bool:
+        """Whether a microbatch's gradients are reduced over no axis before the last one's."""
         placements, is_kept = self._placements.gradient, self._placements.is_kept
-        axes = [axis for axis in reversed(range(len(placements))) if not is_kept[axis]]
-        return [axis for axis in axes if is_last or not isinstance(placements[axis], Partial)]
+        return all(
+            kept or isinstance(placement, Partial)
+            for placement, kept in zip(placements, is_kept, strict=True)
+        )
 
     def _step(
         self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]
@@ -313,25 +290,25 @@ class GroupGradients:
             if ours.data_ptr() != theirs.data_ptr():
                 ours.copy_(theirs)
 
-    def _carry_out(self, folded: Iterable[int], steps: Iterable[_Step]) -> None:
+    def _carry_out(self, folded: Sequence[int], steps: Sequence[_Step], label: Label) -> None:
         for index in folded:
             self._fold(index)
 
         for step in steps:
             missing = [index for index in range(len(self._slots)) if index not in step.received]
             junk = [index for index in range(len(self._slots)) if index not in step.kept]
-            # Zero adds nothing to a sum that is there already; for the rest see _missing_value.
+            # Zero adds nothing to a sum that is there already. Otherwise NaN makes sure that what
+            # ranks with a gradient get does not pass for a mean.
             for index in missing:
-                step.source_rows[index].fill_(0.0 if index in step.kept else self._missing_value)
+                step.source_rows[index].fill_(0.0 if index in step.kept else math.nan)
             if step.kept:
                 for index in junk:
                     step.target_rows[index].zero_()
 
-            self._reduce(step)
+            self._reduce(step, label)
             # A gradient that no rank has must not leave NaN behind for the next one to be added to.
-            if math.isnan(self._missing_value):
-                for index in set(missing).intersection(junk):
-                    step.target_rows[index].zero_()
+            for index in set(missing).intersection(junk):
+                step.target_rows[index].zero_()
 
     def _fold(self, index: int) -> None:
         """Turns the reduced sum of an earlier step into a partial sum that would reduce to it.
@@ -355,7 +332,7 @@ class GroupGradients:
         self._partial_rows[index].zero_()
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
 
-    def _reduce(self, step: _Step) -> None:
+    def _reduce(self, step: _Step, label: Label) -> None:
         """source (+)-> target over all axes where the target is not partial."""
         source, target, accumulates, axes = step.source, step.target, bool(step.kept), step.axes
         if not axes:
@@ -364,7 +341,7 @@ class GroupGradients:
 
         if self._dtypes.comm.itemsize < source.dtype.itemsize:
             source = source.cast(self._dtypes.comm)
-        divisor, note = step.divisor, self._exchange.ahead(self._note(step.received), axes)
+        divisor = step.divisor
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1
             # A step on the way may use the target's memory, unless that holds the sum so far.
@@ -383,7 +360,7 @@ class GroupGradients:
                 divisor=divisor,
                 accumulates=accumulates and is_final,
                 device_dtype=self._dtypes.comm,
-                note=note,
+                label=label,
             )
             divisor = 1.0  # once, not on every axis
 

@@ -1,111 +1,165 @@
-"""`NoteHistory`: the notes of the collectives that a rank has issued, compared once a step.
+"""`NoteHistory`: a record of the collectives of a rank, compared between ranks before every step.
 
-On the CPU a note goes ahead of each collective, and ranks that disagree stop before anything is
-sent; see collectives' [Note: notes]. On an accelerator the host would have to wait for every note.
-But it knows what ranks may disagree about (the order of collectives, and which parameters have a
-gradient) when it issues them. So each rank keeps its notes and a digest of them all. The digests
-travel with the numbers that a step brings to the host anyway, and only if they differ do ranks
-exchange notes, to find the first that is not the same.
+Ranks may disagree about the order of collectives, and about which parameters have a gradient. For
+each collective, the host adds a note: a few integers that describe it. The ranks compare a digest
+of their notes. Only if the digests differ do they exchange the notes, to find the first difference.
 
-By then, collectives that did not fit together have run, and gradients may be wrong. But the
-optimizer's step comes later, so no weight has changed.
+By then, collectives that did not fit together have run, and gradients may be wrong; a gradient that
+only some ranks have is NaN. But no weight has changed: the comparison precedes the optimizer's
+step. `train_step` sends the digests along with numbers that a step brings to the host anyway; in
+all other loops, the hook on optimizers (`optimizer_hooks.py`) makes the comparison, which costs an
+all-reduce of two integers and, on an accelerator, a wait of the host for the backward.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.collectives import NOTE_LENGTH
 from megatron.core.issued_collectives import issuing
 
+NOTE_LENGTH = 16  # integers of 64 bits at most; 0 stands for those left out
 # A number of this size survives a sum in fp64, where the other ranks contribute zeros.
 _DIGEST_BYTES = 6
-# If nobody ever compares, notes must not fill the memory. The digest still covers the rest.
+# Notes must not fill the memory of a program that never compares. The digest covers the rest.
 _MOST_NOTES = 65536
 
 
-class NoteHistory:
-    """The notes since the last comparison, in the order in which collectives were issued."""
+class NotedGroup(Protocol):
+    """The interface of parameter groups that a history needs."""
 
-    def __init__(self) -> None:
+    number: int  # the second integer of the group's notes
+
+    def describe(self, note: Sequence[int]) -> str:
+        """The collective of a note in words: "gathered b"."""
+
+
+class NoteHistory:
+    """The notes of one rank since the last comparison, in the order of issue, of collectives over
+    one set of ranks.
+
+    Attributes:
+        notes: at most the first 65536.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """
+        Args:
+            mesh: over all the ranks, in any arrangement.
+            device: of what its process groups send.
+        """
+        self._mesh = mesh
+        self._device = device
+        self._groups: weakref.WeakValueDictionary[int, NotedGroup] = weakref.WeakValueDictionary()
         self.forget()
+
+    def join(self, group: NotedGroup) -> None:
+        """Takes a group that adds notes from now on."""
+        self._groups[group.number] = group
 
     def add(self, note: Sequence[int]) -> None:
         """Remembers the note of a collective that is being issued."""
         # Padded to one length: otherwise the same numbers, divided into other notes, would have the
         # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
-        if len(self._notes) < _MOST_NOTES:
-            self._notes.append(tuple(note))
+        self._is_compared = False
+        if len(self.notes) < _MOST_NOTES:
+            self.notes.append(tuple(note))
 
     def forget(self) -> None:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._notes: list[tuple[int, ...]] = []
+        self.notes: list[tuple[int, ...]] = []
+        self._is_compared = True
 
     @property
     def digest(self) -> int:
         """A number below 2^48, the same for the same notes and most likely for no others."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    def first_difference(
-        self, group: dist.ProcessGroup | None, device: torch.device
-    ) -> list[tuple[int, ...]]:
-        """Every rank's note, by rank in the group, where they first differ. All ranks of the group
-        call it together.
+    def check(self) -> None:
+        """Compares the notes since the last comparison, if there are any. All ranks call it
+        together.
 
-        A rank that had done everything by then has a note of zeros. If all notes that are kept are
-        the same, so are those in the answer.
-
-        Args:
-            device: of the group's collectives.
+        Raises:
+            RuntimeError: on all ranks, if they differ, with the first difference.
         """
-        length = torch.tensor(len(self._notes), dtype=torch.int64, device=device)
-        with issuing("all-reduce of the number of notes", length):
-            dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
-        missing = [()] * max(1 - len(self._notes), int(length) - len(self._notes))
-        notes = torch.tensor([_padded(note) for note in [*self._notes, *missing]], device=device)
+        is_alone = self._mesh.size() == 1 or self._mesh.get_coordinate() is None
+        if self._is_compared or is_alone:
+            self.forget()
+            return
+        try:
+            digest = torch.tensor([self.digest, -self.digest], device=self._device)
+            self._all_reduce(digest, dist.ReduceOp.MAX, "what ranks have done")
+            greatest, least = digest.tolist()
+            if greatest != -least:
+                raise RuntimeError(
+                    "Expected every rank to do the same in every step, and to have gradients of "
+                    f"the same parameters, got: {self._difference()}. The gradients of this step "
+                    "are not to be used."
+                )
+        finally:
+            self.forget()
+
+    def _difference(self) -> str:
+        """The first difference in words. All ranks call it together."""
+        ranks = defaultdict[tuple[int, ...], list[int]](list)
+        for rank, note in self.first_difference().items():
+            ranks[note].append(rank)
+        if len(ranks) == 1:
+            return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
+        return "; ".join(
+            f"{'rank' if len(alike) == 1 else 'ranks'} {', '.join(map(str, alike))} "
+            f"{self._describe(note)}"
+            for note, alike in ranks.items()
+        )
+
+    def _describe(self, note: tuple[int, ...]) -> str:
+        if not any(note):
+            return "did nothing more"
+        group = self._groups.get(note[1])
+        return f"did something unknown, {note}" if group is None else group.describe(note)
+
+    def first_difference(self) -> dict[int, tuple[int, ...]]:
+        """By global rank, every rank's note where they first differ. All ranks call it together.
+
+        The note of a rank that did nothing more is zeros. If the notes that are kept do not differ,
+        the result is the same for all ranks.
+        """
+        length = torch.tensor(len(self.notes), dtype=torch.int64, device=self._device)
+        self._all_reduce(length, dist.ReduceOp.MAX, "the number of notes")
+        missing = [()] * max(1 - len(self.notes), int(length) - len(self.notes))
+        notes = torch.tensor(
+            [_padded(note) for note in [*self.notes, *missing]], device=self._device
+        )
 
         # Where the least and the greatest differ, some ranks do. Costs the same on any number of
         # ranks, unlike gathering all notes.
         least, greatest = notes.clone(), notes.clone()
-        with issuing("all-reduce of the least of all notes", least):
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-        with issuing("all-reduce of the greatest of all notes", greatest):
-            dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
+        self._all_reduce(least, dist.ReduceOp.MIN, "the least of all notes")
+        self._all_reduce(greatest, dist.ReduceOp.MAX, "the greatest of all notes")
         place = int((least != greatest).any(dim=1).int().argmax())
 
-        own = notes[place].contiguous()
-        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        with issuing("all-gather of the notes that differ", own):
-            dist.all_gather(everyones, own, group=group)
-        return [tuple(note.tolist()) for note in everyones]
+        # Each rank writes to its own row of zeros.
+        ranks = self._mesh.mesh.flatten().tolist()
+        everyones = notes.new_zeros(len(ranks), NOTE_LENGTH)
+        everyones[ranks.index(dist.get_rank())] = notes[place]
+        self._all_reduce(everyones, dist.ReduceOp.SUM, "the notes that differ")
+        return {rank: tuple(note) for rank, note in zip(ranks, everyones.tolist(), strict=True)}
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, name: str) -> None:
+        for axis in range(self._mesh.ndim):
+            with issuing(f"all-reduce of {name}", tensor):
+                dist.all_reduce(tensor, op, group=self._mesh.get_group(axis))
 
 
 def _padded(note: Sequence[int]) -> tuple[int, ...]:
     return (*note, *(0,) * (NOTE_LENGTH - len(note)))
-
-
-def tell_apart(notes: Sequence[tuple[int, ...]], describe: Callable[[tuple[int, ...]], str]) -> str:
-    """In words, what each rank was about to do; ranks that agree are named together."""
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, note in enumerate(notes):
-        ranks.setdefault(note, []).append(rank)
-
-    if len(ranks) == 1:
-        return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
-
-    said = []
-    for note, those in ranks.items():
-        who = (
-            f"rank {those[0]} was"
-            if len(those) == 1
-            else f"ranks {', '.join(map(str, those))} were"
-        )
-        said.append(f"{who} about to {describe(note) if any(note) else 'do nothing more'}")
-    return "; ".join(said)

@@ -165,8 +165,16 @@ def follow_optimizers(context: object) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _check_agreement(optimizer)
     _check_gradient_dtypes(optimizer)
     _recut_states(optimizer)
+
+
+def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError, on all ranks, if they have not done the same since the last step."""
+    groups = filter(None, map(group_of, _parameters(optimizer)))
+    for history in {id(group.history): group.history for group in groups}.values():
+        history.check()
 
 
 def _recut_states(optimizer: torch.optim.Optimizer) -> None:

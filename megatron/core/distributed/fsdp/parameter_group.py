@@ -24,21 +24,20 @@ from torch.distributed.tensor import Shard
 import megatron.core.distributed.fsdp.group_notes as group_notes
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
-from megatron.core.distributed.fsdp.collective_lane import CollectiveLane
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
-from megatron.core.distributed.fsdp.group_notes import NoteExchange
 from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.note_history import NoteHistory
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
-from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
+from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import local_tensor
 from megatron.core.issued_collectives import issuing
-from megatron.core.lanes import Event
+from megatron.core.lanes import Event, Lane
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import D2H, GATHER, REDUCE
 
@@ -67,7 +66,7 @@ class FsdpParameterGroup:
             the outermost one.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
-        notes: how ranks notice that they are about to do different things.
+        history: gets a note of every collective of the group, as it is queued.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
         layout: of all buffers.
@@ -98,7 +97,7 @@ class FsdpParameterGroup:
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
-        self.notes = NoteExchange(mesh, device.torch_device)
+        self.history = NoteHistory(mesh, device.torch_device)
         self._device = device
         on_host = offload is not None and offload.main_weights_on_host
         self._is_on_host = self.requires_grad and on_host
@@ -213,7 +212,7 @@ class FsdpParameterGroup:
                 self.unsharded_weight.reallocate_storage()
             self._reserved = self._device.event()
 
-    def unshard(self, lane: CollectiveLane) -> None:
+    def unshard(self, lane: Lane) -> None:
         """Begins to bring the full parameters up to date, unless they are. Raises again what an
         earlier `wait_unsharded` raised.
         """
@@ -277,22 +276,11 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             parameter.show(parameter.sharded)
 
-    def tell_exchange(self, lane: CollectiveLane, is_backward: bool) -> None:
-        """Tells the other ranks that tokens are about to travel to this group's weights on other
-        ranks, or their gradients back. See group_notes' [Note: notes of other meshes].
+    def note_exchange(self, is_backward: bool) -> None:
+        """Adds the note of an exchange of tokens, or of their gradients."""
+        self.history.add(group_notes.exchange_note(self.number, is_backward))
 
-        Raises:
-            RuntimeError: another rank is about to do something else.
-        """
-        note = group_notes.exchange_note(self.number, is_backward)
-        if not self.notes.is_used:
-            lane.remember(note)
-            return
-        # Over the last axis that others share, on which gathers have their notes, too.
-        axis = self.placements.is_kept.index(True) - 1
-        lane.enqueue(partial(self.notes.tell, note, [axis]), notes=[note]).wait()
-
-    def reduce(self, lane: CollectiveLane, is_last: bool) -> Event:
+    def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
         if self._main_grad_read is not None:
@@ -300,10 +288,13 @@ class FsdpParameterGroup:
             # The last step's gradients may still be on their way down from the same memory.
             self.timeline.awaited(event, D2H, self._label).wait()
 
-        work, notes = self.gradients.reduce(self._sharded, is_last)
+        work, received = self.gradients.reduce(self._sharded, is_last)
+        for indices in received:
+            self.history.add(group_notes.reduction_note(self.number, indices))
+        work = partial(work, group_notes.reduction_label(self.number, self._label))
         nbytes = self.gradients.unsharded.local_buffer.nbytes
         timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
-        reduced = lane.enqueue(timed, [self._device.event()], notes)
+        reduced = lane.enqueue(timed, [self._device.event()])
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
         return reduced
@@ -332,7 +323,7 @@ class FsdpParameterGroup:
             self.release_gradients()
 
     def describe(self, note: Sequence[int]) -> str:
-        """In words, what a rank with a note about this group is about to do."""
+        """The collective of a note in words."""
         return group_notes.describe(note, self._label, self.names)
 
     @property
@@ -343,7 +334,7 @@ class FsdpParameterGroup:
     def _label(self) -> str:
         return self.name or "the model"
 
-    def names_without_values(self, lane: CollectiveLane) -> list[str]:
+    def names_without_values(self, lane: Lane) -> list[str]:
         """The names of the parameters with NaN on any rank, which `fully_shard` writes to main
         weights that have no values. All ranks must call it.
         """
@@ -387,8 +378,6 @@ class FsdpParameterGroup:
             GradientDtypes(compute=self.dtype, main=main, comm=comm),
             divisor,
             self._device.torch_device,
-            partial(group_notes.reduction_note, self.number),
-            self.notes,
         )
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
@@ -451,9 +440,7 @@ class FsdpParameterGroup:
 
     # On lanes
 
-    def _enqueue_gather(
-        self, lane: CollectiveLane, is_overwritten: bool, has_changed: bool
-    ) -> None:
+    def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
         """Queues what the compute weights need, if anything."""
         is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
@@ -466,11 +453,12 @@ class FsdpParameterGroup:
         ready = self._reserved
         if ready is None or is_overwritten:
             ready = self._device.event()
-        notes = [group_notes.gather_note(self.number)] if self.is_gathered or is_scattered else []
+        if self.is_gathered or is_scattered:
+            self.history.add(group_notes.gather_note(self.number))
         work = partial(self._gather, is_stale, is_scattered)
         nbytes = self.unsharded_weight.local_buffer.nbytes
         timed = self.timeline.timed(GATHER, self._label, work, nbytes)
-        self._weights_ready = lane.enqueue(timed, [ready, *awaited], notes)
+        self._weights_ready = lane.enqueue(timed, [ready, *awaited])
         self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
@@ -483,9 +471,8 @@ class FsdpParameterGroup:
             self._redistribute(self.model_weight, self.unsharded_weight)
 
     def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
-        axes = axes_to_move(source.placements, target.placements)
-        note = self.notes.ahead(group_notes.gather_note(self.number), axes)
-        source.redistribute(target.placements, out=target, note=note)
+        label = group_notes.gather_label(self.number, self._label)
+        source.redistribute(target.placements, out=target, label=label)
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees, by parameter or by buffer."""

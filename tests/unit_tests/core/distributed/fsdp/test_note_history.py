@@ -1,9 +1,10 @@
-"""Ranks that disagree where no note goes ahead of a collective, as on an accelerator."""
+"""Ranks that disagree about collectives or about which parameters have a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -15,33 +16,25 @@ from torch.distributed.tensor import Partial, Replicate
 from megatron.core.distributed.fsdp import (
     Flat,
     FsdpContext,
+    MixedPrecisionPolicy,
     Placements,
     collectives,
     fully_shard,
     fully_shard_context,
     microbatch,
 )
-from megatron.core.distributed.fsdp.note_history import NoteHistory, tell_apart
+from megatron.core.distributed.fsdp.note_history import NoteHistory
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.training.step import train_step
 from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 6
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 HSDP = Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat()))
-
-
-@contextmanager
-def without_notes() -> Iterator[None]:
-    """What is sharded here takes the accelerator's path: no note goes ahead of a collective."""
-    original = collectives.exchanges_notes
-    collectives.exchanges_notes = lambda _: False
-    try:
-        yield
-    finally:
-        collectives.exchanges_notes = original
 
 
 class Pair(nn.Module):
@@ -58,7 +51,7 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = (p if self.learns else p.detach() for p in (self.first, self.second))
-        x = torch.tanh(x @ first)
+        x = torch.tanh(x.to(first.dtype) @ first)
         return x * second if self.uses_second else x
 
 
@@ -75,13 +68,14 @@ class Pairs(nn.Module):
         return self.b(self.a(x))
 
 
-def shard(model: Pairs, strategy: str) -> FsdpContext:
+def shard(model: Pairs, strategy: str, compute_dtype: torch.dtype = torch.float32) -> FsdpContext:
     num_axes = 2 if strategy == "hsdp" else 1
     placements = HSDP if strategy == "hsdp" else Placements.for_strategy(strategy)
     mesh = init_device_mesh("cpu", (2,) * num_axes)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, compute_dtype=compute_dtype)
     with fully_shard_context("cpu") as context:
         for module in (model.a, model.b, model):
-            fully_shard(module, mesh, placements)
+            fully_shard(module, mesh, placements, policy)
     return context
 
 
@@ -108,16 +102,15 @@ def clear_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def digest_of(notes: Sequence[Sequence[int]]) -> int:
-    history = NoteHistory()
+def new_history() -> NoteHistory:
+    return NoteHistory(build_mesh("cpu", dist.get_world_size()), torch.device("cpu"))
+
+
+def digest_of(notes: Iterable[Sequence[int]]) -> int:
+    history = new_history()
     for note in notes:
         history.add(note)
     return history.digest
-
-
-def test_notes_that_are_cut_differently_from_the_same_numbers_have_another_digest():
-    assert len({digest_of(notes) for notes in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}) == 3
-    assert digest_of([[1, 2]]) == digest_of([[1, 2, 0]]), "0 stands for what is left out"
 
 
 def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
@@ -143,100 +136,88 @@ def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
 
 @on_ranks(2)
 def test_the_host_waits_for_room_only_for_groups_that_take_memory() -> None:
-    assert _groups_that_room_is_made_for(is_frozen=False) == ["a"], (
-        "b's ranks tell each other, and need no memory"
+    assert sorted(_groups_that_room_is_made_for(is_frozen=False)) == ["a", "b"], (
+        "b's ranks reduce, since another rank may have a gradient"
     )
-    with without_notes():
-        assert sorted(_groups_that_room_is_made_for(is_frozen=False)) == ["a", "b"], (
-            "b's ranks reduce zeros"
-        )
-        assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
+    assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
 
 
 # What ranks find out at the end of a step
 
 
 def _one_parameter_differs(strategy: str) -> str:
-    with without_notes():
-        model = Pairs()
-        context = shard(model, strategy)
-        backward(model)
-        context.check_agreement()
-        clear_gradients(model)
+    model = Pairs()
+    context = shard(model, strategy)
+    backward(model)
+    context.check_agreement()
+    clear_gradients(model)
 
-        model.b.uses_second = dist.get_rank() != 1
-        backward(model)
-        second = model.b.second.grad
-        assert (second is None) if dist.get_rank() == 1 else bool(second.to_local().isnan().all())
-        with pytest.raises(RuntimeError) as caught:
-            context.check_agreement()
-
-        # Asked again, ranks that agree from here on have nothing to say.
-        clear_gradients(model)
-        model.b.uses_second = True
-        backward(model)
+    model.b.uses_second = dist.get_rank() != 1
+    backward(model)
+    second = model.b.second.grad
+    assert (second is None) if dist.get_rank() == 1 else bool(second.to_local().isnan().all())
+    with pytest.raises(RuntimeError) as caught:
         context.check_agreement()
-        return str(caught.value)
+
+    # Asked again, ranks that agree from here on have nothing to say.
+    clear_gradients(model)
+    model.b.uses_second = True
+    backward(model)
+    context.check_agreement()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
 def test_a_gradient_that_only_some_ranks_have_is_named_with_its_group_and_the_ranks(strategy):
-    those = "ranks 0, 2, 3 were" if strategy == "hsdp" else "rank 0 was"
+    those = "ranks 0, 2, 3" if strategy == "hsdp" else "rank 0"
     for message in run_ranks(num_ranks(strategy), _one_parameter_differs, strategy):
-        assert (
-            f"got: {those} about to reduce the gradients of b; rank 1 was about to reduce the "
-            "gradients of b, "
-            "which has none for b.second. The gradients"
-        ) in message
+        assert f"{those} reduced the gradients of b; rank 1 reduced" in message
+        assert "without any for b.second" in message
 
 
 def _a_whole_group_differs(strategy: str) -> str:
-    with without_notes():
-        model = Pairs()
-        context = shard(model, strategy)
-        model.b.learns = dist.get_rank() == 0
-        for is_last in (False, True):
-            with microbatch(context, is_last=is_last):
-                backward(model)
-        # The next step's collectives are still each other's: the rank without gradients has joined
-        # in the reduction.
-        clear_gradients(model)
-        model.b.learns = True
-        backward(model)
-        with pytest.raises(RuntimeError) as caught:
-            context.check_agreement()
-        return str(caught.value)
+    model = Pairs()
+    context = shard(model, strategy)
+    model.b.learns = dist.get_rank() == 0
+    for is_last in (False, True):
+        with microbatch(context, is_last=is_last):
+            backward(model)
+    # The next step's collectives are still each other's: the rank without gradients has joined in
+    # the reduction.
+    clear_gradients(model)
+    model.b.learns = True
+    backward(model)
+    with pytest.raises(RuntimeError) as caught:
+        context.check_agreement()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
 def test_a_rank_without_any_gradient_of_a_group_joins_the_others_reductions_and_is_named(strategy):
     for message in run_ranks(num_ranks(strategy), _a_whole_group_differs, strategy):
-        assert "about to reduce the gradients of b; rank" in message
-        assert "about to reduce the gradients of b, which has none for b.first, b.second" in message
+        assert "reduced the gradients of b; rank" in message
+        assert "reduced the gradients of b without any for b.first, b.second" in message
 
 
 # What is right stays right
 
 
-def _trained(strategy: str, uses: Sequence[tuple[bool, bool]]) -> list[list[torch.Tensor | None]]:
-    """The gradients after a step of microbatches where b (learns, uses its second parameter) or
-    not, twice.
-    """
-    model = Pairs()
-    context = shard(model, strategy)
-    found = []
-    for _ in range(2):
-        clear_gradients(model)
-        for number, (learns, uses_second) in enumerate(uses):
-            model.b.learns, model.b.uses_second = learns, uses_second
+def _gradients_of_microbatches(
+    model: Pairs, uses: Sequence[tuple[bool, bool]], context: FsdpContext | None = None
+) -> None:
+    """A step of microbatches in which b learns and uses its second parameter, or not."""
+    clear_gradients(model)
+    for number, (model.b.learns, model.b.uses_second) in enumerate(uses):
+        if context is None:
+            backward(model, number)
+        else:
             with microbatch(context, is_last=number == len(uses) - 1):
                 backward(model, number)
-        context.check_agreement()
-        found.append(local_gradients(model))
-    return found
 
 
-def _same_with_and_without_notes(strategy: str) -> int:
+def _gradients_that_all_lack(strategy: str) -> int:
+    plain, model = Pairs(), Pairs()
+    context = shard(model, strategy)
     num_missing = 0
     for uses in (
         [(False, True)],
@@ -245,136 +226,186 @@ def _same_with_and_without_notes(strategy: str) -> int:
         [(False, True), (True, False)],
         [(False, True), (False, True)],
     ):
-        expected = _trained(strategy, uses)
-        with without_notes():
-            found = _trained(strategy, uses)
-        for ours, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
-            assert (ours is None) == (theirs is None)
-            assert ours is None or torch.equal(ours, theirs)
-            num_missing += ours is None
+        _gradients_of_microbatches(plain, uses)
+        _gradients_of_microbatches(model, uses, context)
+        context.check_agreement()
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            if expected.grad is None:
+                assert found.grad is None
+                num_missing += 1
+                continue
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(
+                found.grad.full_tensor(), expected.grad / dist.get_world_size()
+            )
     return num_missing
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
-def test_gradients_that_all_ranks_lack_are_none_and_the_others_the_same_bits_as_with_notes(
-    strategy,
-):
-    assert all(run_ranks(num_ranks(strategy), _same_with_and_without_notes, strategy))
-
-
-def _own_sums_differ(strategy: str) -> list[torch.Tensor]:
-    """One rank uses a parameter in the first microbatch, the other in the second; both are reduced
-    together.
-    """
-    model = Pairs()
-    context = shard(model, strategy)
-    for number in range(2):
-        model.b.uses_second = number == dist.get_rank()
-        with microbatch(context, is_last=number == 1):
-            backward(model)
-    context.check_agreement()
-    return [model.b.second.grad.full_tensor()]
-
-
-def _own_sums_differ_without_notes(strategy: str) -> list[torch.Tensor]:
-    with without_notes():
-        return _own_sums_differ(strategy)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_sums_that_a_rank_makes_by_itself_are_its_own_business(strategy):
-    expected, found = (
-        run_ranks(2, f, strategy) for f in (_own_sums_differ, _own_sums_differ_without_notes)
+def test_gradients_that_all_ranks_lack_are_none_and_the_others_are_means(strategy):
+    assert run_ranks(num_ranks(strategy), _gradients_that_all_lack, strategy) == (
+        [6] * num_ranks(strategy)
     )
-    assert all(torch.equal(own[0], expected[0][0]) for own in [*found, *expected])
-    assert expected[0][0].isfinite().all()
+
+
+def _own_sums_differ(strategy: str, is_whole_group: bool) -> None:
+    """One rank uses a parameter, or a whole group, in the first microbatch, the other in the
+    second; both are reduced together.
+    """
+    plain, model = Pairs(), Pairs()
+    context = shard(model, strategy, torch.bfloat16)
+    is_first = dist.get_rank() == 0
+    uses = [(own or not is_whole_group, own) for own in (is_first, not is_first)]
+    _gradients_of_microbatches(plain, uses)
+    _gradients_of_microbatches(model, uses, context)
+    context.check_agreement()
+    dist.all_reduce(plain.b.second.grad)
+    torch.testing.assert_close(
+        model.b.second.grad.full_tensor(), plain.b.second.grad / 2, rtol=0.05, atol=0.05
+    )
+
+
+@pytest.mark.parametrize("is_whole_group", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_ranks_may_use_a_parameter_in_different_microbatches_if_sums_are_reduced_once(
+    strategy, is_whole_group
+):
+    run_ranks(2, _own_sums_differ, strategy, is_whole_group)
 
 
 def _frozen() -> list[int]:
-    with without_notes():
-        model = Pairs()
-        shard(model, "optim_grads")
-        sent: list[int] = []
-        original = collectives.reduce_scatter
-        collectives.reduce_scatter = lambda out, *args, **options: (
-            sent.append(1),
-            original(out, *args, **options),
-        )
-        try:
-            model.b.requires_grad_(False)
-            backward(model)
-        finally:
-            collectives.reduce_scatter = original
-        return sent
+    model = Pairs()
+    shard(model, "optim_grads")
+    sent: list[int] = []
+    original = collectives.reduce_scatter
+    collectives.reduce_scatter = lambda out, *args: (sent.append(1), original(out, *args))
+    try:
+        model.b.requires_grad_(False)
+        backward(model)
+    finally:
+        collectives.reduce_scatter = original
+    return sent
 
 
 def test_parameters_that_are_frozen_later_cost_no_reduction():
     assert [len(sent) for sent in run_ranks(2, _frozen)] == [1, 1]
 
 
-# In the training loop
+def _own_ranks() -> None:
+    """As with experts that only some ranks share: a unit over each rank alone, one over both."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))
+    model = Pairs()
+    fully_shard(model.a, mesh["own"])
+    fully_shard(model, mesh["all"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.a.uses_second = dist.get_rank() == 0
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    model.b.uses_second = dist.get_rank() == 0
+    backward(model)
+    with pytest.raises(RuntimeError, match="rank 1 reduced the gradients of the model without"):
+        optimizer.step()
 
 
-def _steps(differs: bool) -> tuple[str, bool]:
-    with without_notes():
-        model = Pairs()
-        shard(model, "optim_grads_params")
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+def test_ranks_agree_only_about_units_that_they_share():
+    run_ranks(2, _own_ranks)
 
-        def step() -> None:
-            train_step(
-                model,
-                optimizer,
-                iter([{"x": own_batch()}]),
-                forward_step=lambda model, batch: model(batch["x"]).square().mean(),
-                num_microbatches=1,
-                device=torch.device("cpu"),
-                mesh=build_mesh("cpu", dist.get_world_size()),
-            )
 
+# Before an optimizer's step
+
+
+def _train_step(model: Pairs) -> Callable[[], object]:
+    return partial(
+        train_step,
+        model,
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0),
+        itertools.repeat({"x": own_batch()}),
+        forward_step=lambda model, batch: model(batch["x"]).square().mean(),
+        num_microbatches=1,
+        device=torch.device("cpu"),
+        mesh=build_mesh("cpu", dist.get_world_size()),
+    )
+
+
+def _own_loop(
+    model: Pairs, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> Callable[[], object]:
+    optimizer = build(model.parameters())
+
+    def step() -> None:
+        backward(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+LOOPS: dict[str, Callable[[Pairs], Callable[[], object]]] = {
+    "train_step": _train_step,
+    "SGD": partial(_own_loop, build=partial(torch.optim.SGD, lr=0.1)),
+    "AdamW": partial(_own_loop, build=partial(torch.optim.AdamW, lr=0.1)),
+    "FusedAdam": partial(_own_loop, build=partial(FusedAdam, lr=0.1)),
+    "HybridDeviceOptimizer": partial(_own_loop, build=partial(HybridDeviceOptimizer, lr=0.1)),
+}
+
+
+def _steps(loop: str, differs: bool) -> tuple[str, bool]:
+    model = Pairs()
+    shard(model, "optim_grads_params")
+    step = LOOPS[loop](model)
+    step()
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    model.b.uses_second = not differs or dist.get_rank() == 0
+    outcome = ""
+    try:
         step()
-        before = [parameter.to_local().clone() for parameter in model.parameters()]
-        model.b.uses_second = not differs or dist.get_rank() == 0
-        outcome = ""
-        try:
-            step()
-        except RuntimeError as error:
-            outcome = str(error)
-        after = [parameter.to_local() for parameter in model.parameters()]
-        return outcome, all(map(torch.equal, before, after))
+    except RuntimeError as error:
+        outcome = str(error)
+    after = [parameter.to_local() for parameter in model.parameters()]
+    return outcome, all(map(torch.equal, before, after))
 
 
-def test_a_training_step_ends_before_weights_change_when_ranks_disagree():
-    for outcome, is_unchanged in run_ranks(2, _steps, True):
-        assert (
-            "rank 1 was about to reduce the gradients of b, which has none for b.second" in outcome
-        )
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_step_ends_before_weights_change_when_ranks_disagree(loop):
+    for outcome, is_unchanged in run_ranks(2, _steps, loop, True):
+        assert "rank 1 reduced the gradients of b without any for b.second" in outcome
         assert is_unchanged
-    assert run_ranks(2, _steps, False) == [("", False)] * 2, "those that agree step"
+    assert run_ranks(2, _steps, loop, False) == [("", False)] * 2, "those that agree step"
 
 
 # Histories
 
 
-def test_a_digest_tells_notes_orders_and_numbers_of_notes_apart():
-    histories = [NoteHistory() for _ in range(5)]
-    for history, notes in zip(
-        histories, ([], [(1, 2)], [(1, 2), (2, 3)], [(2, 3), (1, 2)], [(1, 2)]), strict=True
-    ):
-        for note in notes:
-            history.add(note)
-    assert len({history.digest for history in histories}) == 4
-    assert histories[1].digest == histories[4].digest
-    assert all(0 <= history.digest < 2**48 for history in histories)
-    histories[2].forget()
-    assert histories[2].digest == histories[0].digest
+@on_ranks(1)
+def test_digests_differ_with_notes_their_order_their_number_and_where_they_are_cut() -> None:
+    cases = [
+        [],
+        [(1, 2)],
+        [(1, 2), (2, 3)],
+        [(2, 3), (1, 2)],
+        [(1, 2), (3,)],
+        [(1,), (2, 3)],
+        [(1, 2, 3)],
+    ]
+    digests = [digest_of(notes) for notes in cases]
+    assert len(set(digests)) == len(cases)
+    assert all(0 <= digest < 2**48 for digest in digests)
+    assert digest_of([(1, 2)]) == digest_of([(1, 2, 0)]), "0 stands for what is left out"
+    history = new_history()
+    history.add((1, 2))
+    history.forget()
+    assert history.digest == digests[0]
 
 
 def _histories(notes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    history = NoteHistory()
+    history = new_history()
     for note in notes[dist.get_rank()]:
         history.add(note)
-    return [note[:3] for note in history.first_difference(None, torch.device("cpu"))]
+    difference = history.first_difference()
+    assert list(difference) == list(range(dist.get_world_size()))
+    return [note[:3] for note in difference.values()]
 
 
 @pytest.mark.parametrize(
@@ -396,12 +427,29 @@ def test_ranks_find_the_first_note_that_is_not_the_same(notes, expected):
     assert run_ranks(3, _histories, notes) == [expected] * 3
 
 
+class Noting:
+    """A group that only describes its notes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def describe(self, note: Sequence[int]) -> str:
+        return f"gathered {note[1]}"
+
+
+def _named_together(notes: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    history = new_history()
+    groups = [Noting(7), Noting(8)]
+    for group in groups:
+        history.join(group)
+    for note in notes[dist.get_rank()]:
+        history.add(note)
+    with pytest.raises(RuntimeError) as caught:
+        history.check()
+    return str(caught.value)
+
+
 def test_ranks_that_agree_with_each_other_are_named_together():
-    notes = [(1, 7), (1, 7), (0, 0), (1, 8)]
-    told = tell_apart(notes, lambda note: f"gather {note[1]}")
-    assert (
-        told == "ranks 0, 1 were about to gather 7; rank 2 was about to do nothing more; "
-        "rank 3 was about to gather 8"
-    )
-    told = tell_apart(notes[:2], str)
-    assert told == "a difference after the first 65536 collectives, which were the same"
+    notes = [[(1, 7)], [(1, 7)], [], [(1, 8)]]
+    for message in run_ranks(4, _named_together, notes):
+        assert "ranks 0, 1 gathered 7; rank 2 did nothing more; rank 3 gathered 8" in message

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import (
@@ -22,7 +21,6 @@ from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     DIM,
     DTYPES,
     STRATEGIES,
-    ZERO_3,
     Stack,
     assert_gradients,
     assert_resting,
@@ -88,59 +86,6 @@ def test_an_unused_parameter_has_no_gradient_until_it_is_used_in_some_microbatch
                 with microbatch(context, is_last=not is_scoped or number == 2):
                     loss_of(model(own_batch(number))).backward()
             assert_gradients(model, _sum_of_gradients(plain, uses))
-
-
-def _different_parameters(strategy: str) -> None:
-    model = nn.ModuleDict({"pair": Pair()})
-    _shard_under_root(model, strategy)
-    is_first = dist.get_rank() == 0
-    model["pair"].uses_second = is_first
-    own, other = (
-        "reduce the gradients of pair",
-        "reduce the gradients of pair, which has none for pair.second",
-    )
-    if not is_first:
-        own, other = other, own
-    message = (
-        rf"this rank is about to {own}; rank {int(is_first)} of its group is about to {other}\.$"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        loss_of(model["pair"](own_batch())).backward()
-    # The lane is dead: nothing may go out that another rank could take for something else.
-    model["pair"].uses_second = True
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=message):
-            model["pair"](own_batch())
-
-
-def _shard_under_root(model: nn.ModuleDict, strategy: str) -> None:
-    """With a parameter at the root, so that names begin there."""
-    model.register_parameter("own", nn.Parameter(torch.ones(DIM)))
-    shard(*model.values(), model, strategy=strategy)
-
-
-def _different_modules(strategy: str) -> None:
-    model = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in "abc"})
-    _shard_under_root(model, strategy)
-    x = own_batch()
-    for name in "abc" if dist.get_rank() == 0 else "ac":
-        x = model[name](x)
-    # Where weights have to come, ranks disagree about the next ones; else about the next reduction.
-    message = (
-        r"about to gather b[;.]"
-        if strategy == ZERO_3
-        else r"about to reduce the gradients of b[;.]"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        loss_of(x).backward()
-    with pytest.raises(RuntimeError, match=message):
-        model["a"](own_batch())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_with_different_gradients_all_raise_and_name_the_parameter(strategy):
-    run_ranks(2, _different_parameters, strategy)
-    run_ranks(2, _different_modules, strategy)
 
 
 # Gradients as autograd and optimizers see them
