@@ -638,6 +638,15 @@ def _call_weakly(
     argument: T,
     gradient: Any,
 ) -> None:
+    # Not with this file: it imports the compiler.
+    from torch._dynamo import compiled_autograd
+
+    if compiled_autograd.in_compiled_autograd_region:
+        raise RuntimeError(
+            "A backward of sharded modules runs under compiled autograd, which calls the hooks of "
+            "inputs before weights have their gradients: some would be missing. Set "
+            "torch._dynamo.config.compiled_autograd = False."
+        )
     module = reference()
     if module is not None:
         method(module, gradient, argument)
