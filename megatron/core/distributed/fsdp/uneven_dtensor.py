@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch._library.simple_registry import singleton as operator_registry
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import (
@@ -140,6 +141,7 @@ class UnevenDTensor(UnevenRows):
     # Operators
 
     @classmethod
+    @_disable_dynamo  # as DTensor's
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
