@@ -51,6 +51,7 @@ class UnevenDTensor(UnevenRows):
 
     # What a DTensor does without an operator
 
+    @_disable_dynamo
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As DTensor's: the local rows, not a copy. Gradients come back cut as this tensor is."""
         self.wait_until_usable()
@@ -61,6 +62,7 @@ class UnevenDTensor(UnevenRows):
         local: torch.Tensor = _ToLocal.apply(self, grad_placements)  # type: ignore[no-untyped-call]
         return local
 
+    @_disable_dynamo
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
