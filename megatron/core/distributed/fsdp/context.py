@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -69,6 +70,7 @@ class _Backward:
     def __init__(self, context: FsdpContext) -> None:
         self._context = weakref.ref(context)
 
+    @_disable_dynamo  # `backward()` may be called inside of a compiled function
     def finish(self) -> None:
         context = self._context()
         if context is not None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from megatron.core.dtensors import is_partial
@@ -246,10 +247,12 @@ class _ForwardMethods:
     def __init__(self, unit: Any) -> None:
         self._unit = unit
 
+    @_disable_dynamo  # as the hooks of forwards are
     def _pre_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = self._unit._fsdp_before_method(args, kwargs)
         return args, kwargs
 
+    @_disable_dynamo
     def _post_forward(self, _: nn.Module, __: Any, output: Any) -> Any:
         return self._unit._fsdp_after_method(output)
 

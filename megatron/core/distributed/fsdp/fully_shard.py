@@ -57,6 +57,8 @@ from megatron.core.distributed.fsdp.parameter_grouping import (
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.replica import ReplicaDTensor
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.materialize import draw_parameters
 from megatron.core.mesh import build_mesh
 
@@ -390,6 +392,7 @@ def _attach(
     is_filled: bool,
 ) -> None:
     """Makes `modules` a sharded unit of the context."""
+    _exclude_parameters_from_compile()
     for group in groups:
         context.add_group(group)
     for module in modules:
@@ -411,6 +414,19 @@ def _attach(
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         context.add_module(module)
+
+
+def _exclude_parameters_from_compile() -> None:
+    """Has graphs of torch.compile end where they would use sharded parameters, which run as they
+    are.
+
+    A graph would take them for DTensors with the rows of `torch.chunk`. Full weights are ordinary
+    parameters, which graphs take.
+    """
+    # Not with this file: it imports the compiler.
+    from torch._dynamo import config
+
+    config.nontraceable_tensor_subclasses |= {UnevenDTensor, ReplicaDTensor}
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -626,15 +627,29 @@ def _weakly(
     module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T
 ) -> Callable[[Any], None]:
     """`method` with its argument, as a hook that does not keep the module alive."""
-    reference = weakref.ref(module)
+    return partial(_call_weakly, weakref.ref(module), method, argument)
 
-    @_disable_dynamo
-    def call(gradient: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, gradient, argument)
 
-    return call
+# One function for all hooks: excluding a new one for each call of a module costs 20 us a hook.
+@_disable_dynamo
+def _call_weakly(
+    reference: weakref.ref[FsdpModule],
+    method: Callable[[FsdpModule, Any, T], None],
+    argument: T,
+    gradient: Any,
+) -> None:
+    # Not with this file: it imports the compiler.
+    from torch._dynamo import compiled_autograd
+
+    if compiled_autograd.in_compiled_autograd_region:
+        raise RuntimeError(
+            "A backward of sharded modules runs under compiled autograd, which calls the hooks of "
+            "inputs before weights have their gradients: some would be missing. Set "
+            "torch._dynamo.config.compiled_autograd = False."
+        )
+    module = reference()
+    if module is not None:
+        method(module, gradient, argument)
 
 
 # One for each class: sharded modules of one class stay of one class.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -73,6 +74,7 @@ def fully_shard_optimizer(
     optimizer.register_step_post_hook(casts.after_step)
 
 
+@_disable_dynamo
 def _refuse_partial_sums(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     check_whole(gradient for _, gradient in _with_gradient(optimizer))
 
@@ -91,6 +93,7 @@ class _GradientCasts:
     def __init__(self) -> None:
         self._uncast: list[_Cast] = []
 
+    @_disable_dynamo
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A step may run inside another, a subclass's, and a step that raised leaves its casts
         # behind: what is still in its place is put back later, the rest is stale.
@@ -113,6 +116,7 @@ class _GradientCasts:
             parameter.grad = gradient.to(parameter.dtype)
             self._uncast.append(_Cast(parameter, gradient, parameter.grad))
 
+    @_disable_dynamo
     def after_step(self, *_: Any) -> None:
         while self._uncast:
             cast = self._uncast.pop()
@@ -164,6 +168,7 @@ def follow_optimizers(context: object) -> None:
     _hooks.follow(context)
 
 
+@_disable_dynamo  # `step()` may be called inside of a compiled function
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _check_agreement(optimizer)
     _check_gradient_dtypes(optimizer)
@@ -218,6 +223,7 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+@_disable_dynamo
 def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
     them itself.

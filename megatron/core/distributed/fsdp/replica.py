@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -52,6 +53,7 @@ class ReplicaDTensor(DTensor):
         return plain.__reduce_ex__(protocol)
 
     @classmethod
+    @_disable_dynamo  # as DTensor's
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,

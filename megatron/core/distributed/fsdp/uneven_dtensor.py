@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch._library.simple_registry import singleton as operator_registry
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import (
@@ -50,6 +51,7 @@ class UnevenDTensor(UnevenRows):
 
     # What a DTensor does without an operator
 
+    @_disable_dynamo
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As DTensor's: the local rows, not a copy. Gradients come back cut as this tensor is."""
         self.wait_until_usable()
@@ -60,6 +62,7 @@ class UnevenDTensor(UnevenRows):
         local: torch.Tensor = _ToLocal.apply(self, grad_placements)  # type: ignore[no-untyped-call]
         return local
 
+    @_disable_dynamo
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -140,6 +143,7 @@ class UnevenDTensor(UnevenRows):
     # Operators
 
     @classmethod
+    @_disable_dynamo  # as DTensor's
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -261,6 +262,7 @@ class CopyOfView(DTensor):
     """
 
     @classmethod
+    @_disable_dynamo  # as DTensor's
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
