@@ -548,12 +548,10 @@ class FsdpModule(Fsdp2Methods):
             self._fsdp_reduce()
 
     def _fsdp_leave_backward(self) -> None:
-        """Comes to rest after a backward, with the full parameters if other graphs may use them."""
-        if self._fsdp_calls and not self.reshard_after_forward and self.is_unsharded:
-            self.phase = self.phase.at_rest
-            self._fsdp_hold()
-        else:
-            self._fsdp_rest(frees=self.reshard_after_backward)
+        """Comes to rest after a backward."""
+        # Graphs outside of the module may have saved the weights that its other calls have left.
+        is_saved = len(self._fsdp_calls) > 0 and not self.reshard_after_forward
+        self._fsdp_rest(frees=self.reshard_after_backward and not is_saved)
 
     def _fsdp_before_accumulate(
         self, gradient: torch.Tensor, place: tuple[int, int]

@@ -206,9 +206,11 @@ def test_graphs_of_two_forwards_use_the_same_kept_weights() -> None:
         expected = mean_gradients(lambda model, rank: two_forwards(model, of, rank))  # noqa: B023
         for options in ({}, Freed, Kept):
             model = sharded(fully_shard, **options)
+            abandoned = model(tokens(0))  # a graph that lives on
             two_forwards(model, of, dist.get_rank())
             assert isinstance(of(model), DTensor)
             assert_gradients(model, expected, (of, options))
+            assert abandoned.requires_grad
 
 
 @on_ranks(4)
