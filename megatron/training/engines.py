@@ -301,7 +301,8 @@ class ModuleEngine:
                 mesh=self.mesh,
             )
         finally:
-            self._reshard()
+            # While gathered, the model's parameters are not those that the optimizer holds.
+            torch_fsdp2.reshard(self.model)
 
     @torch.no_grad()
     def forward(
@@ -314,7 +315,7 @@ class ModuleEngine:
             return self.model(**own) if forward_fn is None else forward_fn(self.model, own)
         finally:
             self.model.train(was_training)
-            self._reshard()
+            torch_fsdp2.reshard(self.model)
 
     def save(self, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
@@ -363,9 +364,6 @@ class ModuleEngine:
             )
         self._check_host_memory(model, plan)
         self._materialize(model)
-
-    def _reshard(self) -> None:
-        """Frees weights that a forward without a backward left gathered."""
 
     def _materialize(self, model: nn.Module) -> None:
         on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -429,10 +427,6 @@ class FSDPEngine(ModuleEngine):
             reshard_after_forward=self.config.parallel.torch_fsdp2_reshard_after_forward,
         )
         self._materialize(model)
-
-    def _reshard(self) -> None:
-        # While gathered, the model's parameters are not those that the optimizer holds.
-        torch_fsdp2.reshard(self.model)
 
 
 def build_engine(

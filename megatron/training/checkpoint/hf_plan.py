@@ -52,7 +52,7 @@ def _world_size() -> int:
 
 def collect_weights(model: nn.Module) -> Contents:
     """The weights and buffers, with no update of them pending."""
-    # After a forward without a backward, FSDP2's root module still shows gathered compute weights.
+    # After a forward without a backward, a module may show gathered compute weights.
     reshard(model)
 
     groups = {id(group): group for group in map(group_of, model.parameters()) if group is not None}

@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.state.entries import (
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, as_plain
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.placement import sharded_axes
+from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_units import StateUnit, state_units
@@ -70,6 +71,8 @@ def collect(
             state.
     """
     _expect_no_extra_state(model)
+    # After a forward without a backward, a module may show gathered compute weights.
+    reshard(model)
     collector = _Collector(model, rank, world_size)
     groups: list[EntryGroup] = []
     plain = {}

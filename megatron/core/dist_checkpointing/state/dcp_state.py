@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.optimizer.torch_optimizer import init_states, reset_states
 
 
@@ -86,6 +87,8 @@ class DCPState(Stateful):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters, by their names in state dicts."""
+        # After a forward without a backward, a module may show gathered compute weights.
+        reshard(self.model)
         return {
             fqn: parameter
             for name, parameter in self.model.named_parameters()

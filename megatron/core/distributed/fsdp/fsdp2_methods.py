@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from megatron.core.distributed.fsdp.uneven_dtensor import SUMS_GRADIENTS
 from megatron.core.dtensors import is_partial
 
 
@@ -120,6 +124,8 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         for group in _unit_of(self).parameter_groups:
             if group.gradients is not None:
                 group.gradients.divide_sums_by(factor)
+            for parameter in group.fsdp_parameters:
+                setattr(parameter.sharded, SUMS_GRADIENTS, factor != group.mesh.size())
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -147,9 +153,11 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Has no effect: every backward waits for its reductions, and keeps no order of modules for
-        the next one.
+        """Tells whether a step's last backward comes next. Every backward waits for its reductions
+        all the same. Recursive.
         """
+        for unit in _units(self, recurse=True):
+            unit.is_last_backward = is_last_backward
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Not offered on accelerators, whose backend averages, except for False. On the CPU
@@ -223,7 +231,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         # `register_fsdp_forward_method` calls this.
-        return _ForwardMethods(_unit_of(self))
+        return _Fsdp2State(_unit_of(self))
 
 
 class _Unsharding(UnshardHandle):
@@ -241,11 +249,35 @@ class _Unsharding(UnshardHandle):
             unit._fsdp_hold()
 
 
-class _ForwardMethods:
-    """The two hooks that PyTorch's `register_fsdp_forward_method` puts around a method."""
+def add_fsdp2_state(module: Any) -> None:
+    """Lets `torch.distributed.fsdp.fully_shard.state(module)` find what PyTorch's pipelining asks
+    there. RuntimeError, by PyTorch, if that `fully_shard` is applied to the module later.
+    """
+    applied = fsdp2.fully_shard.__wrapped__  # type: ignore[attr-defined]
+    vars(module).setdefault(STATE_KEY, {})[applied] = _Fsdp2State(weakref.proxy(module._fsdp_unit))
+
+
+class _Fsdp2State:
+    """The parts of FSDP2's state of a module that PyTorch's own functions use: the two hooks that
+    `register_fsdp_forward_method` puts around a method, and what `torch.distributed.pipelining`
+    calls after the backward of the last microbatch.
+    """
 
     def __init__(self, unit: Any) -> None:
         self._unit = unit
+        # Pipelining calls `post_backward` of their parameter groups, which is part of the callback.
+        self._state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduces gradients over the axes that earlier backwards have left out, and frees the full
+        weights.
+        """
+        context = self._unit.context
+        for module in context.backward_order:
+            for group in module.parameter_groups:
+                if any(is_partial(own.sharded.grad) for own in group.fsdp_parameters):
+                    context.reduce(group, module.requires_gradient_sync)
+        context.finish_backward()
 
     @_disable_dynamo  # as the hooks of forwards are
     def _pre_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -259,8 +291,8 @@ class _ForwardMethods:
     def __getattr__(self, name: str) -> NoReturn:
         _not_offered(
             f"FSDP2's private {name}",
-            "Functions of PyTorch that read FSDP2's state, share_comm_ctx and the backward of "
-            "torch.distributed.pipelining among them, do not work on modules of this project.",
+            "Functions of PyTorch that read FSDP2's state, share_comm_ctx and FSDPMemTracker among "
+            "them, do not work on modules of this project.",
         )
 
 

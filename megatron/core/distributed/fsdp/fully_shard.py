@@ -163,7 +163,7 @@ def fully_shard(
     mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
     *,
-    reshard_after_forward: bool | None = True,
+    reshard_after_forward: bool | None = None,
     offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = None,
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     **not_offered: Any,

@@ -27,14 +27,18 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
 from megatron.core.distributed.fsdp.fsdp2_arguments import PrecisionPolicies
-from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods
+from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods, add_fsdp2_state
 from megatron.core.distributed.fsdp.nested_tensors import is_opaque, tensors_in, with_views
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.parameters import WHOLE
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.dtensors import is_partial, local_tensor
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -58,6 +62,8 @@ class FsdpModule(Fsdp2Methods):
             changed. None, until all modules are known: unless no module contains this one.
         reshard_after_backward: whether full weights are freed after a backward.
         unshard_in_backward: whether a backward gathers the full weights.
+        is_last_backward: False if a program runs the backwards of a step itself, as
+            `torch.distributed.pipelining` does, and others follow.
         requires_gradient_sync: whether gradients are reduced over deferred axes too, in a last
             microbatch of the context.
         forward_prefetch, backward_prefetch: modules whose weights are gathered while this one
@@ -116,6 +122,7 @@ class FsdpModule(Fsdp2Methods):
     reshard_after_forward: bool | None
     reshard_after_backward: bool
     unshard_in_backward: bool
+    is_last_backward: bool
     requires_gradient_sync: bool
     forward_prefetch: list[weakref.ref[FsdpModule]]
     backward_prefetch: list[weakref.ref[FsdpModule]]
@@ -166,11 +173,11 @@ class FsdpModule(Fsdp2Methods):
         if self.phase.is_forward or self.phase.awaits_recomputation:
             return
 
-        self._fsdp_rest(frees=self.reshard_after_backward)
-        self._fsdp_reduce()
         self._fsdp_calls = weakref.WeakSet(
             call for call in self._fsdp_calls if not call.has_backward
         )
+        self._fsdp_leave_backward()
+        self._fsdp_reduce()
 
     def abandon_backward(self) -> None:
         """Forgets a backward that has failed, and its gradients."""
@@ -208,6 +215,21 @@ class FsdpModule(Fsdp2Methods):
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Clears the gradients of sharded parameters while the module has full ones."""
+        held = [
+            module
+            for module in self.modules()
+            if isinstance(module, FsdpModule)
+            if module._fsdp_is_held
+        ]
+        for module in held:
+            for group in module.parameter_groups:
+                group.show_sharded()
+        super().zero_grad(set_to_none)
+        for module in held:
+            module._fsdp_show_full()
 
     def __deepcopy__(self, memo: Any) -> FsdpModule:
         raise NotImplementedError(
@@ -262,9 +284,10 @@ class FsdpModule(Fsdp2Methods):
                 reshard(self)
 
     def _fsdp_let_go(self) -> None:
-        """Ends what keeps full weights whole at rest, if anything does."""
+        """Puts the sharded parameters into the module if it has full ones at rest."""
         if self.phase.is_resting and not self.is_resting:
-            self._fsdp_rest()
+            # Graphs outside of the module may have saved the full ones.
+            self._fsdp_rest(frees=not self.expects_backward)
 
     def _fsdp_full_versions(self) -> int:
         return sum(
@@ -413,14 +436,16 @@ class FsdpModule(Fsdp2Methods):
             self._fsdp_calls.add(call)
         # A tensor that hides in the output has no hook that gathers the weights for its backward,
         # so they must stay.
-        is_kept = call is not None and (
-            is_opaque(output) or (len(outputs) > 0 and not self.reshard_after_forward)
-        )
-        frees = not is_kept and (bool(self.reshard_after_forward) or not self._fsdp_is_held)
-        if frees or not self._fsdp_is_held:
-            self._fsdp_rest(frees=frees and is_last)
-            if frees and not is_last:
+        is_hidden = call is not None and is_opaque(output)
+        if not self.reshard_after_forward:
+            # As in FSDP2, programs use such weights in a loss outside of the module.
+            self._fsdp_hold()
+        elif not is_hidden:
+            self._fsdp_rest(frees=is_last)
+            if not is_last:
                 self.context.keep_for_next(self)
+        elif not self._fsdp_is_held:
+            self._fsdp_rest(frees=False)
         if call is not None:
             self._fsdp_check_outputs(output)
 
@@ -486,10 +511,30 @@ class FsdpModule(Fsdp2Methods):
         call.has_backward = True
         if self.phase is FsdpModule.Phase.BACKWARD:
             return
+        if not self.is_last_backward:
+            self._fsdp_check_not_split()
+        self._fsdp_check_unwritten()
+        self._fsdp_is_held = self._fsdp_awaits_unit = False
         self._fsdp_enter(FsdpModule.Phase.BACKWARD)
         self.context.unshard_for_backward(self)
         if self.unshard_in_backward:
             self._fsdp_show_full()
+
+    def _fsdp_check_not_split(self) -> None:
+        """NotImplementedError in a backward that leaves the weights' gradients to a later one."""
+        nodes = [
+            get_gradient_edge(parameter.full).node
+            for group in self.parameter_groups
+            for parameter in group.fsdp_parameters
+            if parameter.full.requires_grad
+        ]
+        if nodes and not any(torch._C._will_engine_execute_node(node) for node in nodes):
+            raise NotImplementedError(
+                f"The backward of a {type(self).__name__} was split in two, for inputs and for "
+                "weights, as zero-bubble schedules of torch.distributed.pipelining do. Gradients "
+                "of weights would be lost. Use a schedule with whole backwards: GPipe, 1F1B, "
+                "Interleaved1F1B or LoopedBFS."
+            )
 
     def _fsdp_after_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
@@ -499,9 +544,37 @@ class FsdpModule(Fsdp2Methods):
         is_done = not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls)
         # The other modules of a unit run their backward next, on the same weights.
         if is_done or self._fsdp_is_last:
-            self._fsdp_rest(frees=self.reshard_after_backward)
+            self._fsdp_leave_backward()
         if is_done:
             self._fsdp_reduce()
+
+    def _fsdp_leave_backward(self) -> None:
+        """Comes to rest after a backward."""
+        # Graphs outside of the module may have saved the weights that its other calls have left.
+        is_saved = len(self._fsdp_calls) > 0 and not self.reshard_after_forward
+        self._fsdp_rest(frees=self.reshard_after_backward and not is_saved)
+
+    def _fsdp_before_accumulate(
+        self, gradient: torch.Tensor, place: tuple[int, int]
+    ) -> torch.Tensor | None:
+        """Before autograd adds to the gradient of a sharded parameter that a loss has used: waits
+        for a reduction that writes to the same memory. `place` is (group, index in the group).
+        """
+        group_index, index = place
+        group = self.parameter_groups[group_index]
+        self.context.make_room(group)
+
+        total = group.fsdp_parameters[index].sharded.grad
+        if not is_partial(total):
+            return None
+        if isinstance(total, UnevenDTensor):
+            # Equal on the ranks over which the sum is averaged later, so it joins the sum.
+            return total.with_local(local_tensor(gradient))
+        raise NotImplementedError(
+            f"A loss has used the sharded {group.names[index]} between microbatches whose whole "
+            "gradients are summed up before they are reduced. Use the whole weight, which "
+            "unshard() or reshard_after_forward=False leave in the module."
+        )
 
     @torch.no_grad()
     def _fsdp_collect(self, _: Any, place: tuple[int, int]) -> None:
@@ -567,7 +640,7 @@ def attach(
         module.parameter_groups = tuple(groups) if module is modules[0] else ()
         module.reshard_after_forward = reshard_after_forward
         module.reshard_after_backward = module.unshard_in_backward = True
-        module.requires_gradient_sync = True
+        module.is_last_backward = module.requires_gradient_sync = True
         module.forward_prefetch, module.backward_prefetch = [], []
         module.phase = FsdpModule.Phase.RESTING
         module._fsdp_call = None
@@ -580,6 +653,7 @@ def attach(
         module._fsdp_held_versions = 0
         module._fsdp_num_methods = 0
 
+        add_fsdp2_state(module)
         # Before all other hooks, which may use the full weights.
         module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
         module.register_forward_hook(_after_forward, always_call=True)
@@ -589,9 +663,14 @@ def attach(
     for group_index, group in enumerate(groups):
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
+            setattr(parameter.full, WHOLE, True)
             if group.requires_grad:
                 collect = _weakly(first, FsdpModule._fsdp_collect, (group_index, parameter_index))
                 parameter.full.register_post_accumulate_grad_hook(collect)
+                wait = _weakly(
+                    first, FsdpModule._fsdp_before_accumulate, (group_index, parameter_index)
+                )
+                parameter.sharded.register_hook(wait)
 
 
 def names_taken(module: nn.Module) -> list[str]:
@@ -624,8 +703,8 @@ def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
 
 
 def _weakly(
-    module: FsdpModule, method: Callable[[FsdpModule, Any, T], None], argument: T
-) -> Callable[[Any], None]:
+    module: FsdpModule, method: Callable[[FsdpModule, Any, T], R], argument: T
+) -> Callable[[Any], R | None]:
     """`method` with its argument, as a hook that does not keep the module alive."""
     return partial(_call_weakly, weakref.ref(module), method, argument)
 
@@ -634,10 +713,10 @@ def _weakly(
 @_disable_dynamo
 def _call_weakly(
     reference: weakref.ref[FsdpModule],
-    method: Callable[[FsdpModule, Any, T], None],
+    method: Callable[[FsdpModule, Any, T], R],
     argument: T,
     gradient: Any,
-) -> None:
+) -> R | None:
     # Not with this file: it imports the compiler.
     from torch._dynamo import compiled_autograd
 
@@ -648,8 +727,7 @@ def _call_weakly(
             "torch._dynamo.config.compiled_autograd = False."
         )
     module = reference()
-    if module is not None:
-        method(module, gradient, argument)
+    return None if module is None else method(module, gradient, argument)
 
 
 # One for each class: sharded modules of one class stay of one class.

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.fsdp.parameters import REPLACED
+from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
 from megatron.core.dtensors import check_whole
 
@@ -171,6 +171,7 @@ def follow_optimizers(context: object) -> None:
 @_disable_dynamo  # `step()` may be called inside of a compiled function
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _check_agreement(optimizer)
+    _check_sharded(optimizer)
     _check_gradient_dtypes(optimizer)
     _recut_states(optimizer)
 
@@ -199,6 +200,18 @@ def _recut_states(optimizer: torch.optim.Optimizer) -> None:
             for name, value in values.items():
                 if isinstance(value, DTensor):
                     values[name] = recut(value, parameter)
+
+
+def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError for an optimizer over whole weights, which never get a gradient."""
+    num_whole = sum(WHOLE in vars(parameter) for parameter in _parameters(optimizer))
+    if num_whole:
+        raise RuntimeError(
+            f"The optimizer has {num_whole} whole weights, which are in a sharded module for a "
+            "time: after a forward with reshard_after_forward=False (None, the default, means "
+            "that for the outermost module) or after unshard(). It would not train them. Build it "
+            "before the first forward, or call reshard() on the modules first."
+        )
 
 
 def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,9 @@ from torch import nn
 # has it now, weakly, and its index there.
 REPLACED = "_fsdp_replaced"
 
+# Left on the whole side of a parameter, which no optimizer may have.
+WHOLE = "_fsdp_whole"
+
 
 @dataclass(frozen=True, eq=False)
 class FsdpParameter:

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
-from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor
+from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
 from megatron.core.distributed.fsdp.uneven_traits import traits_of
 from megatron.core.dtensors import deep_copied
 
@@ -40,6 +41,11 @@ class ReplicaDTensor(DTensor):
             device: where it says it is.
         """
         return dtensor_over(other._local_tensor, other._spec, device, cls)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As `UnevenDTensor`'s."""
+        whole = super().full_tensor(grad_placements=grad_placements)
+        return whole if grad_placements is not None else with_mean_gradient(whole, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return deep_copied(self, memo)  # type: ignore[no-any-return]

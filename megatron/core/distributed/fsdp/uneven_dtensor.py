@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 
+import megatron.core.distributed.fsdp.collectives as collectives
 import megatron.core.distributed.fsdp.uneven_operators as operators
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
@@ -44,6 +45,9 @@ from megatron.core.distributed.fsdp.uneven_rows import (
 )
 from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
 from megatron.core.dtensors import deep_copied
+
+# Set on a sharded parameter whose gradients are not the mean over the ranks.
+SUMS_GRADIENTS = "_fsdp_sums_gradients"
 
 
 class UnevenDTensor(UnevenRows):
@@ -61,6 +65,13 @@ class UnevenDTensor(UnevenRows):
 
         local: torch.Tensor = _ToLocal.apply(self, grad_placements)  # type: ignore[no-untyped-call]
         return local
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """As DTensor's, but with a gradient that is the mean of the ranks' gradients, so that a
+        loss of each rank's data may use it. `grad_placements` is taken as DTensor takes it.
+        """
+        whole = super().full_tensor(grad_placements=grad_placements)
+        return whole if grad_placements is not None else with_mean_gradient(whole, self)
 
     @_disable_dynamo
     def redistribute(
@@ -204,6 +215,42 @@ class _ToLocal(torch.autograd.Function):
             return ctx.like.with_local(gradient), None
 
         return DTensor.from_local(gradient, ctx.like.device_mesh, ctx.grad_placements), None
+
+
+class _WithMeanGradient(torch.autograd.Function):
+    """A tensor that every rank has whole, whose gradient becomes the mean over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mean = gradient.to(ctx.mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+        for axis in range(ctx.mesh.ndim):
+            collectives.combine(mean, ctx.mesh.get_group(axis))
+        return mean.div_(ctx.mesh.size()).to(gradient.device), None
+
+
+def with_mean_gradient(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """The whole of `parameter`, with a gradient that is the mean of the ranks' gradients.
+
+    NotImplementedError for a parameter whose gradients are sums over the ranks: whether this one is
+    to be added up depends on the loss.
+    """
+    if not whole.requires_grad:
+        return whole
+    if getattr(parameter, SUMS_GRADIENTS, False):
+        raise NotImplementedError(
+            "full_tensor() of a parameter in a loss has the mean of the ranks' gradients, but "
+            "set_gradient_divide_factor() has made those of its module sums. Pass "
+            "full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim) to add them up, "
+            "or [Replicate()] for a term that is the same on all ranks, such as a penalty."
+        )
+    mean: torch.Tensor = _WithMeanGradient.apply(whole, parameter.device_mesh)  # type: ignore[no-untyped-call]
+    return mean
 
 
 def _rebuild(

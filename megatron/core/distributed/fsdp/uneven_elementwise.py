@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, whole_tensor
+from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, mixed_error, whole_tensor
 from megatron.core.distributed.fsdp.uneven_traits import Traits
 
 aten = torch.ops.aten
@@ -204,10 +204,3 @@ def _localised(tensor: torch.Tensor, reference: UnevenRows | None, func: Any) ->
     has_rows = whole.dim() == reference.dim() and whole.shape[0] == reference.shape[0]
 
     return reference.own_rows(whole) if has_rows else whole
-
-
-def mixed_error(tensor: torch.Tensor, func: Any) -> RuntimeError:
-    return RuntimeError(
-        f"Expected DTensors beside an uneven DTensor in {func}, got a plain tensor of shape "
-        f"{tuple(tensor.shape)}. Distribute it, or call to_local() or full_tensor() on the other."
-    )

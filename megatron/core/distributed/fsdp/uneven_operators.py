@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.uneven_elementwise import elementwise, mixed_error
+from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
 from megatron.core.distributed.fsdp.uneven_reductions import (
     LIST_NORMS,
     REDUCTIONS,
@@ -35,6 +35,7 @@ from megatron.core.distributed.fsdp.uneven_reductions import (
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
     UnevenRows,
+    mixed_error,
     replicated,
     tensors_among,
     uneven_among,

@@ -283,9 +283,24 @@ class CopyOfView(DTensor):
                     "or to its to_local()."
                 )
 
+        for tensor in tensors_among(args, kwargs):
+            if tensor.dim() and not isinstance(tensor, DTensor):
+                raise mixed_error(tensor, func)
+
         result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
         is_view = any(each.alias_info is not None for each in func._schema.returns)
         return tree_map(_as_copy, result) if is_view else result
+
+
+def mixed_error(tensor: torch.Tensor, func: Any) -> RuntimeError:
+    """What is raised for a plain tensor and a sharded one as arguments of one operator."""
+    return RuntimeError(
+        f"{func} got a sharded tensor, a weight say, and a plain one of shape "
+        f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is the mean "
+        "of the ranks' gradients. Or keep the weights of its module whole from forward to "
+        "backward, with fully_shard(..., reshard_after_forward=False). to_local() has the rows of "
+        "this rank."
+    )
 
 
 def _as_dtensor(value: Any) -> Any:

@@ -19,14 +19,18 @@ PyTorch asks a placement for its rows by `_local_shard_size_and_offset`, so
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import FlatRange, GlobalLayout, row_numel
+
+_CHECK_OF_SPECS = DTensorSpec._verify_shard_order.__code__
 
 
 class RowCut(NamedTuple):
@@ -239,6 +243,20 @@ class UnevenShard(Shard):
 
         # Tensors with rows of different sizes may be cut alike without the same integers.
         return self.whole == other.whole or self._bounds == other._bounds
+
+    def __ne__(self, other: object) -> bool:
+        # `DTensor.from_local` makes a spec, which compares placements with plain shards. PyTorch's
+        # own AssertionError says nothing about rows.
+        if sys._getframe(1).f_code is _CHECK_OF_SPECS:
+            raise NotImplementedError(
+                f"A DTensor cannot be made with {self}, the placement of a fully_shard parameter: "
+                "programs that cut a whole tensor, as PEFT does, cut it as torch.chunk, and rows "
+                "would be misplaced. Load whole tensors by model.load_state_dict(weights, "
+                "strict=False) or set_model_state_dict with full_state_dict=True, or give PEFT "
+                "replicated ones, DTensor.from_local(whole, mesh, [Replicate()]). For rows cut as "
+                "the parameter is there is parameter.with_local(rows)."
+            )
+        return not self == other
 
     def __hash__(self) -> int:
         return hash((UnevenShard, self.cut.num_pieces, self.whole.num_rows, self.whole.num_pieces))

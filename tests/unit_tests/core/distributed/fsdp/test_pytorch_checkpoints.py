@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import megatron.core.distributed.fsdp as ours
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -357,3 +357,28 @@ def _cuts_differ() -> bool:
         e.to_local().shape != p.to_local().shape
         for e, p in zip(even, model.parameters(), strict=True)
     )
+
+
+@on_ranks(2)
+def test_a_shard_that_a_program_has_cut_itself_is_an_error_and_not_misplaced() -> None:
+    """Loaders of adapters cut a whole tensor into equal chunks, and make a DTensor with the
+    parameter's mesh, placements, shape and strides.
+    """
+    # The rows that this engine cuts: other ones than the chunks', and as many.
+    for rows in (9, 8):
+        model = ours.fully_shard(nn.Linear(4, rows, bias=False))
+        weight, whole = model.weight, torch.arange(4.0 * rows).view(rows, 4)
+        before = weight.full_tensor().detach().clone()
+        part = whole.chunk(2)[dist.get_rank()]
+        shape, strides = weight.shape, tuple(weight.stride())
+        with pytest.raises(NotImplementedError, match=r"UnevenShard.*load_state_dict.*with_local"):
+            DTensor.from_local(
+                part, weight.device_mesh, weight.placements, shape=shape, stride=strides
+            )
+        assert torch.equal(weight.full_tensor(), before)
+
+        replica = DTensor.from_local(whole, weight.device_mesh, [Replicate()])
+        for value in (whole, replica, weight.with_local(weight.own_rows(whole))):
+            model.load_state_dict({"weight": torch.zeros(rows, 4)})
+            model.load_state_dict({"weight": value})
+            assert torch.equal(weight.full_tensor(), whole)
