@@ -65,11 +65,15 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 def reason_of(failure: OSError) -> str:
     """The reason why a path could not be written."""
-    # For a dangling link, the system reports that the file exists.
-    path = Path(os.fsdecode(failure.filename or ""))
-    for place in () if isinstance(failure, UnusableFileError) else (path, *path.parents):
-        if place.is_symlink() and not place.exists():
-            return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
+    path = (
+        Path(os.fsdecode(failure.filename)) if isinstance(failure.filename, str | bytes) else None
+    )
+    # For a dangling link, the system reports that the file exists. Asking for a link may fail as
+    # the write did, at a name that is too long or in a directory that is not ours.
+    with contextlib.suppress(OSError):
+        for place in () if path is None else (path, *path.parents):
+            if place.is_symlink() and not place.exists():
+                return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
     return failure.strerror or str(failure)
 
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.optimizer.state_loading import KEPT_OPTIONS
+from megatron.core.optimizer.state_loading import kept_options
 
 
 def save_checkpoint(
@@ -121,9 +121,9 @@ def _options(
     names: dict[torch.Tensor, list[str]] = {
         parameter: [name] for name, parameter in app.parameters().items() if name not in fresh
     }
-    known = {option for group in optimizer.param_groups for option in group}.difference(
-        KEPT_OPTIONS
-    )
+    known = {
+        option for group in optimizer.param_groups for option in group.keys() - kept_options(group)
+    }
     saved = [
         {option: value for option, value in group.items() if option in known}
         for group in dcp_param_groups(checkpoint)

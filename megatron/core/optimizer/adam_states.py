@@ -148,10 +148,10 @@ class AdamStates:
         self, given: torch.Tensor, parameter: torch.Tensor, states: States
     ) -> bool:
         scale = self.scale_of(parameter, _MASTER)
-        # fp16 numbers have steps of at least 2**-24.
-        error = 0.0 if scale is None else float(scale) * 2.0**-24
+        # The smallest step between fp16 numbers.
+        step = 0.0 if scale is None else float(scale) * 2.0**-24
         own = local_tensor(self.unscaled(parameter, states, _MASTER))
-        return is_rounding(given, own, error)
+        return is_rounding(given, own, step)
 
     def unscaled(self, parameter: torch.Tensor, states: States, name: str) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32 or a remainder, else a copy."""

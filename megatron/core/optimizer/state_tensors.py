@@ -90,19 +90,24 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor._version, local._version, local.data_ptr()
 
 
-def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, error: float = 0.0) -> bool:
+def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, step: float = 0.0) -> bool:
     """Whether one local tensor is another of a wider dtype, rounded.
 
     A parameter that was loaded separately from its main weight is: taking it over would lose the
     low bits of the main weight.
 
     Args:
-        error: largest absolute error of `wide` itself, which was rounded before it was stored.
+        step: between the smallest numbers that `wide` can be, if these are fp16 numbers with a
+            scale. `narrow` is then a rounding of what `wide` was before it became such a number.
     """
     narrow = narrow.to(wide.device)
-    if not error:
+    if not step:
         return narrow.dtype != wide.dtype and torch.equal(wide.to(narrow.dtype), narrow)
-    return torch.allclose(narrow.float(), wide, rtol=torch.finfo(narrow.dtype).eps, atol=error)
+
+    # Rounding is monotonic: what was within an error of `wide` is within the error's roundings.
+    error = wide.abs() * torch.finfo(torch.float16).eps + step
+    lowest, highest = (wide - error).to(narrow.dtype), (wide + error).to(narrow.dtype)
+    return bool(((lowest <= narrow) & (narrow <= highest)).all())
 
 
 class Difference(NamedTuple):

@@ -215,7 +215,8 @@ def _load(
 ) -> FrozenChanges:
     wanted, places = flatten_state_dict(state)
     changes = _frozen_changes(checkpoint, wanted, frozen)
-    wanted = {key: value for key, value in wanted.items() if key not in changes.fresh_keys}
+    fresh = changes.fresh_keys
+    wanted = {key: value for key, value in wanted.items() if key not in fresh}
     _check_fits(checkpoint, wanted, ignored_prefixes, changes)
     values = {
         key: checkpoint.read_plain(key)

@@ -102,8 +102,9 @@ class DeviceSide:
                 scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
             optimizer.step()
 
-    def init_states(self) -> None:
+    def init_states(self, param_groups: _ParamGroups) -> None:
         """Allocates the states that are not there yet, without stepping."""
+        self.take_options(param_groups)
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.init_state()
         elif self.optimizer is not None:

@@ -259,9 +259,12 @@ class HostSide:
             for master in bucket.master(index).values()
         }
 
-    def init_states(self) -> None:
+    def init_states(self, options: Mapping[nn.Parameter, Options]) -> None:
         """Allocates the states that are not there yet; AdamW's are from the start."""
-        self._wait_for_counts()
+        if self.is_flat:
+            return
+        # Some start with a rate, which may have changed.
+        self.torch_optimizers(options)
         for optimizer in self.optimizers:
             optimizer.init_states()
 

@@ -156,6 +156,31 @@ def test_parameters_leave_come_back_and_change_their_groups(
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parameters_keep_their_order_and_change_their_groups(
+    is_split: bool, fraction: float
+) -> None:
+    """Layers that move to a group with a rate of its own one after another."""
+
+    def run(make: Make) -> list[torch.Tensor]:
+        model = Net()
+        own = list(model.parameters())
+        optimizer = make([{"params": own[:6]}, {"params": own[6:], "lr": 0.001}], lr=0.05)
+        train(model, optimizer, range(1))
+        first, second = optimizer.param_groups
+        first["params"] = own[:2]
+        if is_split:
+            optimizer.param_groups.insert(1, {**second, "params": own[2:6]})
+        else:
+            second["params"] = own[2:]
+        train(model, optimizer, range(1, 3))
+        return weights(model)
+
+    found = run(lambda groups, **options: HybridDeviceOptimizer(groups, fraction, **options))
+    assert same(found, run(FusedAdam))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @on_ranks(2)
 def test_parameters_replaced_after_a_step_are_an_error(sharding: str, fraction: float) -> None:
@@ -227,13 +252,48 @@ def test_part_of_an_fsdp_module_cannot_be_added_later() -> None:
     train(model, optimizer)
 
 
-def test_an_added_group_that_is_rejected_leaves_no_trace() -> None:
-    model = Net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **SETTINGS)
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_an_added_group_that_is_rejected_leaves_no_trace(fraction: float) -> None:
+    model, expected = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    train(model, optimizer, range(1))
     with pytest.raises(ValueError, match="float64"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3).double())]})
     assert len(optimizer.param_groups) == 1
+    train(model, optimizer, range(1, 3))
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS), range(3))
+    assert same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_parameters_that_are_put_back_after_an_error_are_trained(fraction: float) -> None:
+    model, expected = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    (group,) = optimizer.param_groups
+    own, group["params"] = group["params"], list(Net().to("meta").parameters())
+    with pytest.raises(ValueError, match="meta"):
+        optimizer.init_state()
+    group["params"] = own
     train(model, optimizer)
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS))
+    assert same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_a_parameter_that_gets_another_shape_before_the_first_step_is_planned_anew(
+    fraction: float,
+) -> None:
+    """A vocabulary that is resized by assigning `.data`."""
+
+    def run(make: Make) -> list[torch.Tensor]:
+        model = Net()
+        optimizer = make(model.parameters(), **SETTINGS)
+        model.head.weight.data, model.head.bias.data = torch.zeros(2, 3), torch.zeros(2)
+        train(model, optimizer)
+        return weights(model)
+
+    found = run(lambda own, **options: HybridDeviceOptimizer(own, fraction, **options))
+    assert same(found, run(FusedAdam))
 
 
 @on_ranks(2)
