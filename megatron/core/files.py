@@ -65,13 +65,15 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 def reason_of(failure: OSError) -> str:
     """The reason why a path could not be written."""
-    path = (
-        Path(os.fsdecode(failure.filename)) if isinstance(failure.filename, str | bytes) else None
-    )
-    # For a dangling link, the system reports that the file exists. Asking for a link may fail as
-    # the write did, at a name that is too long or in a directory that is not ours.
+    places: list[Path] = []
+    # An unusable file may be a link, which its writer does not follow, whether dangling or not.
+    if isinstance(failure.filename, str | bytes) and not isinstance(failure, UnusableFileError):
+        path = Path(os.fsdecode(failure.filename))
+        places = [path, *path.parents]
+    # For a dangling link, the system reports that the file exists. The check may fail as the write
+    # did, for a name that is too long or in a directory without permission.
     with contextlib.suppress(OSError):
-        for place in () if path is None else (path, *path.parents):
+        for place in places:
             if place.is_symlink() and not place.exists():
                 return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
     return failure.strerror or str(failure)
