@@ -1,9 +1,9 @@
 """Optimizer states as tensors beside their parameter: distributed, shaped and strided as it is.
 
-The states of parameters that `fully_shard` has made lie in flat buffers with the layout of their
-group, one for each state, so that a step over a group is a few long passes. Those of other DTensors
-are wrapped in the parameter's own description; their local shards may be uneven, or empty. No
-operation of DTensor is called on any of them.
+The states of `fully_shard`'s parameters are in flat buffers with the layout of their group, one for
+each state, so that a step over a group is a few long passes. The states of other DTensors are
+wrapped in the parameter's description; their local shards may be uneven, or empty. No operation of
+DTensor is called on any of them.
 """
 
 from __future__ import annotations

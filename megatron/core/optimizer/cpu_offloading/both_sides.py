@@ -197,6 +197,11 @@ class BothSides:
                 f"{tuple(parameter.shape)}, got {found.got}."
             )
 
+    def init_states(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Allocates the states that are not there yet, without stepping."""
+        self.host_side.init_states(options_of(param_groups))
+        self.device_side.init_states(param_groups)
+
     def states(self) -> dict[torch.Tensor, Any]:
         """The states of all parameters that a side has, by name; not copies."""
         # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state
@@ -227,3 +232,8 @@ class BothSides:
         self.device_side.load(on_device)
         for optimizer, index, states in on_host:
             optimizer.load(index, states)
+
+
+def options_of(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+    """Each parameter's group."""
+    return {parameter: group for group in param_groups for parameter in group["params"]}

@@ -23,7 +23,7 @@ from torch import nn
 
 from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.optimizer.cpu_offloading.both_sides import BothSides
+from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -210,7 +210,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for bucket in self._sides.host_side.buckets:
             bucket.check(self)
 
-        on_host = self._sides.host_side.plan_step(gradients, self._options())
+        on_host = self._sides.host_side.plan_step(gradients, options_of(self.param_groups))
         return HybridStep(inputs, on_host, self._sides.device_side.plan_step(self.param_groups))
 
     @torch.no_grad()
@@ -225,10 +225,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss again, and is called first.
-            grad_scale: gradients are multiplied with it as they are read: the coefficient of
-                clipping, say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have
-                been replaced, options changed or states loaded or stepped since, the step is
+            grad_scale: a factor of the gradients, such as the coefficient of clipping, applied as
+                they are read.
+            planned: the plan that `plan_step` returned for this step. Without it, or if gradients
+                have been replaced, options changed or states loaded or stepped since, the step is
                 planned here.
 
         Raises:
@@ -254,7 +254,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._revision += 1
         # Before the device's step is issued, which the host's work need not wait for.
         now = self._sides.device.event()
-        # First, since other optimizers may refuse too; what has been planned cannot fail.
+        # First, since the device's optimizer may raise, if it is not FusedAdam. Plans cannot fail.
         self._sides.device_side.step(grad_scale, planned.on_device)
         self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
@@ -274,7 +274,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return self._sides.device_side.state_units() + on_host
 
     def record_to(self, timeline: AnyTimeline) -> None:
-        """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
+        """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
         self._sides.host_side.timings.record_to(timeline)
 
     def timings(self) -> LaneTimings | None:
@@ -303,8 +303,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Allocates the states that are not there yet, without stepping."""
         self._adopt_parameters()
         self._is_started = True
-        self._sides.host_side.init_states(self._options())
-        self._sides.device_side.init_states(self.param_groups)
+        self._sides.init_states(self.param_groups)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,10 +323,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         # accelerate loads the state dict of a new optimizer back into it: that starts nothing.
         if saved or self._is_started:
             self._sides.host_side.wait_until_free()
-            self.init_state()
+            self._sides.init_states(self.param_groups)
             # Parameters without a state in the dict start over.
             self._revision += 1
             self._sides.load({p: saved.get(p, {}) for p in self._parameters()})
+            # Not after an error: parameters of an optimizer without states may still be replaced.
+            self._is_started = True
 
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(loaded_options(group, other))
@@ -357,7 +358,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "optimizer."
         )
 
-    # What is where
+    # Sides and memory
 
     @property
     def plan(self) -> OffloadPlan:
@@ -400,7 +401,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         under way have ended. To look at: see sub_optimizers.py.
         """
         self._adopt_parameters()
-        return self._sides.host_side.torch_optimizers(self._options())
+        return self._sides.host_side.torch_optimizers(options_of(self.param_groups))
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -419,7 +420,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def update_fp32_param_by_new_param(self) -> None:
         """`reload_parameters`: the values of 16-bit parameters become those of their main weights.
 
-        For both sides, after a checkpoint's weights were loaded into the model, say.
+        For both sides, for example after a checkpoint's weights were loaded into the model.
         """
         self.reload_parameters()
 
@@ -451,16 +452,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def _options(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's group."""
-        return {p: group for group in self.param_groups for p in group["params"]}
-
     def _step_inputs(self) -> StepInputs:
         return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _check_options(self, loaded: list[dict[str, Any]]) -> None:
         """ValueError for groups' options that our AdamW cannot honour."""
         if self._sides.host_side.is_flat:
-            # Other numbers of groups are refused with the states.
+            # Other numbers of groups are rejected with the states.
             for own, other in zip(self.param_groups, loaded, strict=False):
                 check_options(own, other)

@@ -280,6 +280,20 @@ def test_parameters_that_are_put_back_after_an_error_are_trained(fraction: float
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
+def test_parameters_may_be_replaced_after_a_load_that_was_rejected(fraction: float) -> None:
+    model, other, expected = Net(), Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    rejected = optimizer.state_dict() | {"state": {0: {"step": 1.0}}}
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.load_state_dict(rejected)
+    assert len(optimizer.state) == 0
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimizer)
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS))
+    assert same(weights(other), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
 def test_a_parameter_that_gets_another_shape_before_the_first_step_is_planned_anew(
     fraction: float,
 ) -> None:
