@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.bucket import Slot
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
     among,
@@ -32,9 +34,9 @@ from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import Difference, difference
 
-# What the memory for a parameter depends on: its id, dtype, device and shape. Not a class, because
-# comparing them belongs to the few operations between a step's scalars and its first kernel.
-_Kind = tuple[int, torch.dtype, torch.device, torch.Size]
+# A parameter's id, dtype and device, on which its memory depends. Not a class, and not its shape,
+# which takes a DTensor long: these are compared between a step's scalars and its first kernel.
+_Kind = tuple[int, torch.dtype, torch.device]
 
 
 class BothSides:
@@ -102,7 +104,7 @@ class BothSides:
         """
         groups = optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        kinds: list[_Kind] = [(id(p), p.dtype, p.device, p.shape) for p in parameters]
+        kinds: list[_Kind] = [(id(p), p.dtype, p.device) for p in parameters]
         sizes = [len(group["params"]) for group in groups]
         if kinds == self._adopted and sizes == self._sizes:
             return False
@@ -116,10 +118,10 @@ class BothSides:
         if num_gone and unknown():
             if has_states:
                 raise RuntimeError(
-                    f"{num_gone} parameters of this optimizer were replaced, cast, resized or "
-                    "moved after it had states, which belong to the old ones. Build the optimizer, "
-                    "or shard the model, before the first step; or build a new one and load this "
-                    "one's state_dict() from before."
+                    f"{num_gone} parameters of this optimizer were replaced, cast or moved after "
+                    "it had states, which belong to the old ones. Build the optimizer, or shard "
+                    "the model, before the first step; or build a new one and load this one's "
+                    "state_dict() from before."
                 )
             self._start_over(parameters)
 
@@ -175,7 +177,12 @@ class BothSides:
     # Gradients and states
 
     def check_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """ValueError unless a gradient is like its parameter, of a dtype that its side takes."""
+        """Checks that a gradient is like its parameter, and both as their side expects.
+
+        Raises:
+            ValueError: for another gradient.
+            RuntimeError: for a parameter of another shape than it had.
+        """
         found = difference(gradient, parameter)
         if found is None and (
             gradient.layout is not torch.strided or not gradient.is_floating_point()
@@ -187,6 +194,7 @@ class BothSides:
 
         place = self.host_side.place_of(parameter)
         if found is None and place is not None:
+            self._check_numel(place[0].bucket.slots[place[1]])
             # A gradient that travelled in a narrower dtype than it has would be another one.
             accepted = place[0].bucket.accepted_grad_dtypes
             if gradient.dtype not in accepted:
@@ -195,6 +203,14 @@ class BothSides:
             raise ValueError(
                 f"Expected a gradient of {found.expected} for a parameter of shape "
                 f"{tuple(parameter.shape)}, got {found.got}."
+            )
+
+    def _check_numel(self, slot: Slot) -> None:
+        numel = local_tensor(slot.parameter).numel()
+        if numel != slot.numel:
+            raise RuntimeError(
+                f"A parameter of {slot.numel} elements on this rank has {numel} after its .data "
+                "was assigned. Build the optimizer after parameters have been resized."
             )
 
     def init_states(self, param_groups: Sequence[dict[str, Any]]) -> None:
