@@ -33,6 +33,7 @@ from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import Difference, difference
+from megatron.core.timeline import AnyTimeline
 
 # A parameter's id, dtype and device, on which its memory depends. Not a class, and not its shape,
 # which takes a DTensor long: these are compared between a step's scalars and its first kernel.
@@ -69,6 +70,7 @@ class BothSides:
         self._fraction = fraction
         self._given_plan = given_plan
         self._first = among(first, parameters)
+        self._timeline: AnyTimeline | None = None
         self._make(parameters)
 
     def _make(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -76,6 +78,8 @@ class BothSides:
         self.plan = OffloadPlan(())
         self.device_side = DeviceSide(self._settings)
         self.host_side = HostSide(self.device, self._settings)
+        if self._timeline is not None:
+            self.record_to(self._timeline)
         self._placed: dict[torch.Tensor, _Kind] = {}  # of all parameters that a side has
         # The parameters in the groups, and how many each has, as they were adopted last. The sizes
         # are None after an error, so that the next call compares everything again.
@@ -84,6 +88,11 @@ class BothSides:
         self._release = weakref.finalize(self, self.host_side.release)
         # At the program's end nothing is released: a lane may wait for a peer that is gone.
         self._release.atexit = False
+
+    def record_to(self, timeline: AnyTimeline) -> None:
+        """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
+        self.host_side.timings.record_to(timeline)
+        self._timeline = timeline
 
     # Changes of the groups
 

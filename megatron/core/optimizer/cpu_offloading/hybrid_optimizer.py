@@ -275,7 +275,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
-        self._sides.host_side.timings.record_to(timeline)
+        self._sides.record_to(timeline)
 
     def timings(self) -> LaneTimings | None:
         """Means over the steps completed since the last call; None if nothing was recorded.

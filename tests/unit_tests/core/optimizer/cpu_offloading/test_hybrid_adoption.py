@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.device import Device
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.timeline import Timeline
 from tests.helpers.ranks import on_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
@@ -102,6 +104,20 @@ def test_an_optimizer_built_before_sharding_trains_as_torchs_adamw(sharding: str
             saved = optimizer.state_dict()
             assert len(saved["state"]) == 8
             optimizer.load_state_dict(saved)
+
+
+def test_a_timeline_shows_the_steps_of_parameters_that_replaced_others() -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, records_timings=True, **SETTINGS)
+    timeline = Timeline(Device("cpu"))
+    optimizer.record_to(timeline)
+    model.to(BF16)
+    timeline.begin_iteration(1)
+    train(model, optimizer, range(1), dtype=BF16)
+    timeline.end_iteration()
+    timeline.synchronize()
+    rows = {each.row for each in timeline.slices(0.0, is_final=True)}
+    assert {"d2h", "host", "h2d"} <= rows
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
