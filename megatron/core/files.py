@@ -1,14 +1,14 @@
 """Files that a reader finds whole or not at all, also after a crash, and reads that end.
 
-A file is written under a name that no other writer has, brought to disk, and only then renamed to
-its own name; the folder is brought to disk after that, or the rename might not outlive a crash.
-From the rename on others may act on the file, and may even move the folder that it is in. A writer
-that must not fail from then on leaves the last step to the reader that acts on it (`Sync.CONTENT`).
+A file is written under a temporary name that no other writer uses, flushed to disk, and only then
+renamed; the directory is flushed after that, or the rename might be lost in a crash. After the
+rename other processes may act on the file, and may even move its directory. A writer that must not
+fail from then on leaves the last step to the reader that acts on the file (`Sync.CONTENT`).
 
-Files may lie in a folder that others can write to. A FIFO in the place of a file would block its
+Files may be in a directory that other users can write to. A FIFO instead of a file would block its
 reader forever, a device may do anything when it is opened, and a sparse file of a terabyte takes no
-room on disk but all of the memory. So a reader opens regular files only, and states how much it is
-prepared to read.
+space on disk but all of the memory. So a reader opens only regular files, and limits how much it
+reads.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
     """Opens a regular file for reading, unbuffered. Nothing else is opened, not even briefly.
 
     Args:
-        what: the file is to its reader, for the message: "the marker of a checkpoint".
+        what: the purpose of the file, for the message: "the marker of a checkpoint".
 
     Raises:
-        UnusableFileError: for a folder, a FIFO, a socket or a device.
+        UnusableFileError: for a directory, a FIFO, a socket or a device.
         OSError: as `open`.
     """
     _expect_regular(Path(path).stat().st_mode, path, what)
@@ -65,16 +65,22 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 def reason_of(failure: OSError) -> str:
     """The reason why a path could not be written."""
-    # For a dangling link, the system reports that the file exists.
-    path = Path(os.fsdecode(failure.filename or ""))
-    for place in () if isinstance(failure, UnusableFileError) else (path, *path.parents):
-        if place.is_symlink() and not place.exists():
-            return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
+    places: list[Path] = []
+    # An unusable file may be a link, which its writer does not follow, whether dangling or not.
+    if isinstance(failure.filename, str | bytes) and not isinstance(failure, UnusableFileError):
+        path = Path(os.fsdecode(failure.filename))
+        places = [path, *path.parents]
+    # For a dangling link, the system reports that the file exists. The check may fail as the write
+    # did, for a name that is too long or in a directory without permission.
+    with contextlib.suppress(OSError):
+        for place in places:
+            if place.is_symlink() and not place.exists():
+                return f"{place} is a symbolic link to {place.readlink()}, which does not exist"
     return failure.strerror or str(failure)
 
 
 def remove_empty_folder(path: str | Path) -> None:
-    """Removes a folder that has nothing in it. Anything else stays, a link to such a folder too."""
+    """Removes an empty directory. Anything else stays, also a link to an empty directory."""
     with contextlib.suppress(OSError):
         Path(path).rmdir()
 
@@ -83,7 +89,7 @@ def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> b
     """The content of a regular file of at most `max_bytes`.
 
     Raises:
-        UnusableFileError: for a folder, a FIFO, a socket or a device, and for a larger file.
+        UnusableFileError: for a directory, a FIFO, a socket or a device, and for a larger file.
         OSError: as `open` and `read`.
     """
     with open_regular(path, what) as stream:
@@ -106,11 +112,11 @@ def read_regular(path: str | Path, *, max_bytes: int, what: str = "a file") -> b
 def open_for_append(path: str | Path, what: str = "a file") -> int:
     """A descriptor that reads and appends to a regular file, which is created if missing.
 
-    Symbolic links are not followed: in a folder that others can write to, one could have this
-    process append to any file of its user.
+    Symbolic links are not followed: in a directory that other users can write to, a link could make
+    this process append to any file of its user.
 
     Raises:
-        UnusableFileError: for a link, a folder, a FIFO, a socket or a device. It has not been
+        UnusableFileError: for a link, a directory, a FIFO, a socket or a device, before it is
             opened.
         OSError: as `open`.
     """
@@ -136,7 +142,7 @@ def _expect_regular(mode: int, path: str | Path, what: str) -> None:
 
 
 class Sync(Enum):
-    """What is brought to disk when a file is published."""
+    """The parts that are flushed to disk when a file is published."""
 
     ALL = "the content, then the name"
     CONTENT = "the content; the rename is the last step, and the reader syncs the folder"
@@ -145,10 +151,10 @@ class Sync(Enum):
 
 @contextmanager
 def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
-    """A stream whose content stands under `path` once the block ends, whole and on disk.
+    """A stream whose content is in the file `path` once the block ends, whole and on disk.
 
-    If anything raises, nothing stands there, with one exception: if only the last step of
-    `Sync.ALL` fails, the file is whole, but may not outlive a crash.
+    After an error there is no such file, with one exception: if only the last step of `Sync.ALL`
+    fails, the file is whole, but a crash may lose it.
     """
     temporary = temporary_path(path)
     try:
@@ -158,7 +164,7 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
                 sync_stream(stream)
         temporary.replace(path)
     except BaseException:
-        # Never after the rename: by then the folder may have another name.
+        # Never after the rename: the directory may have another name by then.
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
@@ -168,20 +174,20 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` that no writer in any process, container or node shares. Open it with
-    "x".
+    """A name in the directory of `path` that no other writer uses, in any process, container or
+    node. Open it with "x".
     """
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def sync_stream(stream: BinaryIO) -> None:
-    """Brings what has been written to disk."""
+    """Flushes a stream to disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to disk, so that a rename in it outlives a crash."""
+    """Flushes a directory's entries to disk, so that a rename in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

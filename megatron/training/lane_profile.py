@@ -3,9 +3,9 @@
     runs/gpt/timelines/iterations_20-22/trace_rank0.json
                                         trace_rank1.json
 
-Each recording has a folder of its own, which rank 0 names when the run begins: `iterations_20-22.2`
-if a start before has recorded the same. A file is written once all that began in the recorded
-iterations is over, and appears as a whole; training goes on if it cannot be written.
+Each recording has its own directory, which rank 0 names when the run starts: `iterations_20-22.2`
+if an earlier start has recorded the same iterations. A file is written once all work of the
+recorded iterations has ended, and appears as a whole; training continues if it cannot be written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.core.trace_file import Trace
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "timelines"  # in the folder of the event log
-REPORT = "report"  # a phase of the timeline alone: logging, and deciding how to go on
+FOLDER = "timelines"  # in the event log's directory
+REPORT = "report"  # a phase of the timeline alone: logging, and deciding whether to continue
 
 _MOST_ITERATIONS = 100  # each takes some kilobytes a layer, in memory and on disk
 _PATTERN = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -47,14 +47,14 @@ def iterations_of(text: str) -> range:
 
 
 class LaneProfile:
-    """Records this rank's part. All ranks have one, or none has."""
+    """Records this rank's part. Either all ranks have one or no rank does."""
 
     def __init__(
         self, iterations: range, root: Path, device: Device, *, rank: int, world_size: int
     ) -> None:
         """
         Args:
-            root: the folder of recordings.
+            root: the directory of recordings.
         """
         self.timeline = Timeline(device)
         self._iterations = iterations
@@ -69,13 +69,13 @@ class LaneProfile:
         self._is_written = False
 
     def prepare(self, made: int, train_iters: int) -> None:
-        """Agrees on the recording's folder and clock. All ranks call it together.
+        """Agrees on the recording's directory and clock. All ranks call it together.
 
         Args:
             made: iterations before this start of the run.
 
         Raises:
-            ConfigError: on all ranks, for a folder that cannot be made.
+            ConfigError: on all ranks, for a directory that cannot be created.
         """
         self._first_made = made + 1
         folder, self._zero = on_first_rank(self._new_recording, "beginning a timeline")
@@ -86,9 +86,7 @@ class LaneProfile:
             self._warn("will not be", range(self._first_made, train_iters + 1))
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins, and the one before ends. Writes what has been recorded, once it is
-        complete.
-        """
+        """Starts an iteration and ends the one before. Writes the recording once it is complete."""
         if iteration in self._iterations:
             self._recorded.append(iteration)
             self.timeline.begin_iteration(iteration)
@@ -97,14 +95,14 @@ class LaneProfile:
             self._write(is_final=False)
 
     def phase(self, phase: str) -> None:
-        """A phase of the main thread begins."""
+        """Starts a phase of the main thread."""
         self.timeline.phase(phase)
 
     def finish(self, iteration: int) -> None:
-        """The run ends after this iteration. Writes what has not been, as far as it is complete."""
+        """Ends the run after this iteration. Writes the rest, as far as it is complete."""
         self.timeline.end_iteration()
         if self._recorded and not self._is_written:
-            # Nothing more will wait for the end of the last iteration.
+            # No later call waits for the end of the last iteration.
             self.timeline.synchronize()
             self._write(is_final=True)
         if len(self._recorded) < len(self._iterations):
@@ -112,7 +110,7 @@ class LaneProfile:
             self._warn(verb, range(self._first_made, iteration + 1))
 
     def _new_recording(self) -> list[Any]:
-        """On rank 0: the folder, which is not made yet, and unix seconds near the present."""
+        """On rank 0: the directory, which does not exist yet, and unix seconds near the present."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -129,14 +127,14 @@ class LaneProfile:
     def _write(self, *, is_final: bool) -> None:
         slices = self.timeline.slices(self._zero, is_final=is_final)
         if slices is None:
-            return  # some work is still under way; later, then
+            return  # some work is still running: a later call writes
 
         trace = Trace(self._rank, self._world_size, self._zero, self._machine, tuple(slices))
         path = self._folder / f"trace_rank{self._rank}.json"
         self._is_written = True
         self.timeline.forget()
         try:
-            # Other machines may have a root of their own, where rank 0 has made nothing.
+            # On another machine the root may be another one, where rank 0 has created nothing.
             path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, Sync.NOTHING) as stream:
                 stream.write(trace.to_json())
@@ -163,16 +161,16 @@ class NoLaneProfile:
     timeline: NoTimeline = NO_TIMELINE
 
     def prepare(self, made: int, train_iters: int) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def begin(self, iteration: int) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def phase(self, phase: str) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def finish(self, iteration: int) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
 
 NO_LANE_PROFILE = NoLaneProfile()
@@ -197,7 +195,7 @@ def _runs(numbers: list[int]) -> list[list[int]]:
 
 
 def _machine(device: Device) -> str:
-    """What the ranks of this machine compute on, in a few words."""
+    """The hardware of this machine's ranks, in a few words."""
     if device.is_accelerator:
         return device.description
     try:

@@ -202,6 +202,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.optimizer.cpu_offloading.bucket_optimizers",
         "megatron.core.optimizer.cpu_offloading.device_side",
         "megatron.core.optimizer.cpu_offloading.host_side",
+        "megatron.core.optimizer.cpu_offloading.both_sides",
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "megatron.core.optimizer.state_memory",
         "megatron.core.optimizer.loss_scaler",

@@ -1,12 +1,11 @@
-"""`save_checkpoint` and `load_checkpoint`: a model and its optimizer as one folder, for any loop.
+"""`save_checkpoint` and `load_checkpoint`: model and optimizer in one directory, for any loop.
 
     save_checkpoint(model, optimizer, "runs/mine/10")
     load_checkpoint(model, optimizer, "runs/mine/10")  # on any number of ranks
 
-Names and arguments are those of Megatron-FSDP's experimental interface. A folder has PyTorch DCP's
-own format, as `dcp.save({"model": ..., "optimizer": ...})` writes it and `dcp.load` reads it. In
-addition, it appears whole or not at all, and loading runs no code from a folder that somebody else
-has prepared.
+Megatron-FSDP's experimental interface has the same names and arguments. The directory has PyTorch
+DCP's format, as `dcp.save({"model": ..., "optimizer": ...})` writes it and `dcp.load` reads it. In
+addition, it appears whole or not at all, and loading never runs code that a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.optimizer.state_loading import KEPT_OPTIONS
+from megatron.core.optimizer.state_loading import kept_options
 
 
 def save_checkpoint(
@@ -37,11 +36,12 @@ def save_checkpoint(
     Args:
         model: sharded by any engine, or plain.
         optimizer: over its parameters. Missing states are allocated, as by PyTorch's helpers.
-        checkpoint_dir: the folder to make; if it exists, it must be empty.
+        checkpoint_dir: the directory to create; if it exists, it must be empty.
 
     Raises:
-        ValueError: for a path without a name of its own, "." say.
-        CheckpointError: on every rank, if any rank could not write; then there is no such folder.
+        ValueError: for a path without a name, such as ".".
+        CheckpointError: on every rank, if any rank could not write; the directory then does not
+            exist.
     """
     folder = Path(checkpoint_dir)
     if folder.name in ("", ".."):
@@ -61,23 +61,23 @@ def load_checkpoint(
     *,
     sync_model_weights: bool = True,
 ) -> None:
-    """Loads what `save_checkpoint` has saved, in place. Called by all ranks together.
+    """Loads a checkpoint of `save_checkpoint`, in place. Called by all ranks together.
 
-    Weights, states and the optimizer's options become those of the checkpoint; compute weights
-    when they are used next. Options that choose an implementation (`fused`) stay as they are.
+    Weights, states and the optimizer's options take the checkpoint's values; compute weights follow
+    when they are used next. Options that choose an implementation (`fused`) are kept.
 
     Args:
-        model, optimizer: like those that were saved; sharding and number of ranks may differ, and
-            so may the parameters that are frozen. Those that the checkpoint's optimizer did not
-            train start with fresh states, which a line of the log names.
-        checkpoint_dir: the folder.
+        model, optimizer: built as when they were saved; sharding and number of ranks may differ,
+            and so may the set of frozen parameters. Parameters that the checkpoint's optimizer did
+            not train start with fresh states; a line of the log names them.
+        checkpoint_dir: the checkpoint's directory.
         sync_model_weights: must be True: compute weights always follow.
 
     Raises:
-        NotImplementedError: for compute weights that are to stay as they are.
+        NotImplementedError: for `sync_model_weights=False`.
         CheckpointError: naming every key that is missing, unexpected or of another shape or dtype,
-            before anything is changed; CheckpointDamagedError for files that are not what was
-            written.
+            before anything is changed; CheckpointDamagedError for files that changed after the
+            save.
     """
     if not sync_model_weights:
         raise NotImplementedError(
@@ -88,7 +88,7 @@ def load_checkpoint(
     app = DCPState(model, optimizer)
     state = _state(app)
 
-    # Ranks divide the checking among them; each then reads what it needs.
+    # Ranks divide the checks among them; each then reads its shards.
     is_shared = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
 
@@ -101,7 +101,7 @@ def load_checkpoint(
     checkpoint = on_all_ranks(checked)
     own_groups = state["optimizer"].pop("param_groups")
     options = on_all_ranks(lambda: _options(checkpoint, app, optimizer, state))
-    # From here on tensors change in place; everything that can be refused has been checked.
+    # From here on tensors change in place; all checks that can reject the checkpoint are done.
     frozen = [f"model.{name}" for name in app.frozen]
     changes = torch_dcp.load_tensors(checkpoint, state, ("optimizer.param_groups.",), frozen)
     optim = {**state["optimizer"], "param_groups": own_groups}
@@ -121,9 +121,9 @@ def _options(
     names: dict[torch.Tensor, list[str]] = {
         parameter: [name] for name, parameter in app.parameters().items() if name not in fresh
     }
-    known = {option for group in optimizer.param_groups for option in group}.difference(
-        KEPT_OPTIONS
-    )
+    known = {
+        option for group in optimizer.param_groups for option in group.keys() - kept_options(group)
+    }
     saved = [
         {option: value for option, value in group.items() if option in known}
         for group in dcp_param_groups(checkpoint)

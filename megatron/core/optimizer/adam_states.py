@@ -89,10 +89,10 @@ class AdamStates:
         return states
 
     def reset(self, parameter: torch.Tensor, states: States) -> None:
-        """Makes the states those of a parameter that has taken no step."""
+        """Resets states, as if their parameter had never been stepped."""
         for name, tensor in states.items():
             local_tensor(tensor).zero_()
-            # Of its fp32 value a parameter that was never stepped lacks nothing.
+            # A parameter that was never stepped is its fp32 value: the remainder is zero.
             if name == _MASTER and tensor.dtype != torch.int16:
                 self.store(parameter, states, name, local_tensor(parameter).detach().float())
         self.see_master(parameter, states)
@@ -100,8 +100,8 @@ class AdamStates:
     def store(
         self, parameter: torch.Tensor, states: States, name: str, values: torch.Tensor
     ) -> None:
-        """Writes values into a state, rounded and scaled as it is kept. A master counts from then
-        on, and not what its parameter is now.
+        """Writes values into a state, rounded and scaled as it is kept. A master then takes
+        precedence over its parameter's value.
         """
         if name == _MASTER:
             self._writes.see(parameter)
@@ -118,7 +118,7 @@ class AdamStates:
     def install(self, parameter: torch.Tensor, states: States, loaded: States) -> None:
         """Takes over loaded states, which are known to fit."""
         for name, value in loaded.items():
-            # Counts may be numbers, in TransformerEngine's dicts, and lie on the CPU here.
+            # Counts may be numbers, in TransformerEngine's dicts, and are on the CPU here.
             if name == STEP:
                 states[STEP].fill_(float(value))
             else:
@@ -139,7 +139,7 @@ class AdamStates:
         self.see_master(parameter, states)
 
     def see_master(self, parameter: torch.Tensor, states: States) -> None:
-        """Tells that a parameter and its master, if it has one, belong together."""
+        """Marks a parameter and its master, if it has one, as consistent."""
         if _MASTER in states:
             self._writes.see(parameter)
             self._writes.see(states[_MASTER])
@@ -148,10 +148,10 @@ class AdamStates:
         self, given: torch.Tensor, parameter: torch.Tensor, states: States
     ) -> bool:
         scale = self.scale_of(parameter, _MASTER)
-        # fp16 numbers have steps of at least 2**-24.
-        error = 0.0 if scale is None else float(scale) * 2.0**-24
+        # The smallest step between fp16 numbers.
+        step = 0.0 if scale is None else float(scale) * 2.0**-24
         own = local_tensor(self.unscaled(parameter, states, _MASTER))
-        return is_rounding(given, own, error)
+        return is_rounding(given, own, step)
 
     def unscaled(self, parameter: torch.Tensor, states: States, name: str) -> torch.Tensor:
         """A state's values in fp32: the state itself if it is fp32 or a remainder, else a copy."""
@@ -183,7 +183,7 @@ class AdamStates:
     def check(
         self, parameter: torch.Tensor, gradient: torch.Tensor, states: States, place: str
     ) -> None:
-        """Refuses a gradient and states that are not like their parameter.
+        """Rejects a gradient and states that are not like their parameter.
 
         Args:
             place: the parameter, for messages.

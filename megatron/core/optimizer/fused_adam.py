@@ -84,7 +84,7 @@ class FusedStep(NamedTuple):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam and AdamW; the module's docstring says over what, and whose arithmetic it is.
+    """Adam and AdamW over plain tensors and DTensors, with the arithmetic of torch's fused AdamW.
 
     `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
 
@@ -173,7 +173,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._make_parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim. ValueError for what the constructor would refuse."""
+        """As in torch.optim. ValueError for groups that the constructor would reject."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -183,8 +183,8 @@ class FusedAdam(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        # Their module refuses to be copied too. A copy of a parameter has no group, so nothing
-        # would hand its weights on to the module.
+        # Their module cannot be copied either. A copy of a parameter has no group, so its weights
+        # would never reach the module.
         if any(group_of(parameter) is not None for parameter in self._parameters()):
             raise TypeError(
                 "Expected state_dict() to be used, got an attempt to copy or pickle an optimizer "
@@ -228,8 +228,7 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(
         self, param: torch.Tensor, store_param_remainders: bool | None = None
     ) -> None:
-        """Makes a parameter's states those of one that was never stepped, and allocates them if
-        they are not there yet.
+        """Resets a parameter's states, as if it had never been stepped, and allocates missing ones.
 
         Args:
             param: one of the optimizer's parameters.
@@ -291,9 +290,10 @@ class FusedAdam(torch.optim.Optimizer):
             closure: computes the loss and the gradients again.
             grad_scaler: torch's, whose scale is divided out as gradients are read. If one of them
                 is not finite, on any rank, nothing is stepped. Its `update` is the caller's.
-            grad_scale: what gradients are multiplied with as they are read, a clip coefficient say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have
-                been replaced, options changed or states loaded or stepped since, the step is
+            grad_scale: a factor of the gradients, such as the coefficient of clipping, applied as
+                they are read.
+            planned: the plan that `plan_step` returned for this step. Without it, or if gradients
+                have been replaced, options changed or states loaded or stepped since, the step is
                 planned here.
 
         Returns:
@@ -342,8 +342,8 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients that `step` reads: to None, or in place to zero. Default: as
-        `set_grad_none` says.
+        """Clears the gradients that `step` reads: to None, or in place to zero. Default:
+        `set_grad_none`.
         """
         is_none = self.set_grad_none if set_to_none is None else set_to_none
         clear_gradients(self._parameters(), self.use_decoupled_grad, is_none)
@@ -425,7 +425,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
 
-        # All of it first: a dict that is refused must change nothing.
+        # All checks first: a dict that is rejected must change nothing.
         states = checked_states(self.param_groups, state_dict, self._states.dtypes_of)
         for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             check_options(own, loaded)

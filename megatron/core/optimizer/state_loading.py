@@ -31,8 +31,15 @@ ADAMW_OPTIONS: Mapping[str, Any] = {
     "fused": True,
     "decoupled_weight_decay": True,
 }
-# These stay as the loading optimizer has them: they follow from its class and its machine.
-KEPT_OPTIONS = (*IMPLEMENTATIONS, "decoupled_weight_decay")
+
+
+def kept_options(own: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options that a group keeps when another group is loaded: they follow from the machine and
+    from the optimizer's class.
+    """
+    # Of Adam and AdamW it is the difference. NAdam and RAdam, which have no amsgrad, take it as an
+    # argument.
+    return (*IMPLEMENTATIONS, *(["decoupled_weight_decay"] if "amsgrad" in own else []))
 
 
 def loaded_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +47,7 @@ def loaded_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[st
     found = {
         name: copy.deepcopy(value)
         for name, value in loaded.items()
-        if name not in (*IDENTITIES, STEP, *KEPT_OPTIONS)
+        if name not in (*IDENTITIES, STEP, *kept_options(own))
     }
     # TransformerEngine's groups always have it. AdamW's never do, and would look for it.
     if found.get("bias_correction") is True and "bias_correction" not in own:

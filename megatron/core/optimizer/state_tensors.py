@@ -1,9 +1,9 @@
 """Optimizer states as tensors beside their parameter: distributed, shaped and strided as it is.
 
-The states of parameters that `fully_shard` has made lie in flat buffers with the layout of their
-group, one for each state, so that a step over a group is a few long passes. Those of other DTensors
-are wrapped in the parameter's own description; their local shards may be uneven, or empty. No
-operation of DTensor is called on any of them.
+The states of `fully_shard`'s parameters are in flat buffers with the layout of their group, one for
+each state, so that a step over a group is a few long passes. The states of other DTensors are
+wrapped in the parameter's description; their local shards may be uneven, or empty. No operation of
+DTensor is called on any of them.
 """
 
 from __future__ import annotations
@@ -90,19 +90,24 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor._version, local._version, local.data_ptr()
 
 
-def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, error: float = 0.0) -> bool:
+def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, step: float = 0.0) -> bool:
     """Whether one local tensor is another of a wider dtype, rounded.
 
     A parameter that was loaded separately from its main weight is: taking it over would lose the
     low bits of the main weight.
 
     Args:
-        error: largest absolute error of `wide` itself, which was rounded before it was stored.
+        step: between the smallest numbers that `wide` can be, if these are fp16 numbers with a
+            scale. `narrow` is then a rounding of what `wide` was before it became such a number.
     """
     narrow = narrow.to(wide.device)
-    if not error:
+    if not step:
         return narrow.dtype != wide.dtype and torch.equal(wide.to(narrow.dtype), narrow)
-    return torch.allclose(narrow.float(), wide, rtol=torch.finfo(narrow.dtype).eps, atol=error)
+
+    # Rounding is monotonic: what was within an error of `wide` is within the error's roundings.
+    error = wide.abs() * torch.finfo(torch.float16).eps + step
+    lowest, highest = (wide - error).to(narrow.dtype), (wide + error).to(narrow.dtype)
+    return bool(((lowest <= narrow) & (narrow <= highest)).all())
 
 
 class Difference(NamedTuple):

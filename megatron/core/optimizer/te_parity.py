@@ -14,8 +14,8 @@ They serve programs that were written for that class. Their rules are kept apart
 A run asks for `master_weights` alone, for what an offloading optimizer leaves on the device, and
 chooses dtypes by `--main-params-dtype`, `--main-grads-dtype` and `--exp-avg-dtype`.
 
-A parameter without a gradient is not stepped. One whose gradient lies in an attribute that the
-optimizer does not read would not be stepped either, silently; it is refused.
+A parameter without a gradient is not stepped. A gradient in an attribute that the optimizer does
+not read raises an error, since its parameter would silently not be stepped.
 """
 
 from __future__ import annotations

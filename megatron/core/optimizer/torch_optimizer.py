@@ -87,17 +87,26 @@ def init_states(optimizer: torch.optim.Optimizer) -> None:
         init_torch_states(optimizer)
 
 
+# States of torch's optimizers that start with another number than zero, or with an option.
+_FIRST_VALUES: Mapping[type[torch.optim.Optimizer], Mapping[str, float | str]] = {
+    torch.optim.ASGD: {"eta": "lr", "mu": 1.0},
+    torch.optim.NAdam: {"mu_product": 1.0},
+    torch.optim.Rprop: {"step_size": "lr"},
+}
+
+
 def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
     """Allocates the states of the parameters that have none, for any optimizer, by a step that
     does not count.
 
     It is PyTorch's way, a step with zero gradients and a zero rate, with two corrections: there is
-    no weight decay, which some optimizers add to the gradients, and so to the states; and step
-    counters are reset, or a run saved before its first step would resume with another bias
-    correction.
+    no weight decay, which some optimizers add to the gradients, and so to the states; and what the
+    step has changed, counters for one, is reset, or a run saved before its first step would resume
+    with another bias correction.
     """
     options = [dict(group) for group in optimizer.param_groups]
-    parameters = [parameter for group in options for parameter in group["params"]]
+    owners = {parameter: group for group in options for parameter in group["params"]}
+    parameters = list(owners)
     new = [
         parameter
         for parameter in parameters
@@ -127,10 +136,15 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
 
+    first: dict[str, float | str] = {"step": 0.0}
+    for cls, values in _FIRST_VALUES.items():
+        first.update(values if isinstance(optimizer, cls) else {})
     for parameter in new:
-        step = optimizer.state.get(parameter, {}).get("step")
-        if isinstance(step, torch.Tensor):
-            step.zero_()
+        states = optimizer.state.get(parameter, {})
+        for name, value in first.items():
+            if isinstance(states.get(name), torch.Tensor):
+                number = owners[parameter][value] if isinstance(value, str) else value
+                local_tensor(states[name]).fill_(float(number))
 
 
 def reset_states(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:

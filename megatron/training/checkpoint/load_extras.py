@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.state.param_groups import install_options,
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.optimizer.state_loading import KEPT_OPTIONS
+from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, kept_options
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run, no_run_error
 from megatron.training.checkpoint.run_state import RunState
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 RNG_KEY = re.compile(r"rng\.(\d{1,9})\.(.+)")
 # Optimizer options that a run never takes from a checkpoint: the schedule sets `lr` in every step.
-_NEVER_TAKEN = {"lr", *KEPT_OPTIONS}
+_NEVER_TAKEN = {"lr", *kept_options(ADAMW_OPTIONS)}
 
 
 class RunData(NamedTuple):

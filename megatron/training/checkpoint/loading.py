@@ -1,13 +1,13 @@
-"""Loading a checkpoint: which one is loaded, what must fit, and what follows if it is damaged.
+"""Loading a checkpoint: the choice of one, the checks, and the fallback from a damaged one.
 
 All ranks first agree that a checkpoint fits, and then read its tensors into place. At the start of
-a run these are verified as they arrive, since damage is followed by an older checkpoint, which
-overwrites them, or by the end of the run. A live engine must stay what it was: for it all data is
-read and verified first, and then read again.
+a run, tensors are verified as they arrive: if one is damaged, an older checkpoint overwrites them,
+or the run ends. A live engine must keep its state: all data is read and verified first, and then
+read again.
 
-Whatever the flags do not ask for is not read, so it is never a reason to refuse a checkpoint. With
-`--finetune`, any folder that holds the model's weights will do; a schedule or optimizer options
-that this run replaces with its own may be anything.
+Data that the flags do not request is not read, so it is never a reason to reject a checkpoint. With
+`--finetune`, any directory that has the model's weights is accepted, and so is any schedule or
+optimizer option that this run replaces.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Loaded(NamedTuple):
     """A checkpoint that was loaded.
 
     Attributes:
-        path: of the checkpoint.
-        info: what it says of its run; None if weights alone were asked for.
-        damaged: paths of newer checkpoints that were passed over as damaged.
+        path: the checkpoint's path.
+        info: the plain data of its run; None if only weights were requested.
+        damaged: paths of newer checkpoints that were skipped as damaged.
     """
 
     path: str
@@ -97,26 +97,26 @@ def load_run(
     known_damage: Mapping[str, str] | None = None,
     on_damage: Callable[[str, str], None] = lambda _path, _reason: None,
 ) -> Loaded | None:
-    """Loads the checkpoint that `--load` asks for into `state`, in place. Called by all ranks
-    together.
+    """Loads the checkpoint of `--load` into `state`, in place. Called by all ranks together.
 
-    A damaged one is passed over, loudly, for the one before it, unless `--ckpt-step` or `--load`
-    names that very checkpoint.
+    A damaged checkpoint is skipped, with an error in the log, for the one before it, unless
+    `--ckpt-step` or `--load` names exactly this checkpoint.
 
     Args:
-        schedule: says whose schedule and optimizer options hold where the checkpoint's differ.
+        schedule: determines whose schedule and optimizer options apply where the checkpoint's
+            differ.
         known_damage: reasons, by path, of checkpoints that were found damaged before; they are not
             read again.
-        on_damage: called with the path and the reason of each that is found damaged.
+        on_damage: called with the path and the reason of each checkpoint that is found damaged.
 
     Returns:
-        None if there is no checkpoint at all, which `--exit-on-missing-checkpoint` makes an error.
+        None if no checkpoint exists, which `--exit-on-missing-checkpoint` makes an error.
 
     Raises:
-        CheckpointError: for a checkpoint that is there but cannot be loaded. If it, or a newer one,
+        CheckpointError: for a checkpoint that exists but cannot be loaded. If it, or a newer one,
             is damaged, tensors of `state` may have been overwritten in part: the run must end.
-            Options, schedule, counters and random states are what they were.
-        ConfigError: if there is none and there must be, or its schedule differs from this run's.
+            Options, schedule, counters and random states are unchanged.
+        ConfigError: if a required checkpoint is missing, or its schedule differs from this run's.
     """
     load = config.load
     if load is None:
@@ -162,9 +162,7 @@ def _log_loaded(path: str, info: RecoverInfo | None, state: RunState) -> None:
 
 
 def load_weights(store: Store, name: str, model: nn.Module) -> None:
-    """Loads a checkpoint's model, and nothing else, into `model` in place. Needs no process
-    group.
-    """
+    """Loads only a checkpoint's model into `model`, in place. Needs no process group."""
     if format_of(store, name) == FSDP_DTENSOR:
         checkpoint, contents = PublishedCheckpoint.open(store, name), collect(model)
         load_entries(
@@ -188,15 +186,15 @@ def load_checkpoint(
     """Loads one checkpoint of either format into `state`, in place. Called by all ranks together.
 
     Args:
-        checks_first: whether `state` must stay what it was if the checkpoint is damaged. All data
-            is then read twice: to check it, and to put it into place. `torch_dcp` always does so.
+        checks_first: whether `state` must stay unchanged if the checkpoint is damaged. All data is
+            then read twice: to check it, and to put it into place. `torch_dcp` always does so.
 
     Returns:
-        What it says of its run; None if `config` asks for weights alone.
+        The plain data of its run; None if `config` requests only weights.
 
     Raises:
         CheckpointDamagedError: without `checks_first`, tensors of `state` may have been overwritten
-            in part. Another checkpoint that the same `config` asks for overwrites all of them.
+            in part. Another checkpoint for the same `config` overwrites all of them.
         CheckpointError, ConfigError: `state` has not been changed, unless a file that could be read
             a moment ago could not be read again.
     """
@@ -206,9 +204,9 @@ def load_checkpoint(
 
 
 def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
-    """[the folder of checkpoints, the names of those to try, in order]; no names if there are none.
+    """[the directory of checkpoints, the names to try, in order]; the names may be empty.
 
-    A list, since ranks tell each other JSON.
+    A list, since ranks exchange JSON.
     """
     named = named_checkpoint(load)
     if named is not None:
@@ -238,7 +236,7 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Load:
-    """One checkpoint, and what the flags ask for of it."""
+    """One checkpoint, and the flags that select parts of it."""
 
     flags: CheckpointConfig
     schedule: LRScheduleConfig
@@ -250,11 +248,11 @@ class _Load:
 
     @property
     def with_states(self) -> bool:
-        """Whether the optimizer's states are asked for."""
+        """Whether the flags request the optimizer's states."""
         return self.flags.load_optim and not self.flags.finetune
 
     def fsdp_dtensor(self) -> RecoverInfo | None:
-        """Loads a checkpoint of our own format. Returns what it says of its run."""
+        """Loads a checkpoint in the `fsdp_dtensor` format. Returns the plain data of its run."""
         flags, store, name = self.flags, self.store, self.name
 
         def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
@@ -271,7 +269,7 @@ class _Load:
         )
 
         def check() -> tuple[Wanted, Extras]:
-            # Random states and options are read on their own, where they are wanted.
+            # Random states and options are read separately, if they are wanted.
             states = PARAM_GROUPS if self.with_states else "optimizer.*"
             skip = [*flags.load_skip_keys, "rng.*", states]
             wanted = check_contents(checkpoint, contents, skip, flags.dist_ckpt_strictness)
@@ -282,7 +280,7 @@ class _Load:
             return wanted, extras
 
         wanted, extras = on_all_ranks(check)
-        # Without that check, only another checkpoint, or the end of the run, may follow an error.
+        # Without that check, only another checkpoint or the end of the run may follow an error.
         on_all_ranks(lambda: load_entries(checkpoint, contents, wanted))
         extras.install(self.state, self.device)
         return None if run is None else run.info
@@ -307,7 +305,7 @@ class _Load:
         )
 
     def torch_dcp(self) -> RecoverInfo | None:
-        """Loads a checkpoint that PyTorch wrote. Returns what it says of its run."""
+        """Loads a checkpoint in PyTorch DCP's format. Returns the plain data of its run."""
         path = _local_path(self.store, self.name)
         for field in given_options(self.flags):
             expect(
@@ -322,7 +320,7 @@ class _Load:
         tensors = app.state_dict()
         checkpoint, extras = on_all_ranks(lambda: self._check_torch_dcp(tensors))
         if self.with_states:
-            # PyTorch installs states and options together. These options are this run's own: the
+            # PyTorch installs states and options together. These options are this run's: the
             # checkpoint's are not read here.
             own_groups = tensors["optim"].pop("param_groups")
             ignored = ("rng.", "optim.param_groups.")
@@ -344,7 +342,7 @@ class _Load:
         )
         run = self._run_data(lambda: _train_state(self.store, self.name, checkpoint))
 
-        # What the flags do not ask for may be damaged, or be what only another program understands.
+        # Data that the flags do not request may be damaged, or in a form of another program.
         keys = None
         if not self.with_states:
             keys = weight_keys(checkpoint, model)
@@ -371,7 +369,7 @@ class _Load:
         return checkpoint, Extras(run, options, rng_to_load(checkpoint, self.device, flags))
 
     def _run_data(self, train_state: Callable[[], dict[str, Any]]) -> RunData | None:
-        """What the checkpoint says of its run; None if weights alone are asked for."""
+        """The plain data of the checkpoint's run; None if the flags request only weights."""
         if self.flags.finetune:
             return None
         return RunData.read(
@@ -388,8 +386,8 @@ def _local_path(store: Store, name: str) -> str:
 
 
 def _train_state(store: Store, name: str, checkpoint: TorchDcpCheckpoint) -> dict[str, Any]:
-    """The plain data of a `torch_dcp` checkpoint. CheckpointError for a folder that has none."""
-    # A run's checkpoint that has lost the file is damaged, and has random states to tell it by.
+    """The plain data of a `torch_dcp` checkpoint. CheckpointError if the directory has none."""
+    # A run's checkpoint that has lost the file is damaged; its random states identify it.
     is_ours = any(RNG_KEY.fullmatch(key) for key in checkpoint.keys)
     if not is_ours and not store.exists(f"{name}/{TRAIN_STATE_FILE}"):
         reason = f"it has no {TRAIN_STATE_FILE}, like all that torch.distributed.checkpoint saves"

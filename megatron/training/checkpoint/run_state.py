@@ -1,5 +1,5 @@
 """The state that a run's checkpoint covers: model, optimizer, schedule, random generators and
-counters. And saving it.
+counters; and how it is saved.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class RunState:
         evaluator: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> RecoverInfo:
-        """What a checkpoint of this moment says besides tensors. The arguments are what others know
-        about the run; empty by default.
+        """The plain data of a checkpoint that is saved now. The arguments are the parts that other
+        components of the run provide, empty by default.
         """
         scaler = self.optimizer.loss_scaler
         return RecoverInfo(
@@ -109,9 +109,9 @@ def save_torch_dcp(
     """Publishes a `torch_dcp` checkpoint of the present state. Called by all ranks together.
 
     Args:
-        root: a folder of the file system.
-        name: of the checkpoint's folder, for one that is not among a run's own. Default: the
-            iteration's.
+        root: a directory of the file system.
+        name: the name of the checkpoint directory; default: the iteration's name, for the
+            checkpoints of a run.
 
     Returns:
         The seconds it took.
@@ -129,12 +129,12 @@ def save_torch_dcp(
 def save_once(
     path: str, state: RunState, device: Device, *, with_optim: bool, ckpt_format: str
 ) -> None:
-    """Saves to a folder at this path, outside of a run's own checkpoints, and waits for it. Called
-    by all ranks together.
+    """Saves a checkpoint that is not one of a run's to this path, and waits for it. Called by all
+    ranks together.
 
     Raises:
-        CheckpointError: on all ranks, if it could not be saved, or something is at the path.
-        ValueError: for the name of a run's own checkpoint, or a path that the format cannot use.
+        CheckpointError: on all ranks, if it could not be saved, or the path exists.
+        ValueError: for the name of a run's checkpoint, or a path that the format cannot use.
     """
     root, name = split_path(path)
     if iteration_of(name) is not None:
@@ -179,7 +179,7 @@ def save_once(
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """(the folder that a checkpoint is in, its own name). ValueError for a path without both."""
+    """(the directory that contains a checkpoint, its name). ValueError for a path without both."""
     root, _, name = str(path).rstrip("/").rpartition("/")
     if not name or name in (".", "..") or root.endswith(":/"):
         raise ValueError(f"Expected the path of a checkpoint's folder, got {path!r}.")
@@ -187,7 +187,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def make_save_folder(root: str) -> None:
-    """Makes the folder of `--save`, on one rank. ConfigError if it cannot be written."""
+    """Creates the directory of `--save`, on one rank. ConfigError if it is not writable."""
     store = open_store(root)
     if store.is_rename_atomic:
         try:
@@ -203,14 +203,15 @@ def make_save_folder(root: str) -> None:
 def check_save_folder(
     config: CheckpointConfig, start_iteration: int, damaged: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """Makes the folder of `--save` ready for a run. Called by all ranks together, before training.
+    """Prepares the directory of `--save` for a run. Called by all ranks together, before training.
 
     Args:
-        damaged: paths of checkpoints that were passed over as damaged. Those in the folder of
-            `--save` are set aside, since the run will save the same iterations again.
+        damaged: paths of checkpoints that were skipped as damaged. Checkpoints among them that are
+            in the directory of `--save` are set aside, since the run will save the same iterations
+            again.
 
     Returns:
-        The paths that were set aside, each with a sentence that says where the checkpoint is now.
+        The paths that were set aside, each with a sentence with the checkpoint's new place.
 
     Raises:
         ConfigError: if it holds checkpoints that this run would overwrite.
@@ -226,18 +227,18 @@ def check_save_folder(
 
 
 def place_of(root: str) -> str:
-    """The canonical name of a folder of checkpoints."""
+    """The canonical name of a directory of checkpoints."""
     store = open_store(root)
     return str(Path(store.root).resolve()) if store.is_rename_atomic else store.root
 
 
 def checkpoint_path(root: str, iteration: int) -> str:
-    """The canonical path of an iteration's checkpoint, as events and relaunches know it."""
+    """The canonical path of an iteration's checkpoint, which events and relaunches use."""
     return f"{place_of(root)}/{checkpoint_name(iteration)}"
 
 
 def named_checkpoint(root: str) -> tuple[str, str] | None:
-    """(folder, name) if `root` is a checkpoint itself; None if it is a folder of checkpoints."""
+    """(directory, name) if `root` is a checkpoint; None if it is a directory of checkpoints."""
     store = open_store(root)
     if not any(store.exists(file) for file in (MARKER_FILE, METADATA_FILE)):
         return None
@@ -263,7 +264,7 @@ def _check_save_folder(
 
 def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> list[tuple[str, str]]:
     if damaged:
-        # First of all: the tracker must not name a checkpoint that is gone.
+        # First: the tracker must not name a checkpoint that is gone.
         store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
     done = []
     for iteration in damaged:
@@ -276,10 +277,10 @@ def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> li
 
 
 def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The random states under their keys, in a checkpoint where each rank writes its own."""
+    """The random states under their keys, in a format in which each rank writes a file."""
     return {f"rng.{kind}": tensor for kind, tensor in states.items()}
 
 
 def rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The random states under keys with the rank, since each rank has its own."""
+    """The random states under keys with the rank."""
     return {"rng": {str(dist.get_rank()): states}}

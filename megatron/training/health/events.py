@@ -1,8 +1,7 @@
 """A run's history for operators and scripts: `events.jsonl` and `heartbeat.json`.
 
-docs/recovery.md lists the events and their fields. All ranks append to one file, and a run that is
-started again continues it. Readers take what they understand: lines may be missing or torn, and
-fields may be added.
+docs/recovery.md lists the events and their fields. All ranks append to one file, and a restarted
+run continues it. Readers ignore unknown fields and damaged lines; lines may be missing.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
-METRICS_FILE = "metrics.jsonl"  # beside them, unless --metrics-jsonl names another place
+METRICS_FILE = "metrics.jsonl"  # in the same directory, unless --metrics-jsonl names another file
 _MOST_HEARTBEAT_BYTES = 65536
 
 
 class EventKind(str, enum.Enum):
-    """The kinds of events. docs/recovery.md says when they are written, and their fields."""
+    """The kinds of events. docs/recovery.md describes when they are written, and their fields."""
 
     START = "start"
     RESUME = "resume"
@@ -51,7 +50,7 @@ class EventKind(str, enum.Enum):
 
 
 class EventLog:
-    """Appends to a run's events. Without a folder, drops them.
+    """Appends to a run's events. Without a directory, drops them.
 
     Never raises and never ends a run: a disk that fails is one warning. Any thread and any signal
     handler may call it.
@@ -68,8 +67,8 @@ class EventLog:
         """
         Args:
             folder: on a file system that all ranks see. Made with the first event.
-            rank: that stands in each line.
-            restart: how often the launcher has restarted this job; stands in each line.
+            rank: the rank to write in each line.
+            restart: how often the launcher has restarted this job, also in each line.
             clock: seconds since 1970.
         """
         self._lines = None if folder is None else JsonLines(Path(folder) / EVENTS_FILE)

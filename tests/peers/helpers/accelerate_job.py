@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -13,16 +12,13 @@ from torch import nn
 from tests.peers.helpers.peer_rank import (
     ENGINES,
     batch,
-    common_directory,
     make_optimizer,
+    run_training,
     scalar,
     serve,
     tiny_llama,
     use_engine,
 )
-
-NUM_STEPS = 4
-SAVED_AFTER = 2
 
 
 def forget_accelerators() -> None:
@@ -83,7 +79,6 @@ class _Training:
         self._optimizer = self._accelerator.prepare(built)
 
     def step(self, number: int) -> list[float]:
-        """Losses of its microbatches, and the norm of its gradients."""
         numbers = []
         for microbatch in range(self._num_microbatches):
             with self._accelerator.accumulate(self._model):
@@ -97,11 +92,11 @@ class _Training:
                 self._optimizer.zero_grad()
         return numbers
 
-    def save(self, directory: str) -> None:
-        self._accelerator.save_state(directory)
+    def save(self, path: str) -> None:
+        self._accelerator.save_state(path)
 
-    def load(self, directory: str) -> None:
-        self._accelerator.load_state(directory)
+    def load(self, path: str) -> None:
+        self._accelerator.load_state(path)
 
 
 def train(
@@ -113,23 +108,12 @@ def train(
     accumulation: int = 1,
     resume_on: list[str] | None = None,
 ) -> list[float]:
-    """Losses and norms of each step.
+    """Losses and norms of each step; see `run_training`."""
 
-    With `resume_on`, the steps after the save are repeated by a new model on that engine with that
-    optimizer, from the saved state.
-    """
-    torch._dynamo.reset()
-    settings = (plugin, is_tied, is_compiled, accumulation)
-    training = _Training(engine, optimizer, *settings)
-    numbers = [number for step in range(SAVED_AFTER) for number in training.step(step)]
-    if resume_on is not None:
-        directory = common_directory()
-        training.save(directory)
-        training = _Training(*resume_on, *settings)
-        training.load(directory)
-    return numbers + [
-        number for step in range(SAVED_AFTER, NUM_STEPS) for number in training.step(step)
-    ]
+    def make(engine: str, optimizer: str) -> _Training:
+        return _Training(engine, optimizer, plugin, is_tied, is_compiled, accumulation)
+
+    return run_training(make, engine, optimizer, resume_on)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from tests.peers.helpers.peer_rank import (
     batch,
     common_directory,
     make_optimizer,
+    run_training,
     scalar,
     serve,
 )
 
-NUM_STEPS = 4
-SAVED_AFTER = 2
 WIDTH = 32
 
 
@@ -121,7 +120,6 @@ class _Training:
             self._optimizer = self._fabric.setup_optimizers(built)
 
     def step(self, number: int) -> list[float]:
-        """Losses of its microbatches, and the norm of its gradients."""
         numbers = []
         for microbatch in range(self._num_microbatches):
             is_last = microbatch == self._num_microbatches - 1
@@ -134,10 +132,10 @@ class _Training:
         self._optimizer.zero_grad()
         return [*numbers, scalar(norm)]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str) -> None:
         self._fabric.save(path, {"model": self._model, "optimizer": self._optimizer})
 
-    def load(self, path: Path) -> None:
+    def load(self, path: str) -> None:
         self._fabric.load(path, {"model": self._model, "optimizer": self._optimizer})
 
 
@@ -151,23 +149,14 @@ def train(
     accumulation: int = 1,
     resume_on: list[str] | None = None,
 ) -> list[float]:
-    """Losses and norms of each step.
+    """Losses and norms of each step; see `run_training`."""
 
-    With `resume_on`, the steps after the save are repeated by a new model on that engine with that
-    optimizer, from the saved state.
-    """
-    torch._dynamo.reset()
-    settings = (strategy, precision, is_on_meta, is_compiled, accumulation)
-    training = _Training(engine, optimizer, *settings)
-    numbers = [number for step in range(SAVED_AFTER) for number in training.step(step)]
-    if resume_on is not None:
-        path = Path(common_directory()) / "checkpoint"
-        training.save(path)
-        training = _Training(*resume_on, *settings)
-        training.load(path)
-    return numbers + [
-        number for step in range(SAVED_AFTER, NUM_STEPS) for number in training.step(step)
-    ]
+    def make(engine: str, optimizer: str) -> _Training:
+        return _Training(
+            engine, optimizer, strategy, precision, is_on_meta, is_compiled, accumulation
+        )
+
+    return run_training(make, engine, optimizer, resume_on)
 
 
 if __name__ == "__main__":

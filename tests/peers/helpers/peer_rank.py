@@ -6,10 +6,10 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from megatron.core.optimizer import FusedAdam, HybridDeviceOptimizer
 
 VOCABULARY = 64
 LENGTH = 16  # tokens
+NUM_STEPS = 4
+SAVED_AFTER = 2
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
 
 # As a program names them: a class and its options.
@@ -47,6 +49,43 @@ def serve(train: Callable[..., list[float]]) -> None:
             outcomes[name] = {"error": traceback.format_exc()}
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
+
+
+class Training(Protocol):
+    """A model and its optimizer under a library that trains."""
+
+    def step(self, number: int) -> list[float]:
+        """Losses of its microbatches, and the norm of its gradients."""
+
+    def save(self, path: str) -> None: ...
+
+    def load(self, path: str) -> None: ...
+
+
+def run_training(
+    make: Callable[[str, str], Training],
+    engine: str,
+    optimizer: str,
+    resume_on: Sequence[str] | None,
+) -> list[float]:
+    """What `step` returns for each step.
+
+    Args:
+        make: the training on an engine with an optimizer.
+        resume_on: the engine and the optimizer of a second training, which repeats the steps after
+            the save from the saved state.
+    """
+    torch._dynamo.reset()
+    training = make(engine, optimizer)
+    numbers = [number for step in range(SAVED_AFTER) for number in training.step(step)]
+    if resume_on is not None:
+        path = f"{common_directory()}/checkpoint"
+        training.save(path)
+        training = make(*resume_on)
+        training.load(path)
+    return numbers + [
+        number for step in range(SAVED_AFTER, NUM_STEPS) for number in training.step(step)
+    ]
 
 
 def use_engine(engine: str) -> None:

@@ -15,7 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from tests.peers.helpers.accelerate_job import allow_fsdp_on_cpu, forget_accelerators
 from tests.peers.helpers.peer_rank import (
     LENGTH,
+    NUM_STEPS,
     OPTIMIZERS,
+    SAVED_AFTER,
     VOCABULARY,
     common_directory,
     serve,
@@ -23,8 +25,6 @@ from tests.peers.helpers.peer_rank import (
     use_engine,
 )
 
-NUM_STEPS = 4
-SAVED_AFTER = 2
 MakeTrainer = Callable[[TrainingArguments, "Numbers"], Trainer]
 
 

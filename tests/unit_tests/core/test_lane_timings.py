@@ -335,10 +335,10 @@ def test_the_recorder_keeps_neither_buckets_nor_events() -> None:
     model, optimizer = make(records_timings=True, **ALL)
     train(model, optimizer, 2)
     optimizer.synchronize()
-    recorder = optimizer._host_side.timings
+    recorder = optimizer._sides.host_side.timings
     references = [
         weakref.ref(each)
-        for updating in optimizer._host_side.optimizers
+        for updating in optimizer._sides.host_side.optimizers
         for each in (updating, updating.bucket, updating.bucket.sent)
     ]
     assert all(reference() is not None for reference in references)

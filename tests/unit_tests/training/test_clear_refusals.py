@@ -103,10 +103,12 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
     ],
 )
 def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):
-    """Behind a file, where not even root can make a folder, and behind a link to nothing."""
+    """Not even root can make a directory behind a file, behind a link to nothing, or with a name
+    that is too long.
+    """
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    behind = [tmp_path / name / "folder" for name in ("file", "link")]
+    behind = [tmp_path / name / "folder" for name in ("file", "link", "x" * 300)]
 
     def refused() -> list[str]:
         messages = []
@@ -118,7 +120,8 @@ def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag
 
     (messages,) = run_ranks(1, refused)
     link = f"{tmp_path}/link is a symbolic link to {tmp_path}/unmounted, which does not exist"
-    for place, message, reason in zip(behind, messages, ("Not a directory", link), strict=True):
+    reasons = ("Not a directory", link, "File name too long")
+    for place, message, reason in zip(behind, messages, reasons, strict=True):
         assert message == f"{flag}: expected {expected}, got {place} ({reason})."
 
 

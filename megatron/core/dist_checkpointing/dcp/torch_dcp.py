@@ -1,8 +1,8 @@
-"""`--ckpt-format torch_dcp`: checkpoints in PyTorch DCP's own format, for other engines.
+"""`--ckpt-format torch_dcp`: checkpoints in PyTorch DCP's format, for other engines.
 
-A checkpoint consists of PyTorch DCP's files and `train_state.json`, which has everything that is
-not a tensor as plain data. It is written as a draft and published by rename; DCP's own collectives
-tell when all ranks have written.
+A checkpoint consists of PyTorch DCP's files and `train_state.json`, which has the rest of the state
+as plain data. It is written as a draft and published by rename, after DCP's collectives report that
+all ranks have written.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def save_checkpoint(
     *,
     name: str | None = None,
 ) -> Path:
-    """Writes and publishes a checkpoint. Called by all ranks together; returns its folder.
+    """Writes and publishes a checkpoint. Called by all ranks together; returns its directory.
 
     Args:
-        root: the folder of all checkpoints, made if need be.
+        root: the directory of all checkpoints, created if missing.
         iteration: of the checkpoint.
         state: nested dict of tensors (DTensors stay sharded: each rank writes its part) and of
             plain data: numbers, strings, and lists, tuples and dicts of them.
@@ -71,7 +71,7 @@ def save_checkpoint(
     draft = _Draft(Path(root), checkpoint_name(iteration) if name is None else name)
 
     def prepare() -> None:
-        # A run's own folders are made by its saves alone; this one is of the caller's choice.
+        # Only saves create a run's directories. The caller may have created this one.
         if name is not None:
             remove_empty_folder(draft.folder)
         draft.prepare(train_state)
@@ -96,7 +96,7 @@ def save_checkpoint(
 
 
 class _Draft:
-    """A checkpoint under way. All ranks know its paths; rank 0 alone calls the methods."""
+    """A checkpoint that is being written. All ranks have its paths; only rank 0 calls methods."""
 
     def __init__(self, root: Path, final: str) -> None:
         self.folder = root / final
@@ -107,7 +107,7 @@ class _Draft:
         self._train_state: bytes | None = None
 
     def prepare(self, train_state: dict[str, Any] | None) -> None:
-        """Makes an empty folder."""
+        """Creates an empty directory."""
         if train_state is not None:
             self._train_state = train_state_bytes(train_state)
         if self.folder.exists():
@@ -122,11 +122,11 @@ class _Draft:
     def publish(self, tracked: int | None) -> None:
         """Publishes all ranks' files. `tracked`: the iteration for the tracker file."""
         with self._discarded_on_error():
-            # DCP syncs this file while its content is still in a buffer of DCP's own.
+            # DCP syncs this file while some of its content is still in DCP's buffer.
             with (self.path / METADATA_FILE).open("rb") as stream:
                 sync_stream(stream)
                 num_bytes = os.fstat(stream.fileno()).st_size
-            # A reader refuses more, and a checkpoint that cannot be loaded must not be published.
+            # A reader rejects more, and a checkpoint that cannot be loaded must not be published.
             if num_bytes > MAX_METADATA_BYTES:
                 raise CheckpointError(
                     f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}."
@@ -155,12 +155,12 @@ class _Draft:
 def check_steps(checkpoint: TorchDcpCheckpoint) -> None:
     """Checks an optimizer's counters of steps, the only states for which some values are invalid.
 
-    An optimizer refuses such values too, but only once weights and states are in place.
+    An optimizer rejects such values too, but only after weights and states have been loaded.
 
     Raises:
-        CheckpointError: for a counter that is no number of steps.
+        CheckpointError: for a counter that is not a number of steps.
     """
-    # `load_tensors` refuses tensors of more than one number for their shape.
+    # `load_tensors` rejects tensors of more than one number for their shape.
     counters = [
         key
         for key, tensor in checkpoint.tensors.items()
@@ -185,7 +185,7 @@ def load_tensors(
 
     Args:
         state: a state dict like the one saved; sharding may differ. Values are widened to the
-            dtype that they have here, and those of frozen weights are rounded.
+            dtype of the tensor here; values of frozen weights are rounded to it.
         ignored_prefixes: prefixes of keys that may stay unread.
         frozen: keys of the weights that are frozen here.
 
@@ -215,7 +215,8 @@ def _load(
 ) -> FrozenChanges:
     wanted, places = flatten_state_dict(state)
     changes = _frozen_changes(checkpoint, wanted, frozen)
-    wanted = {key: value for key, value in wanted.items() if key not in changes.fresh_keys}
+    fresh = changes.fresh_keys
+    wanted = {key: value for key, value in wanted.items() if key not in fresh}
     _check_fits(checkpoint, wanted, ignored_prefixes, changes)
     values = {
         key: checkpoint.read_plain(key)
@@ -282,20 +283,20 @@ def _check_fits(
 
 
 def _local_parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """This rank's memory of a tensor, with where it begins in the whole tensor."""
+    """This rank's memory of a tensor, with its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.dim(), tensor.detach())]
-    # PyTorch's own, or what uneven shards have in its place. No more than one of them has elements.
+    # Of PyTorch, or of uneven shards, which replace the method. At most one chunk has elements.
     chunks = [chunk for chunk in tensor.__create_chunk_list__() if 0 not in chunk.sizes]
     return [(tuple(chunk.offsets), local_tensor(tensor).detach()) for chunk in chunks]
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also refuses plain data that a load would refuse."""
+    """DCP's planner, which also rejects plain data that a load would reject."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         written = super().transform_object(write_item, object)
-        # Reading back the very bytes is the surest test, and plain data is small.
+        # Reading the bytes back is the surest test, and plain data is small.
         if write_item.type == WriteItemType.BYTE_IO:
             content = torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)
             read_plain(content, repr(write_item.index.fqn))

@@ -1,6 +1,6 @@
 """Loading: from a published checkpoint straight into the memory of model and optimizer.
 
-First everything is compared: a checkpoint of another model is refused before a byte is changed.
+First everything is compared: a checkpoint of another model is rejected before a byte is changed.
 Then `load_entries` reads each byte once, into its final memory, and compares every block with its
 digest as soon as it is there. If one differs, the state is neither what it was nor what was saved:
 another load must follow, or the end of the run.
@@ -40,8 +40,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         entries: in the order in which they are written.
-        counters: those of fused weights, read already: whether the sections agree has to be known
-            before anything is changed.
+        counters: the counters of fused weights, which are read first: their sections must be known
+            to agree before anything is changed.
         changes: how the set of frozen parameters differs.
         fresh: the parameters whose optimizer states start fresh.
     """
@@ -60,6 +60,9 @@ def check_contents(
 ) -> Wanted:
     """Compares a checkpoint with what is to be loaded from it. Changes nothing.
 
+    Values are widened to the dtype of the tensor here, and frozen weights are rounded to it. The
+    set of frozen parameters may differ: see `FrozenChanges`.
+
     Args:
         skip: patterns of keys, as in a shell, that are not loaded and not missed on either side.
         strictness: `raise_all`: both must have the same keys; `raise_unexpected`: the checkpoint
@@ -68,10 +71,6 @@ def check_contents(
 
     Returns:
         What to load.
-
-    Values are widened to the dtype that they have here, and frozen weights are rounded to theirs.
-    Parameters may have been frozen that are trained here, and the other way round: see
-    `FrozenChanges`.
 
     Raises:
         CheckpointError: listing missing and unexpected keys, and other shapes and dtypes; or for
@@ -104,7 +103,7 @@ def check_contents(
     if problems:
         raise other_model(checkpoint.path, problems)
 
-    # Entries of other ranks have been compared too: all ranks refuse the same checkpoints.
+    # Entries of other ranks have been compared too: all ranks reject the same checkpoints.
     entries = [entry for key, entry in wanted.items() if entry.is_own and key not in started]
     return Wanted(entries, _fused_counters(checkpoint, entries), changes, fresh)
 
@@ -199,8 +198,8 @@ def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wan
     # for many of them at once.
     num_bytes += sum(map(load, [shared for shared in alike if _is_scaled(shared)]))
 
-    # Autograd has not seen these writes. Its version counters tell that compute weights are stale,
-    # and to `FusedAdam`, which half of a weight with a remainder was loaded.
+    # Autograd has not seen these writes. Its version counters show that compute weights are stale,
+    # and show `FusedAdam` which half of a weight with a remainder was loaded.
     written = [entry.values.stored for entry in wanted.entries]
     torch.autograd.graph.increment_version([*contents.names, *written])
     _start_fresh(contents, wanted.fresh)

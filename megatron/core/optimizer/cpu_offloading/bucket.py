@@ -6,7 +6,7 @@
 
 A bucket holds the parameters of one FSDP group (`FsdpBucket`), whose shards on the device are flat
 too and move with one copy, or other tensors, plain ones or DTensors (`TensorBucket`), which move
-one by one. Where a parameter lies in the arrays is its `Slot`.
+one by one. A `Slot` is the place of a parameter in the arrays.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Bucket(ABC):
             the sender must.
         sent: the new weights have gone up, and the arrays of gradients and weights are free again;
             None before the first step.
-        reads: somebody on another thread has read the states and main weights. The next update
-            waits for these.
+        reads: events after which readers on other threads have read states and main weights. The
+            next update waits for these.
     """
 
     is_delivered: ClassVar[bool]
@@ -94,16 +94,16 @@ class Bucket(ABC):
         """Takes over the parameters' values, whatever was written to them."""
 
     def check(self, owner: object) -> None:  # noqa: B027
-        """RuntimeError if somebody else updates the main weights."""
+        """RuntimeError if another optimizer updates the main weights."""
 
     def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:  # noqa: B027
-        """From here on, fetches gradients as soon as they are reduced, if anything tells when."""
+        """Fetches gradients as soon as they are reduced from here on, if the group reports it."""
 
     def keep_main_weight(self, stepped: Sequence[Slot]) -> None:  # noqa: B027
-        """Before an update: takes over what others wrote to the parameters since the last one."""
+        """Before an update: takes over writes of others to the parameters since the last one."""
 
     def main_weight_loaded(self, index: int) -> None:  # noqa: B027
-        """A slot's main weight was loaded: it counts, and not what its parameter is now."""
+        """A slot's main weight was loaded: it takes precedence over the parameter's value."""
 
     @abstractmethod
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
@@ -128,8 +128,8 @@ class Bucket(ABC):
         return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
 
     def take_reads(self) -> list[Event]:
-        """Hands over what the next update waits for."""
-        # A new list: what is handed over must not grow while it is waited for.
+        """Hands over the events that the next update waits for."""
+        # A new list: the one that is handed over must not grow while its events are awaited.
         reads, self.reads = self.reads, []
         return reads
 

@@ -1,8 +1,8 @@
 """The optimizer of one bucket in host memory: our Adam, in one flat pass, or any of PyTorch's.
 
-`prepare` runs in the thread that plans the step, while the hyperparameters are what they are, and
-changes nothing. The factor of the gradients need not be known yet. Once all buckets have been
-prepared, `begin` counts the step, and its work runs on the host lane.
+`prepare` runs in the thread that plans the step, reads the hyperparameters and changes nothing. The
+factor of the gradients need not be known yet. Once all buckets have been prepared, `begin` counts
+the step, and its work runs on the host lane.
 """
 
 from __future__ import annotations

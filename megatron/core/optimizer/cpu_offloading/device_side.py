@@ -41,12 +41,12 @@ class DeviceSide:
         self._casts_gradients = False
 
     def add(self, groups: Sequence[OffloadGroup], param_groups: _ParamGroups) -> None:
-        """Adds groups to the optimizer. `param_groups` are those of both sides.
+        """Adds groups to the optimizer. `param_groups` have the parameters of both sides.
 
         Raises:
             ValueError: for parameters that the optimizer's class rejects; nothing is added then.
         """
-        # Not those of an earlier call after which the host side had no memory.
+        # An earlier call may have added some of them before the host side ran out of memory.
         added = [p for group in groups for p in group.parameters if p not in self._own]
         if not added:
             return
@@ -78,21 +78,21 @@ class DeviceSide:
         return self.optimizer.plan_step() if isinstance(self.optimizer, FusedAdam) else None
 
     def take_options(self, param_groups: _ParamGroups) -> None:
-        """Gives the optimizer's groups the options of those of both sides."""
+        """Gives the optimizer's groups the options of `param_groups`."""
         optimizer = self.optimizer
         if optimizer is None:
             return
 
         for own, group in zip(optimizer.param_groups, param_groups, strict=True):
-            # FusedAdam refuses options that it cannot honour; other classes share groups with
-            # options of the host's.
+            # FusedAdam rejects options that it cannot honour. Groups of other classes may have
+            # options of the host's class.
             names = group if isinstance(optimizer, FusedAdam) else own
             own.update(
                 {name: group[name] for name in names if name not in IDENTITIES and name in group}
             )
 
     def step(self, grad_scale: float, planned: FusedStep | None) -> None:
-        """Steps with what `plan_step` has answered."""
+        """Steps as planned by `plan_step`."""
         optimizer = self.optimizer
         if isinstance(optimizer, FusedAdam):
             optimizer.step(grad_scale=grad_scale, planned=planned)
@@ -102,8 +102,9 @@ class DeviceSide:
                 scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
             optimizer.step()
 
-    def init_states(self) -> None:
+    def init_states(self, param_groups: _ParamGroups) -> None:
         """Allocates the states that are not there yet, without stepping."""
+        self.take_options(param_groups)
         if isinstance(self.optimizer, FusedAdam):
             self.optimizer.init_state()
         elif self.optimizer is not None:
@@ -132,7 +133,7 @@ class DeviceSide:
                 self.optimizer.set_scaled_state(parameter, MASTER, values)
 
     def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
-        """ValueError for states that `load` would refuse; `FusedAdam` checks them as it loads."""
+        """ValueError for states that do not fit. `FusedAdam` checks them as it loads."""
         if self.optimizer is not None and not isinstance(self.optimizer, FusedAdam):
             check_like(self.optimizer.state.get(parameter, {}), states)
 

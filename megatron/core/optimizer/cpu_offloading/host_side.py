@@ -145,7 +145,7 @@ class HostSide:
         return planned
 
     def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
-        """Queues what is planned, and waits for as much of it as the caller needs.
+        """Queues the planned steps, and waits for as much of them as the caller needs.
 
         Args:
             now: after which the gradients may be read and the weights written over.
@@ -181,7 +181,7 @@ class HostSide:
         # Main weights that are copies may be taken over from the parameters first, and so must not
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
-        # What was fetched during the backward is not fetched again.
+        # Gradients that were fetched during the backward are not fetched again.
         nbytes = 0 if self._fetches_early and bucket.is_delivered else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
@@ -206,7 +206,7 @@ class HostSide:
                 bucket.sent.synchronize()
 
     def wait_until_free(self) -> None:
-        """Waits until nobody updates the buckets, or reads them."""
+        """Waits until all updates and reads of the buckets have ended."""
         self.synchronize()
         for bucket in self.buckets:
             for read in bucket.take_reads():
@@ -259,9 +259,12 @@ class HostSide:
             for master in bucket.master(index).values()
         }
 
-    def init_states(self) -> None:
+    def init_states(self, options: Mapping[nn.Parameter, Options]) -> None:
         """Allocates the states that are not there yet; AdamW's are from the start."""
-        self._wait_for_counts()
+        if self.is_flat:
+            return
+        # Some start with a rate, which may have changed.
+        self.torch_optimizers(options)
         for optimizer in self.optimizers:
             optimizer.init_states()
 

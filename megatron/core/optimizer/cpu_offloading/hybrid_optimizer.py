@@ -12,48 +12,31 @@ device side give the same bits, so where a group lives never changes a run.
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from megatron.core.dtensors import check_whole, local_tensor
+from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
+from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
-from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
-from megatron.core.optimizer.cpu_offloading.groups import (
-    among,
-    buckets_of,
-    build_plan,
-    device_of,
-    groups_of,
-    mesh_of,
-    sides_of,
-)
-from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
-from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import (
-    check_like,
     check_options,
     loaded_options,
     states_by_parameter,
 )
-from megatron.core.optimizer.state_tensors import Difference, difference
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
 from megatron.core.timeline import AnyTimeline
-
-# What a side's memory for a parameter depends on: its id, dtype and device. Not a class, because
-# comparing them belongs to the few operations between a step's scalars and its first kernel.
-_Kind = tuple[int, torch.dtype, torch.device]
 
 
 class HybridStep(NamedTuple):
@@ -82,9 +65,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     A parameter without a gradient is not stepped, on either side. Reading `state`, `state_dict()`,
     and saving wait for updates that are under way; so does `state_dict()` of a module whose main
     weights are here. Call `synchronize` before reading a parameter itself.
-
-    Attributes:
-        plan: which groups are on which side.
 
     Args:
         params: parameters on one device, or groups of them as for any optimizer, in the order of
@@ -129,7 +109,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         PinError: if memory cannot be pinned.
     """
 
-    plan: OffloadPlan
     _is_complete = False  # while torch's constructor runs, there are no sides yet
 
     def __init__(
@@ -174,13 +153,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         settings.check()
         super().__init__(params, settings.common_defaults())
         self.use_decoupled_grad = use_decoupled_grad
-        self._settings = settings
-        self._offload_fraction = offload_fraction
-        self._given_plan = plan
-        self._first = among(offload_first, self._parameters())
+        parameters = list(self._parameters())
+        self._sides = BothSides(parameters, settings, offload_fraction, plan, offload_first)
         self._revision = 0  # of the states: see `StepInputs`
         self._is_started = False  # whether a step was taken, or states were loaded or allocated
-        self._make_sides()
         self._adopt_parameters()
         self._is_complete = True
 
@@ -196,7 +172,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self.synchronize()
         if self._is_started:
             self._adopt_parameters()
-            self._collect_states()
+            # States of parameters that left the groups stay with them, in case they come back.
+            states, own = self._sides.states(), set(self._parameters())
+            for parameter in set(self._state).difference(own.intersection(states)):
+                del self._state[parameter]
+            self._state.update({p: values for p, values in states.items() if p in own})
         return self._state
 
     @state.setter
@@ -222,17 +202,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         gradients = dict(zip(self._parameters(), inputs.gradients, strict=True))
         for parameter, gradient in gradients.items():
             if gradient is not None:
-                self._check_gradient(parameter, gradient)
+                self._sides.check_gradient(parameter, gradient)
             else:
                 place = f"a parameter of shape {tuple(parameter.shape)}"
                 check_not_elsewhere(parameter, self.use_decoupled_grad, place)
         # An optimizer made later for the same parameters updates them now.
-        for bucket in self._host_side.buckets:
+        for bucket in self._sides.host_side.buckets:
             bucket.check(self)
 
-        options = {p: group for group in self.param_groups for p in group["params"]}
-        on_host = self._host_side.plan_step(gradients, options)
-        return HybridStep(inputs, on_host, self._device_side.plan_step(self.param_groups))
+        on_host = self._sides.host_side.plan_step(gradients, options_of(self.param_groups))
+        return HybridStep(inputs, on_host, self._sides.device_side.plan_step(self.param_groups))
 
     @torch.no_grad()
     def step(
@@ -246,10 +225,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss again, and is called first.
-            grad_scale: gradients are multiplied with it as they are read: the coefficient of
-                clipping, say.
-            planned: what `plan_step` has answered for this step. Without it, or if gradients have
-                been replaced, options changed or states loaded or stepped since, the step is
+            grad_scale: a factor of the gradients, such as the coefficient of clipping, applied as
+                they are read.
+            planned: the plan that `plan_step` returned for this step. Without it, or if gradients
+                have been replaced, options changed or states loaded or stepped since, the step is
                 planned here.
 
         Raises:
@@ -266,16 +245,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._adopt_parameters()
         if self._only_initializes():
             self.init_state()
+            # The helper's gradients of zeros, which its own `zero_grad` would leave there.
+            clear_gradients(self._parameters(), False, set_to_none=True)
             return loss
         if planned is None or not planned.inputs.are_still(self._step_inputs()):
             planned = self.plan_step()
         self._is_started = True
         self._revision += 1
         # Before the device's step is issued, which the host's work need not wait for.
-        now = self._device.event()
-        # First, since other optimizers may refuse too; what has been planned cannot fail.
-        self._device_side.step(grad_scale, planned.on_device)
-        self._host_side.step(planned.on_host, grad_scale, now)
+        now = self._sides.device.event()
+        # First, since the device's optimizer may raise, if it is not FusedAdam. Plans cannot fail.
+        self._sides.device_side.step(grad_scale, planned.on_device)
+        self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,17 +265,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Waits until all updates have ended and their weights are up. Raises what failed there."""
-        self._host_side.synchronize()
+        self._sides.host_side.synchronize()
 
     def state_units(self) -> list[StateUnit]:
         """The units of the device side, and one for each bucket."""
         self._adopt_parameters()
-        on_host = self._host_side.state_units(self)
-        return self._device_side.state_units() + on_host
+        on_host = self._sides.host_side.state_units(self)
+        return self._sides.device_side.state_units() + on_host
 
     def record_to(self, timeline: AnyTimeline) -> None:
-        """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
-        self._host_side.timings.record_to(timeline)
+        """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
+        self._sides.record_to(timeline)
 
     def timings(self) -> LaneTimings | None:
         """Means over the steps completed since the last call; None if nothing was recorded.
@@ -302,7 +283,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         With `overlap_step_with_forward` the last step is not among them: the forward still waits
         for it.
         """
-        return self._host_side.timings.collect()
+        return self._sides.host_side.timings.collect()
 
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.
@@ -313,17 +294,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         `.data` that was assigned.
         """
         self._adopt_parameters()
-        self._host_side.wait_until_free()
-        for bucket in self._host_side.buckets:
+        self._sides.host_side.wait_until_free()
+        for bucket in self._sides.host_side.buckets:
             bucket.reload()
-        self._device_side.reload()
+        self._sides.device_side.reload()
 
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping."""
         self._adopt_parameters()
         self._is_started = True
-        self._host_side.init_states()
-        self._device_side.init_states()
+        self._sides.init_states(self.param_groups)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,10 +322,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         saved = states_by_parameter(self.param_groups, state_dict)
         # accelerate loads the state dict of a new optimizer back into it: that starts nothing.
         if saved or self._is_started:
-            self._host_side.wait_until_free()
-            self.init_state()
+            self._sides.host_side.wait_until_free()
+            self._sides.init_states(self.param_groups)
             # Parameters without a state in the dict start over.
-            self._load_states({p: saved.get(p, {}) for p in self._parameters()})
+            self._revision += 1
+            self._sides.load({p: saved.get(p, {}) for p in self._parameters()})
+            # Not after an error: parameters of an optimizer without states may still be replaced.
+            self._is_started = True
 
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(loaded_options(group, other))
@@ -375,28 +358,33 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "optimizer."
         )
 
-    # What is where
+    # Sides and memory
+
+    @property
+    def plan(self) -> OffloadPlan:
+        """Which groups are on which side."""
+        return self._sides.plan
 
     @property
     def host_bytes(self) -> int:
         """Of this rank: main weights, AdamW's moments, gradients and weights on their way."""
-        return sum(self._host_side.nbytes_by_state.values())
+        return sum(self._sides.host_side.nbytes_by_state.values())
 
     def host_bytes_by_state(self) -> dict[str, int]:
         """Bytes of host memory by what they are for; what aligns an array counts with it.
 
         The sum is `host_bytes`, and the states of other optimizers than AdamW allocated so far.
         """
-        return self._host_side.all_nbytes_by_state()
+        return self._sides.host_side.all_nbytes_by_state()
 
     @property
     def device_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of the device side; None if everything is on the host."""
-        return self._device_side.optimizer
+        return self._sides.device_side.optimizer
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is updated in host memory."""
-        return self._host_side.place_of(parameter) is not None
+        return self._sides.host_side.place_of(parameter) is not None
 
     # Names of megatron-core's class
 
@@ -404,7 +392,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def gpu_optimizer(self) -> torch.optim.Optimizer | None:
         """`device_optimizer`, with the options that the groups have now."""
         self._adopt_parameters()
-        self._device_side.take_options(self.param_groups)
+        self._sides.device_side.take_options(self.param_groups)
         return self.device_optimizer
 
     @property
@@ -413,8 +401,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         under way have ended. To look at: see sub_optimizers.py.
         """
         self._adopt_parameters()
-        options = {p: group for group in self.param_groups for p in group["params"]}
-        return self._host_side.torch_optimizers(options)
+        return self._sides.host_side.torch_optimizers(options_of(self.param_groups))
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -428,121 +415,38 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         ended. Parameters that are main weights themselves are not among them.
         """
         self._adopt_parameters()
-        return self._host_side.masters() | self._device_side.masters()
+        return self._sides.host_side.masters() | self._sides.device_side.masters()
 
     def update_fp32_param_by_new_param(self) -> None:
         """`reload_parameters`: the values of 16-bit parameters become those of their main weights.
 
-        For both sides, after a checkpoint's weights were loaded into the model, say.
+        For both sides, for example after a checkpoint's weights were loaded into the model.
         """
         self.reload_parameters()
 
-    # The parameters of both sides
-
-    def _make_sides(self) -> None:
-        """Makes both sides, without parameters."""
-        self._device = device_of([*self._parameters()])
-        self.plan = OffloadPlan(())
-        self._placed: dict[torch.Tensor, _Kind] = {}  # of all parameters that a side has
-        self._adopted: list[_Kind] = []  # of the groups' parameters as they were last
-        self._device_side = DeviceSide(self._settings)
-        self._host_side = HostSide(self._device, self._settings)
-        self._release = weakref.finalize(self, self._host_side.release)
-        # At the program's end nothing is released: a lane may wait for a peer that is gone.
-        self._release.atexit = False
+    # Helpers
 
     def _adopt_parameters(self) -> None:
-        """Follows what was done to the groups' parameters.
-
-        Programs build an optimizer first and shard the model then, after which they put the sharded
-        parameters into the groups. Every method that needs both sides calls this first; as long as
-        nothing has changed, that takes one comparison per parameter.
+        """Follows what was done to the groups. Every method that needs both sides calls it first.
 
         Raises:
             RuntimeError: for parameters that were replaced after the first step, or after states
-                were loaded.
+                were loaded or allocated.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        kinds: list[_Kind] = [(id(p), p.dtype, p.device) for p in parameters]
-        if kinds == self._adopted:
-            return
-
-        def unknown() -> list[torch.nn.Parameter]:
-            pairs = zip(parameters, kinds, strict=True)
-            return [parameter for parameter, kind in pairs if self._placed.get(parameter) != kind]
-
-        num_gone = len(set(self._adopted).difference(kinds))
-        if num_gone and unknown():
-            self._start_over(parameters, num_gone)
-        self._device_side.regroup(self.param_groups)
-        self._place(unknown())
-        self._placed.update(zip(parameters, kinds, strict=True))
-        self._adopted = kinds
-        self._revision += 1
-
-    def _start_over(self, parameters: Sequence[torch.nn.Parameter], num_gone: int) -> None:
-        """Frees both sides, for parameters in the place of others."""
-        if self._is_started:
-            raise RuntimeError(
-                f"{num_gone} parameters of this optimizer were replaced, cast or moved after it "
-                "had states, which belong to the old ones. Build the optimizer, or shard the "
-                "model, before the first step; or build a new one and load this one's "
-                "state_dict() from before."
-            )
-        # In the place of one that went first, its successor does.
-        first = set(map(id, self._first))
-        places = {index for index, (number, *_) in enumerate(self._adopted) if number in first}
-        self._first = [
-            parameter
-            for index, parameter in enumerate(parameters)
-            if id(parameter) in first or (parameter not in self._placed and index in places)
-        ]
-        # First, since the memory of the old ones may be needed for the new ones.
-        self._release()
-        self._make_sides()
-
-    def _place(self, added: Sequence[torch.nn.Parameter]) -> None:
-        """Plans parameters, allocates host memory and moves what belongs there."""
-        if not added:
-            return
-
-        groups, own = groups_of(self.param_groups), set(added)
-        new = [group for group in groups if own.intersection(group.parameters)]
-        for group in new:
-            if not own.issuperset(group.parameters):
-                raise RuntimeError(
-                    f"{group.name} got parameters after others of it were on a side of this "
-                    "optimizer. Add those of one FSDP module together."
-                )
-        plan = self._given_plan
-        if plan is None:
-            first = [parameter for parameter in self._first if parameter in own]
-            plan = build_plan(new, self._offload_fraction, first)
-        # An explicit plan is one of all parameters.
-        sides = sides_of(plan, new if self._given_plan is None else groups)
-        buckets = buckets_of(sides.on_host, self._settings)
-        allocator = HostAllocator(self._device, buckets, self._settings)
-        check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
-
-        # The device's first: what it rejects must leave the host's groups where they are.
-        self._device_side.add(sides.on_device, self.param_groups)
-        self._host_side.add(buckets, allocator, self)
-        self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
+        if self._sides.adopt(self, has_states=self._is_started):
+            self._revision += 1
 
     def _only_initializes(self) -> bool:
-        """Whether a step is the one by which PyTorch's state-dict helpers have states allocated:
-        the first, at a rate of zero, with a gradient of zeros for every parameter.
-        """
-        # The gradients are read in this case alone, which may wait for the device.
-        if self._is_started or any(float(group.get("lr", 1.0)) for group in self.param_groups):
-            return False
-        gradients = [p.grad for p in self._parameters() if p.requires_grad]
-        found = all(g is not None and not local_tensor(g).any() for g in gradients)
-        if found and self.use_decoupled_grad:
-            clear_gradients(self._parameters(), False, set_to_none=True)
-        return found
-
-    # Helpers
+        """Whether PyTorch's state-dict helpers call `step` to have the states allocated."""
+        # By the caller: zero gradients and a rate of zero may also be the first step of a warmup,
+        # on all ranks, or on some that have a shard without anything else.
+        frame: FrameType | None = None if self._is_started else sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_init_optim_state":
+                name: str = frame.f_globals["__name__"]
+                return name == "torch.distributed.checkpoint.state_dict"
+            frame = frame.f_back
+        return False
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for group in self.param_groups:
@@ -551,67 +455,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def _step_inputs(self) -> StepInputs:
         return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
-    def _check_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        found = difference(gradient, parameter)
-        if found is None and (
-            gradient.layout is not torch.strided or not gradient.is_floating_point()
-        ):
-            got = f"{gradient.layout}, {gradient.dtype}"
-            found = Difference("a dense, floating-point tensor", got)
-        if found is None and gradient.device != parameter.device:
-            found = Difference(str(parameter.device), str(gradient.device))
-
-        place = self._host_side.place_of(parameter)
-        if found is None and place is not None:
-            # A gradient that travelled in a narrower dtype than it has would be another one.
-            accepted = place[0].bucket.accepted_grad_dtypes
-            if gradient.dtype not in accepted:
-                found = Difference(" or ".join(map(str, accepted)), str(gradient.dtype))
-        if found is not None:
-            raise ValueError(
-                f"Expected a gradient of {found.expected} for a parameter of shape "
-                f"{tuple(parameter.shape)}, got {found.got}."
-            )
-
     def _check_options(self, loaded: list[dict[str, Any]]) -> None:
         """ValueError for groups' options that our AdamW cannot honour."""
-        if self._host_side.is_flat:
-            # Other numbers of groups are refused with the states.
+        if self._sides.host_side.is_flat:
+            # Other numbers of groups are rejected with the states.
             for own, other in zip(self.param_groups, loaded, strict=False):
                 check_options(own, other)
-
-    def _load_states(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Loads states, once all are known to fit."""
-        # FusedAdam checks its own as it loads them, first of all.
-        on_device: dict[torch.Tensor, Mapping[str, Any]] = {}
-        on_host = []
-        for parameter, states in saved.items():
-            place = self._host_side.place_of(parameter)
-            if place is None:
-                on_device[parameter] = states
-                self._device_side.check_states(parameter, states)
-            else:
-                optimizer, index = place
-                on_host.append((optimizer, index, states))
-                check_like(optimizer.states(index), states)
-
-        self._revision += 1
-        self._device_side.load(on_device)
-        for optimizer, index, states in on_host:
-            optimizer.load(index, states)
-
-    def _collect_states(self) -> None:
-        # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state
-        # as not initialised, and would take a step to create one.
-        states: dict[torch.Tensor, Any] = {
-            slot.parameter: optimizer.states(index)
-            for optimizer in self._host_side.optimizers
-            for index, slot in enumerate(optimizer.bucket.slots)
-        }
-        if self.device_optimizer is not None:
-            states.update(self.device_optimizer.state)
-        # States of parameters that left the groups stay with them, in case they come back.
-        own = set(self._parameters())
-        for parameter in set(self._state).difference(own.intersection(states)):
-            del self._state[parameter]
-        self._state.update({p: values for p, values in states.items() if p in own})

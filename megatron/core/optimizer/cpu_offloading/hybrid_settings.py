@@ -1,4 +1,4 @@
-"""The settings of `HybridDeviceOptimizer`, and which optimizer class and options a side has."""
+"""The settings of `HybridDeviceOptimizer`, and the optimizer class and options of each side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.core.optimizer.kernels.adam import MOMENT_DTYPES
 from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, IMPLEMENTATIONS
 from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
-# What our pass knows, of FusedAdam's options and torch.optim.AdamW's.
+# The options of FusedAdam and torch.optim.AdamW that the flat pass over a bucket supports.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Options of torch.optim.AdamW with which our pass may still stand for it.
+# Options of torch.optim.AdamW that choose an implementation: the flat pass may replace it.
 _IMPLEMENTATIONS = ("foreach", "fused")
 
 
@@ -42,12 +42,12 @@ class HybridSettings(NamedTuple):
         return is_flat_adam(self.host_cls, self.options)
 
     def check(self) -> None:
-        """Refuses settings that contradict each other.
+        """Rejects settings that contradict each other.
 
         Raises:
             ValueError: for overlaps without lanes, and for dtypes of AdamW's moments that a side
-                does not take, or that no side has.
-            NotImplementedError: for decoupled gradients, which other classes than ours do not read.
+                does not support, or if neither side has AdamW.
+            NotImplementedError: for decoupled gradients with other classes than AdamW.
         """
         device_is_flat = is_flat_adam(self.device_cls, self.options)
         exp_avg, exp_avg_sq = self.moment_dtypes
@@ -113,7 +113,7 @@ class HybridSettings(NamedTuple):
 
     def device_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """The device side's class, and all of its options."""
-        # FusedAdam in the place of torch's AdamW: both sides must give the same bits.
+        # FusedAdam replaces torch's AdamW, because both sides must give the same bits.
         options = known_to(self.device_cls, self.options)
         if not is_flat_adam(self.device_cls, options):
             return self.device_cls, options
@@ -131,7 +131,7 @@ def is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -
     """Whether a class with these options is the AdamW of our one pass.
 
     Raises:
-        ValueError: for FusedAdam with options that the pass does not know.
+        ValueError: for FusedAdam with options that the pass does not support.
     """
     known = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
     others = [name for name, value in options.items() if name not in known and value]

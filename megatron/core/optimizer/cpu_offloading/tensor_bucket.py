@@ -13,7 +13,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_ea
 from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.state_tensors import TensorWrites, is_rounding, like
 
-_ALIGNMENT = 64  # elements: every parameter begins on a cache line
+_ALIGNMENT = 64  # elements: every parameter starts on a cache line
 
 
 class TensorBucket(Bucket):
@@ -48,7 +48,7 @@ class TensorBucket(Bucket):
         self._writes = TensorWrites()
 
     def adopt(self, owner: object) -> None:
-        del owner  # nobody else knows these arrays
+        del owner  # no other optimizer has these arrays
         self.reload()
 
     def reload(self) -> None:
@@ -74,7 +74,7 @@ class TensorBucket(Bucket):
         for slot in stepped:
             target = local_tensor(slot.parameter).detach()
             target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
-            # This write must not look like somebody else's.
+            # This write must not look like a write of the user.
             self._writes.see(slot.parameter)
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
@@ -83,5 +83,5 @@ class TensorBucket(Bucket):
 
 
 def padded_numel(numel: int) -> int:
-    """What a parameter takes of each array."""
+    """The elements of each array that a parameter occupies."""
     return math.ceil(numel / _ALIGNMENT) * _ALIGNMENT

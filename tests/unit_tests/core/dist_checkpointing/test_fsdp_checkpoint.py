@@ -137,3 +137,48 @@ def test_a_step_that_is_no_count_is_refused_before_anything_is_changed(tmp_path,
     for message in run_ranks(2, _load_other_steps, str(tmp_path / "mine"), step):
         assert "Expected a number of steps of optimizer.state." in message
         assert str(tmp_path) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ASGD", {}),
+        ("NAdam", {"weight_decay": 0.5, "decoupled_weight_decay": True}),
+        ("Rprop", {}),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_every_class_resumes_with_its_options_also_before_its_first_step(
+    tmp_path, steps, name, options
+):
+    run_ranks(1, _resumes, str(tmp_path / "saved"), steps, name, options)
+
+
+def _resumes(path: str, steps: int, name: str, options: dict[str, object]) -> None:
+    def build(seed: int, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        return model, getattr(torch.optim, name)(model.parameters(), **options)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    expected, reference = build(0, lr=0.03, **options)
+    model, optimizer = build(0, lr=0.03, **options)
+    for number in range(steps):
+        step(expected, reference, number)
+        step(model, optimizer, number)
+    save_checkpoint(model, optimizer, path)
+    other, loading = build(1)
+    load_checkpoint(other, loading, path)
+    for number in range(10, 13):
+        for each in ((expected, reference), (model, optimizer), (other, loading)):
+            step(*each, number)
+    for own, saved, right in zip(
+        other.parameters(), model.parameters(), expected.parameters(), strict=True
+    ):
+        assert torch.equal(saved, right)
+        assert torch.equal(own, right)

@@ -245,7 +245,7 @@ class Trained:
     def delay_update(self) -> None:
         """The update of the next step, if it goes on beside what comes then, begins late."""
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
-            self.optimizer.optimizer._host_side.lanes.host.enqueue(lambda: time.sleep(DELAY))
+            self.optimizer.optimizer._sides.host_side.lanes.host.enqueue(lambda: time.sleep(DELAY))
 
     def contents(self, **options: Any) -> Contents:
         return collect(

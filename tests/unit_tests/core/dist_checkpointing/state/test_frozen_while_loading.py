@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.load.reader import check_contents, load_en
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.dtensors import local_tensor
@@ -74,18 +75,19 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list
     return [found[name] for name in ("step", "exp_avg", "exp_avg_sq") if name in found]
 
 
+def collected(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contents:
+    return collect(model, optimizer, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
 def save(root: str, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if form == "DCPState":
         dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=root)
     elif form == "load_checkpoint":
         save_checkpoint(model, optimizer, root)
     else:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        contents = collect(model, optimizer, rank=rank, world_size=world_size)
-        with CheckpointManager(
-            open_store(root), Device("cpu"), rank, world_size, "token"
-        ) as manager:
-            manager.save(1, contents, {}, name="saved")
+        ranks = (dist.get_rank(), dist.get_world_size())
+        with CheckpointManager(open_store(root), Device("cpu"), *ranks, "token") as manager:
+            manager.save(1, collected(model, optimizer), {}, name="saved")
             manager.finish()
 
 
@@ -95,8 +97,7 @@ def load(root: str, form: str, model: nn.Module, optimizer: torch.optim.Optimize
     elif form == "load_checkpoint":
         load_checkpoint(model, optimizer, root)
     else:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        contents = collect(model, optimizer, rank=rank, world_size=world_size)
+        contents = collected(model, optimizer)
         checkpoint = PublishedCheckpoint.open(open_store(root), "saved")
         load_entries(checkpoint, contents, check_contents(checkpoint, contents))
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.device import Device
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.timeline import Timeline
 from tests.helpers.ranks import on_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
@@ -104,6 +106,20 @@ def test_an_optimizer_built_before_sharding_trains_as_torchs_adamw(sharding: str
             optimizer.load_state_dict(saved)
 
 
+def test_a_timeline_shows_the_steps_of_parameters_that_replaced_others() -> None:
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, records_timings=True, **SETTINGS)
+    timeline = Timeline(Device("cpu"))
+    optimizer.record_to(timeline)
+    model.to(BF16)
+    timeline.begin_iteration(1)
+    train(model, optimizer, range(1), dtype=BF16)
+    timeline.end_iteration()
+    timeline.synchronize()
+    rows = {each.row for each in timeline.slices(0.0, is_final=True)}
+    assert {"d2h", "host", "h2d"} <= rows
+
+
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_a_model_is_cast_before_the_first_step(fraction: float) -> None:
     model, expected = Net(), Net().to(BF16)
@@ -153,6 +169,31 @@ def test_parameters_leave_come_back_and_change_their_groups(
     assert same(weights(model), weights(expected))
     for one, other in zip(states(optimizer), states(own), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parameters_keep_their_order_and_change_their_groups(
+    is_split: bool, fraction: float
+) -> None:
+    """Layers that move to a group with a rate of its own one after another."""
+
+    def run(make: Make) -> list[torch.Tensor]:
+        model = Net()
+        own = list(model.parameters())
+        optimizer = make([{"params": own[:6]}, {"params": own[6:], "lr": 0.001}], lr=0.05)
+        train(model, optimizer, range(1))
+        first, second = optimizer.param_groups
+        first["params"] = own[:2]
+        if is_split:
+            optimizer.param_groups.insert(1, {**second, "params": own[2:6]})
+        else:
+            second["params"] = own[2:]
+        train(model, optimizer, range(1, 3))
+        return weights(model)
+
+    found = run(lambda groups, **options: HybridDeviceOptimizer(groups, fraction, **options))
+    assert same(found, run(FusedAdam))
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
@@ -227,13 +268,60 @@ def test_part_of_an_fsdp_module_cannot_be_added_later() -> None:
     train(model, optimizer)
 
 
-def test_an_added_group_that_is_rejected_leaves_no_trace() -> None:
-    model = Net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **SETTINGS)
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_an_added_group_that_is_rejected_leaves_no_trace(fraction: float) -> None:
+    model, expected = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    train(model, optimizer, range(1))
     with pytest.raises(ValueError, match="float64"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3).double())]})
     assert len(optimizer.param_groups) == 1
+    train(model, optimizer, range(1, 3))
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS), range(3))
+    assert same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_parameters_that_are_put_back_after_an_error_are_trained(fraction: float) -> None:
+    model, expected = Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    (group,) = optimizer.param_groups
+    own, group["params"] = group["params"], list(Net().to("meta").parameters())
+    with pytest.raises(ValueError, match="meta"):
+        optimizer.init_state()
+    group["params"] = own
     train(model, optimizer)
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS))
+    assert same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_parameters_may_be_replaced_after_a_load_that_was_rejected(fraction: float) -> None:
+    model, other, expected = Net(), Net(), Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    rejected = optimizer.state_dict() | {"state": {0: {"step": 1.0}}}
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.load_state_dict(rejected)
+    assert len(optimizer.state) == 0
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimizer)
+    train(expected, FusedAdam(expected.parameters(), **SETTINGS))
+    assert same(weights(other), weights(expected))
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_a_parameter_that_got_another_shape_is_an_error_before_anything_is_stepped(
+    fraction: float,
+) -> None:
+    """A vocabulary that is resized by assigning `.data`."""
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
+    model.head.weight.data, model.head.bias.data = torch.zeros(2, 3), torch.zeros(2)
+    before = weights(model)
+    backward(model)
+    with pytest.raises((ValueError, RuntimeError), match=r"shape \(2, 3\)|of 3 elements .* has 6"):
+        optimizer.step()
+    assert same(weights(model), before)
 
 
 @on_ranks(2)

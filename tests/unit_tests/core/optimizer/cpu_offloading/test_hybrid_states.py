@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -346,14 +347,27 @@ def test_dcp_and_pytorchs_state_dict_helpers_resume_with_gradients_in_bf16(
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@on_ranks(2)
 def test_a_first_step_at_a_rate_of_zero_counts(fraction: float) -> None:
-    """Of a schedule that warms up: its gradients are not zero."""
-    model, expected = Net(), Net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, lr=0.0)
-    other = FusedAdam(expected.parameters(), lr=0.0)
-    train(model, optimizer, range(1))
-    train(expected, other, range(1))
-    assert same_states(states(optimizer), states(other))
+    """A schedule that warms up over a low-rank adapter. The gradients of its first matrix are zero
+    in the first step, and one rank has all of that matrix and nothing else.
+    """
+
+    def run(make: Callable[..., torch.optim.Optimizer]) -> tuple[list[torch.Tensor], list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+        nn.init.zeros_(model[1].weight)
+        fully_shard(model)
+        optimizer = make(model.parameters(), lr=0.0)
+        train(model, optimizer, range(1))
+        optimizer.param_groups[0]["lr"] = 0.1
+        train(model, optimizer, range(1, 3))
+        return weights(model), states(optimizer)
+
+    found = run(lambda own, **options: HybridDeviceOptimizer(own, fraction, **options))
+    expected = run(FusedAdam)
+    assert same(found[0], expected[0])
+    assert same_states(found[1], expected[1])
 
 
 def test_pytorchs_state_dict_helpers_resume_decoupled_gradients() -> None:

@@ -244,6 +244,23 @@ def test_written_16_bit_parameters_become_the_main_weights(
         assert torch.equal(parameter, torch.full_like(parameter, 3.0))
 
 
+def test_a_small_write_counts_where_main_weights_are_fp16() -> None:
+    """A change to the next bf16 number is a write, although fp16 main weights are rounded too."""
+    model = Net(dtype=BF16)
+    optimizer = FusedAdam(
+        model.parameters(), lr=0.0, master_weights=True, master_weight_dtype=torch.float16
+    )
+    train(model, optimizer, range(1), dtype=BF16)
+    before = weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0045)
+    written = weights(model)
+    assert not any(torch.equal(*pair) for pair in zip(written, before, strict=True))
+    train(model, optimizer, range(1, 2), dtype=BF16)
+    assert same(weights(model), written)
+
+
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("fraction", [*FRACTIONS, None, "remainders", "fp16"])
 def test_a_loaded_main_weight_wins_over_the_parameter_that_was_loaded_with_it(

@@ -158,4 +158,4 @@ def test_without_lanes_everything_stays_in_the_order_of_the_program():
     optimizer = HybridDeviceOptimizer(
         Layers().parameters(), 1.0, pin_cpu_grads=False, overlap_cpu_optimizer_d2h_h2d=False
     )
-    assert isinstance(optimizer._host_side.lanes.d2h, InlineLane)
+    assert isinstance(optimizer._sides.host_side.lanes.d2h, InlineLane)
