@@ -204,9 +204,9 @@ def test_a_backward_under_compiled_autograd_raises() -> None:
     # Imported here: the rank cannot be sent a module of settings.
     from torch._dynamo import config
 
-    with config.patch(compiled_autograd=True):
-        with pytest.raises(RuntimeError, match="compiled_autograd"):
-            losses_of(compile_after, fully_shard, Graphs(), in_step=True)
+    compiled = config.patch(compiled_autograd=True)
+    with compiled, pytest.raises(RuntimeError, match="compiled_autograd"):
+        losses_of(compile_after, fully_shard, Graphs(), in_step=True)
 
 
 @pytest.mark.wide
