@@ -141,7 +141,7 @@ class _OptimizerHooks:
             if not self._handles:
                 self._handles = [
                     register_optimizer_step_pre_hook(_before_step),
-                    register_optimizer_step_post_hook(_mark_updated),
+                    register_optimizer_step_post_hook(_after_step),
                 ]
 
     def _leave(self, token: object) -> None:
@@ -165,7 +165,6 @@ def follow_optimizers(context: object) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _check_sharded(optimizer)
     _check_gradient_dtypes(optimizer)
     _recut_states(optimizer)
 
@@ -195,9 +194,9 @@ def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
     if num_whole:
         raise RuntimeError(
             f"The optimizer has {num_whole} whole weights, which are in a sharded module for a "
-            "time: after a forward with reshard_after_forward=False (None, the default, means "
-            "that for the outermost module) or after unshard(). It would not train them. Build it "
-            "before the first forward, or call reshard() on the modules first."
+            "time: after a forward with reshard_after_forward=False or after unshard(). It "
+            "cannot train them. Build it before the first forward, or call reshard() on the "
+            "modules first."
         )
 
 
@@ -223,7 +222,13 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # After the step, before which there is no time to look at every parameter.
+    _check_sharded(optimizer)
+    _mark_updated(optimizer)
+
+
+def _mark_updated(optimizer: torch.optim.Optimizer) -> None:
     """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
     them itself.
     """
