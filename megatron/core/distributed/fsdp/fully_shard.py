@@ -163,7 +163,7 @@ def fully_shard(
     mixed_precision_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     grad_divisor: float = 1,
     *,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | None = True,
     offload_policy: OffloadPolicy | fsdp2.OffloadPolicy | None = None,
     mp_policy: MixedPrecisionPolicy | fsdp2.MixedPrecisionPolicy | None = None,
     **not_offered: Any,
@@ -183,7 +183,8 @@ def fully_shard(
             of an `Fp32Module`'s own parameters is narrower than fp32.
         grad_divisor: divides gradients after they have been averaged over the ranks.
         reshard_after_forward: free the full weights between forward and backward; None: not
-            those of the outermost module.
+            those of the outermost module. If not, parameters are plain and whole until a backward,
+            or `reshard()`.
         offload_policy: what lies in host memory from the start; default: nothing.
 
     Returns:

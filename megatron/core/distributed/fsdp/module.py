@@ -1,7 +1,7 @@
 """`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
 
     forward     before  gathers its full weights, and begins to gather the next module's
-                after   frees them, unless reshard_after_forward is False and a backward will follow
+                after   frees them, or leaves them in place if reshard_after_forward is False
     backward    before  when an output has its gradient: as before a forward; the next module is the
                         one whose backward is expected next
                 after   when all inputs have their gradients: frees the full weights and begins to
@@ -301,7 +301,8 @@ class FsdpModule(Fsdp2Methods):
         if self._fsdp_is_held and self._fsdp_held_versions != self._fsdp_full_versions():
             names = [name for group in self.parameter_groups for name in group.names]
             raise RuntimeError(
-                f"Some of the full weights {names} were written to after unshard(). The sharded "
+                f"Some of the full weights {names} were written to after unshard(), or after a "
+                "forward with reshard_after_forward=False. The sharded "
                 "parameters do not have the new values, and the next gather replaces them. Write "
                 "to the parameters after reshard(); parameter.copy_(whole) takes a whole tensor."
             )

@@ -70,7 +70,7 @@ class NoteHistory:
         # Padded to one length: otherwise the same numbers, divided into other notes, would have the
         # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
-        self._is_compared = False
+        UNCOMPARED.add(self)
         if len(self.notes) < _MOST_NOTES:
             self.notes.append(tuple(note))
 
@@ -78,7 +78,7 @@ class NoteHistory:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self.notes: list[tuple[int, ...]] = []
-        self._is_compared = True
+        UNCOMPARED.discard(self)
 
     @property
     def digest(self) -> int:
@@ -93,7 +93,7 @@ class NoteHistory:
             RuntimeError: on all ranks, if they differ, with the first difference.
         """
         is_alone = self._mesh.size() == 1 or self._mesh.get_coordinate() is None
-        if self._is_compared or is_alone:
+        if self not in UNCOMPARED or is_alone:
             self.forget()
             return
         try:
@@ -159,6 +159,10 @@ class NoteHistory:
         for axis in range(self._mesh.ndim):
             with issuing(f"all-reduce of {name}", tensor):
                 dist.all_reduce(tensor, op, group=self._mesh.get_group(axis))
+
+
+# The histories with notes that ranks have not compared.
+UNCOMPARED: weakref.WeakSet[NoteHistory] = weakref.WeakSet()
 
 
 def _padded(note: Sequence[int]) -> tuple[int, ...]:

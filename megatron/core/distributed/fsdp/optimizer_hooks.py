@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.distributed.fsdp.note_history import UNCOMPARED
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
@@ -145,7 +146,7 @@ class _OptimizerHooks:
             if not self._handles:
                 self._handles = [
                     register_optimizer_step_pre_hook(_before_step),
-                    register_optimizer_step_post_hook(_mark_updated),
+                    register_optimizer_step_post_hook(_after_step),
                 ]
 
     def _leave(self, token: object) -> None:
@@ -171,13 +172,15 @@ def follow_optimizers(context: object) -> None:
 @_disable_dynamo  # `step()` may be called inside of a compiled function
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _check_agreement(optimizer)
-    _check_sharded(optimizer)
     _check_gradient_dtypes(optimizer)
     _recut_states(optimizer)
 
 
 def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
     """RuntimeError, on all ranks, if they have not done the same since the last step."""
+    # After `train_step`, which has compared: there is no time to look at every parameter.
+    if not UNCOMPARED:
+        return
     groups = filter(None, map(group_of, _parameters(optimizer)))
     for history in {id(group.history): group.history for group in groups}.values():
         history.check()
@@ -208,9 +211,9 @@ def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
     if num_whole:
         raise RuntimeError(
             f"The optimizer has {num_whole} whole weights, which are in a sharded module for a "
-            "time: after a forward with reshard_after_forward=False (None, the default, means "
-            "that for the outermost module) or after unshard(). It would not train them. Build it "
-            "before the first forward, or call reshard() on the modules first."
+            "time: after a forward with reshard_after_forward=False or after unshard(). It "
+            "cannot train them. Build it before the first forward, or call reshard() on the "
+            "modules first."
         )
 
 
@@ -237,7 +240,13 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
 
 
 @_disable_dynamo
-def _mark_updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # After the step, before which there is no time to look at every parameter.
+    _check_sharded(optimizer)
+    _mark_updated(optimizer)
+
+
+def _mark_updated(optimizer: torch.optim.Optimizer) -> None:
     """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
     them itself.
     """

@@ -21,6 +21,7 @@ from tests.helpers.ranks import on_ranks
 
 Gradients = list[torch.Tensor | None]
 Kept = {"reshard_after_forward": False}
+Default = {"reshard_after_forward": None}  # of FSDP2: as Kept for the outermost module
 Freed = {"reshard_after_forward": True}
 
 
@@ -171,7 +172,7 @@ def test_a_weight_in_a_loss_has_the_mean_of_all_ranks_gradients() -> None:
                 lambda model, rank: use(model, of, tokens(rank)).backward(),  # noqa: B023
                 is_tied,
             )
-            for options in ({}, Freed, Kept):
+            for options in (Default, Freed, Kept):
                 model = sharded(fully_shard, is_tied, **options)
                 use(model, of, tokens(dist.get_rank())).backward()
                 assert_gradients(model, expected, (use, of, is_tied, options))
@@ -179,8 +180,7 @@ def test_a_weight_in_a_loss_has_the_mean_of_all_ranks_gradients() -> None:
 
 @on_ranks(2)
 def test_a_kept_weight_is_plain_between_forward_and_backward_as_in_fsdp2() -> None:
-    # None, the default, keeps the weights of the outermost module.
-    for of, options in ((head, {}), (head, Kept), (inner, Kept)):
+    for of, options in ((head, Default), (head, Kept), (inner, Kept)):
         expected = mean_gradients(lambda model, rank: plain(model, of, tokens(rank)).backward())  # noqa: B023
         for fully in (fsdp2.fully_shard, fully_shard):
             model = sharded(fully, **options)
@@ -204,7 +204,7 @@ def test_a_plain_tensor_and_a_sharded_weight_are_an_error_with_two_ways_out() ->
 def test_graphs_of_two_forwards_use_the_same_kept_weights() -> None:
     for of in (head, inner):
         expected = mean_gradients(lambda model, rank: two_forwards(model, of, rank))  # noqa: B023
-        for options in ({}, Freed, Kept):
+        for options in (Default, Freed, Kept):
             model = sharded(fully_shard, **options)
             abandoned = model(tokens(0))  # a graph that lives on
             two_forwards(model, of, dist.get_rank())
@@ -249,7 +249,7 @@ def test_sums_in_place_of_means_ask_what_a_gathered_weight_is_to_have() -> None:
 def test_clearing_gradients_after_a_forward_clears_those_of_sharded_parameters() -> None:
     found = []
     for clears in (False, True):
-        model = sharded(fully_shard)
+        model = sharded(fully_shard, **Kept)
         if clears:
             plain(model, head, tokens(dist.get_rank(), 1)).backward()
         loss = plain(model, head, tokens(dist.get_rank()))
@@ -263,7 +263,7 @@ def test_clearing_gradients_after_a_forward_clears_those_of_sharded_parameters()
 
 @on_ranks(2)
 def test_an_optimizer_over_whole_weights_is_an_error() -> None:
-    model = sharded(fully_shard)
+    model = sharded(fully_shard, **Default)
     with torch.no_grad():
         model(tokens(0))
     assert type(head(model)) is nn.Parameter
