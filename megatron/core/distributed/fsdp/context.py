@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.note_history import NoteHistory
@@ -28,13 +26,6 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
 from megatron.core.timeline import AnyTimeline
-
-# Numbers contexts by the ranks of their meshes, alike on all of these: notes of different contexts
-# must differ. Not all contexts of the process, of which a rank outside some mesh has fewer.
-_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-_MOST_GROUPS = 2**20  # of one context
-_MOST_CONTEXTS = 2**16  # of one mesh, before numbers repeat
-_MOST_MESHES = 2**26  # together, a number is less than 2**62
 
 
 class ScheduledModule(Protocol):
@@ -102,7 +93,6 @@ class FsdpContext:
         self.is_finalized = False
         self.is_last_microbatch = True
         self.num_passes = 0
-        self._next_number: int | None = None
         self.lanes_issue_at_once = device.is_accelerator
         self.histories: dict[tuple[int, ...], NoteHistory] = {}
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
@@ -110,7 +100,7 @@ class FsdpContext:
             self.reduce_lane = self._lane("fsdp reduction")
 
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
-        self._groups: dict[int, weakref.ref[FsdpParameterGroup]] = {}  # by number
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._forward_order: list[weakref.ref[Any]] = []
         self._backward_order: list[weakref.ref[Any]] = []
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
@@ -143,38 +133,23 @@ class FsdpContext:
         """Takes a module that has just been sharded."""
         self._modules.append(weakref.ref(module))
 
-    def next_number(self, mesh: DeviceMesh) -> int:
-        """Of the next group: what ranks call it among themselves. The first mesh counts."""
-        if self._next_number is None:
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            # Two models on different meshes may become one context, so the ranks are in the number.
-            which = zlib.crc32(repr(ranks).encode()) % _MOST_MESHES
-            context = next(_numbers[ranks]) % _MOST_CONTEXTS
-            self._next_number = (which * _MOST_CONTEXTS + context) * _MOST_GROUPS
-        return self._next_number
-
     def add_group(self, group: FsdpParameterGroup) -> None:
-        """Takes a new group, whose number was `next_number`."""
-        self._groups[group.number] = weakref.ref(group)
-        self._next_number = group.number + 1
+        """Takes a new group."""
+        self._groups.append(weakref.ref(group))
         self._follow(group)
 
     def _follow(self, group: FsdpParameterGroup) -> None:
-        ranks = tuple(sorted(group.mesh.mesh.flatten().tolist()))
-        # Groups over other ranks have a history of their own, since not all ranks know both.
-        group.history = self.histories.setdefault(ranks, group.history)
+        # Groups over other ranks have another history: not all ranks have both.
+        group.history = self.histories.setdefault(group.history.ranks, group.history)
         group.history.join(group)
 
     def absorb(self, other: FsdpContext) -> None:
-        """Takes over another open context, once a module that contains those of both is sharded.
-
-        Groups keep their numbers, by which other ranks know them.
-        """
+        """Takes over another open context, once a module that contains those of both is sharded."""
         for module in _alive(other._modules):
             module.context = self
             self.add_module(module)
-        self._groups.update(other._groups)
-        for group in _alive(other._groups.values()):
+        self._groups += other._groups
+        for group in _alive(other._groups):
             self._follow(group)
 
     def finalize(self) -> None:
@@ -204,7 +179,7 @@ class FsdpContext:
         }
 
         _name_groups(roots, managed)
-        _check_replicas(_alive(self._groups.values()))
+        _check_replicas(_alive(self._groups))
         follow_optimizers(self)
         self.is_finalized = True
 
@@ -390,7 +365,7 @@ class FsdpContext:
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """From now on, shows a timeline gathers, reductions, and waits for them."""
-        for group in _alive(self._groups.values()):
+        for group in _alive(self._groups):
             group.timeline = timeline
 
     # Agreement

@@ -214,10 +214,9 @@ def fully_shard(
     context = construction.context
     owned, device = _checked_parameters(modules, context), context.device
     check_rows(owned, placements, mesh.shape)
-    first = context.next_number(mesh)
     groups = [
-        FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, number, offload)
-        for number, (policy, own) in enumerate(grouped(owned, policies.for_dtype), start=first)
+        FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, offload)
+        for policy, own in grouped(owned, policies.for_dtype)
     ]
     is_filled = _fill(groups, owned, device.torch_device, construction.reset_parameters)
     _attach(modules, context, groups, reshard_after_forward, policies, is_filled)

@@ -47,6 +47,7 @@ class NoteHistory:
     one set of ranks.
 
     Attributes:
+        ranks: in ascending order.
         notes: at most the first 65536.
     """
 
@@ -56,6 +57,7 @@ class NoteHistory:
             mesh: over all the ranks, in any arrangement.
             device: of what its process groups send.
         """
+        self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         self._mesh = mesh
         self._device = device
         self._groups: weakref.WeakValueDictionary[int, NotedGroup] = weakref.WeakValueDictionary()
@@ -70,7 +72,7 @@ class NoteHistory:
         # Padded to one length: otherwise the same numbers, divided into other notes, would have the
         # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
-        UNCOMPARED.add(self)
+        _uncompared.setdefault(id(self), self)
         if len(self.notes) < _MOST_NOTES:
             self.notes.append(tuple(note))
 
@@ -78,7 +80,7 @@ class NoteHistory:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self.notes: list[tuple[int, ...]] = []
-        UNCOMPARED.discard(self)
+        _uncompared.pop(id(self), None)
 
     @property
     def digest(self) -> int:
@@ -93,7 +95,7 @@ class NoteHistory:
             RuntimeError: on all ranks, if they differ, with the first difference.
         """
         is_alone = self._mesh.size() == 1 or self._mesh.get_coordinate() is None
-        if self not in UNCOMPARED or is_alone:
+        if id(self) not in _uncompared or is_alone:
             self.forget()
             return
         try:
@@ -149,11 +151,12 @@ class NoteHistory:
         place = int((least != greatest).any(dim=1).int().argmax())
 
         # Each rank writes to its own row of zeros.
-        ranks = self._mesh.mesh.flatten().tolist()
-        everyones = notes.new_zeros(len(ranks), NOTE_LENGTH)
-        everyones[ranks.index(dist.get_rank())] = notes[place]
+        everyones = notes.new_zeros(len(self.ranks), NOTE_LENGTH)
+        everyones[self.ranks.index(dist.get_rank())] = notes[place]
         self._all_reduce(everyones, dist.ReduceOp.SUM, "the notes that differ")
-        return {rank: tuple(note) for rank, note in zip(ranks, everyones.tolist(), strict=True)}
+        return {
+            rank: tuple(note) for rank, note in zip(self.ranks, everyones.tolist(), strict=True)
+        }
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, name: str) -> None:
         for axis in range(self._mesh.ndim):
@@ -161,8 +164,20 @@ class NoteHistory:
                 dist.all_reduce(tensor, op, group=self._mesh.get_group(axis))
 
 
-# The histories with notes that ranks have not compared.
-UNCOMPARED: weakref.WeakSet[NoteHistory] = weakref.WeakSet()
+# By id, the histories with notes that ranks have not compared, in the order of the first such note.
+_uncompared: weakref.WeakValueDictionary[int, NoteHistory] = weakref.WeakValueDictionary()
+
+
+def is_any_uncompared() -> bool:
+    """Whether any history of this process has notes that ranks have not compared."""
+    return bool(_uncompared)
+
+
+def check_all(mesh: DeviceMesh) -> None:
+    """Compares all histories over the ranks of a mesh; see `NoteHistory.check`."""
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    for history in [history for history in _uncompared.values() if history.ranks == ranks]:
+        history.check()
 
 
 def _padded(note: Sequence[int]) -> tuple[int, ...]:

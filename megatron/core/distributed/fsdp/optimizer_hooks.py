@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.fsdp.note_history import UNCOMPARED
+from megatron.core.distributed.fsdp.note_history import is_any_uncompared
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
@@ -179,7 +179,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
     """RuntimeError, on all ranks, if they have not done the same since the last step."""
     # After `train_step`, which has compared: there is no time to look at every parameter.
-    if not UNCOMPARED:
+    if not is_any_uncompared():
         return
     groups = filter(None, map(group_of, _parameters(optimizer)))
     for history in {id(group.history): group.history for group in groups}.values():

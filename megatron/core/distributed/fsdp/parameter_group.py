@@ -11,8 +11,11 @@ A parameter is two: `full`, a view of the unsharded weights, takes part in forwa
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -47,6 +50,17 @@ _GROUP = "_fsdp_group"
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
+# Counts the groups over a set of ranks, alike on all of them. Ranks may have different groups over
+# other sets.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_COUNT_BITS = 30  # of a number, which is less than 2**62
+
+
+def _next_number(ranks: tuple[int, ...]) -> int:
+    count = next(_numbers[ranks]) % (1 << _COUNT_BITS)
+    return (zlib.crc32(repr(ranks).encode()) << _COUNT_BITS) + count
+
+
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """The group of a sharded parameter; None for any other tensor."""
     reference = getattr(parameter, _GROUP, None)
@@ -60,7 +74,7 @@ class FsdpParameterGroup:
     after `wait_unsharded`, or after the event that `reduce` returns.
 
     Attributes:
-        number: of the group in its context; the same on every rank.
+        number: identifies the group among all groups of its ranks, and is the same on each of them.
         name: of the unit's modules, for messages; known once the context is complete.
         names: of the parameters, from the unit's module until the context is complete, then from
             the outermost one.
@@ -86,18 +100,17 @@ class FsdpParameterGroup:
         policy: MixedPrecisionPolicy,
         grad_divisor: float,
         device: Device,
-        number: int,
         offload: OffloadPolicy | None = None,
     ) -> None:
         first = owned[0].original
-        self.number = number
+        self.history = NoteHistory(mesh, device.torch_device)
+        self.number = _next_number(self.history.ranks)
         self.name = ""
         self.policy = policy.resolve(first.dtype)
         self.dtype = _known(self.policy.compute_dtype)
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
-        self.history = NoteHistory(mesh, device.torch_device)
         self._device = device
         on_host = offload is not None and offload.main_weights_on_host
         self._is_on_host = self.requires_grad and on_host

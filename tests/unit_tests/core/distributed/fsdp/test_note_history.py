@@ -450,6 +450,6 @@ def _named_together(notes: Sequence[Sequence[tuple[int, ...]]]) -> str:
 
 
 def test_ranks_that_agree_with_each_other_are_named_together():
-    notes = [[(1, 7)], [(1, 7)], [], [(1, 8)]]
+    notes = [[(1, 1), (1, 7)], [(1, 1), (1, 7)], [(1, 1)], [(1, 1), (1, 8)]]
     for message in run_ranks(4, _named_together, notes):
         assert "ranks 0, 1 gathered 7; rank 2 did nothing more; rank 3 gathered 8" in message
