@@ -342,11 +342,9 @@ def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"got a plain tensor of shape \(18, 8\)\. Distribute it"
-    ):
+    with pytest.raises(RuntimeError, match=r"plain one of shape \(18, 8\).*full_tensor\(\)"):
         weight + wholes[0]
-    with pytest.raises(RuntimeError, match=r"got a plain tensor of shape"):
+    with pytest.raises(RuntimeError, match=r"plain one of shape"):
         wholes[0].clone().copy_(weight)
     with pytest.raises(RuntimeError, match="Expected placements to redistribute to, got None"):
         weight.redistribute()

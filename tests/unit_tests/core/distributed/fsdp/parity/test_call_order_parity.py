@@ -77,7 +77,8 @@ def test_a_forward_without_gradients_between_forward_and_backward(
             return result
 
         options = {"reshard_after_forward": reshard_after_forward}
-        return Subject([*stack.inner, stack], loss, calls=9, options=options)
+        kept = not reshard_after_forward
+        return Subject([*stack.inner, stack], loss, calls=9, options=options, keeps_weights=kept)
 
     assert_trains_as_on_one_rank(setting, build)
 

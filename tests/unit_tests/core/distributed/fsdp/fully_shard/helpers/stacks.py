@@ -171,6 +171,17 @@ def outcome_of(call: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The sharded sides of the parameters that a module shows, some of which may be whole."""
+    sharded = {
+        id(side): own.sharded
+        for group in groups_of(module)
+        for own in group.fsdp_parameters
+        for side in (own.full, own.sharded)
+    }
+    return [sharded[id(parameter)] for parameter in module.parameters()]
+
+
 def compute_weights(model: Stack) -> list[torch.Tensor]:
     """What the layers that run compute with, whole; the own rows are those of the main weights,
     rounded.
@@ -187,7 +198,7 @@ def compute_weights(model: Stack) -> list[torch.Tensor]:
     for layer in model.layers:
         layer.look = None
     parameters = [
-        parameter for index in model.used for parameter in model.layers[index].parameters()
+        parameter for index in model.used for parameter in sharded_parameters(model.layers[index])
     ]
     for parameter, whole in zip(parameters, found, strict=True):
         assert torch.equal(held_rows(parameter, whole), parameter.to_local().to(whole.dtype))
@@ -196,7 +207,7 @@ def compute_weights(model: Stack) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def write_weights(model: Stack, way: str) -> None:
-    parameters = list(model.parameters())
+    parameters = sharded_parameters(model)
     if way == "list":
         torch._foreach_mul_(parameters, 0.5)
         return
