@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,32 +31,24 @@ _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # Tags from here on are ours: far from the small ones that other messages of a program carry.
-_FIRST_TAG, _NUM_TAGS = 2**30, 2**30
+FIRST_TAG = 2**30
 # Elements of a part exchanged at a time. A message costs about 0.1 ms whatever its length.
 _PIECE_NUMEL = 1048576
 # Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
 _SUM_NUMEL = 65536
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """Identifies a collective.
 
     Attributes:
-        key: distinguishes it from others over the same ranks; see [Note: tags]. Two threads that
-            communicate over one group must not use the same.
+        tag: of its messages on the CPU; see [Note: tags]. Two threads that communicate over one
+            group must not use the same.
         name: of the tensors, for the watchdog and for errors.
     """
 
-    key: tuple[int, ...] = ()
+    tag: int = FIRST_TAG
     name: str = ""
-
-    @cached_property
-    def tag(self) -> int:
-        """Of messages on the CPU. Two keys may share a tag. That is harmless in a correct program,
-        where the messages of a tag are sent and received in the same order.
-        """
-        return _FIRST_TAG + zlib.crc32(repr(self.key).encode()) % _NUM_TAGS
 
     def describe(self, operation: str, numel: int) -> str:
         """Completes "waiting in the ..."."""
@@ -64,6 +56,15 @@ class Label:
 
 
 UNLABELLED = Label()
+# Its threads have no lane: a lane may be exchanging parts over the same group meanwhile.
+WHOLE_TENSOR = Label(FIRST_TAG + 1, "a whole tensor")
+
+
+def tag_of(*key: int) -> int:
+    """A tag for a key. Two keys of one thread may share a tag, since a correct program sends and
+    receives the messages of a tag in the same order.
+    """
+    return FIRST_TAG + 2 + zlib.crc32(repr(key).encode()) % (2**31 - FIRST_TAG - 2)
 
 
 @dataclass(frozen=True)

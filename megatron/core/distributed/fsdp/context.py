@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.note_history import NoteHistory
+from megatron.core.distributed.fsdp.note_history import NoteHistory, compare
 from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
@@ -80,21 +80,22 @@ class FsdpContext:
             `fully_shard_context` says when the last one has been sharded.
         is_finalized: whether all modules are known.
         num_passes: how often a root has begun its forward.
+        num_backwards: how many backwards have reached a module.
         lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
             been issued.
-        histories: the notes of collectives since ranks last compared them, by the ranks.
     """
 
     def __init__(
         self, device: Device, unify_communication_stream: bool, *, is_open: bool = False
     ) -> None:
         self.device = device
+        # Now, since the first forward may be inside of an optimizer's step, in its closure.
+        follow_optimizers(self)
         self.is_open = is_open
         self.is_finalized = False
         self.is_last_microbatch = True
-        self.num_passes = 0
+        self.num_passes = self.num_backwards = 0
         self.lanes_issue_at_once = device.is_accelerator
-        self.histories: dict[tuple[int, ...], NoteHistory] = {}
         self.gather_lane = self.reduce_lane = self._lane("fsdp communication")
         if device.runs_collectives_side_by_side and not unify_communication_stream:
             self.reduce_lane = self._lane("fsdp reduction")
@@ -136,12 +137,6 @@ class FsdpContext:
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Takes a new group."""
         self._groups.append(weakref.ref(group))
-        self._follow(group)
-
-    def _follow(self, group: FsdpParameterGroup) -> None:
-        # Groups over other ranks have another history: not all ranks have both.
-        group.history = self.histories.setdefault(group.history.ranks, group.history)
-        group.history.join(group)
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains those of both is sharded."""
@@ -149,12 +144,9 @@ class FsdpContext:
             module.context = self
             self.add_module(module)
         self._groups += other._groups
-        for group in _alive(other._groups):
-            self._follow(group)
 
     def finalize(self) -> None:
-        """Fixes the order in which modules run, once all are sharded, and follows the optimizers
-        that step them.
+        """Fixes the order in which modules run, once all are sharded.
 
         ValueError, on all ranks, if ranks that replicate main weights hold different ones.
         """
@@ -180,7 +172,6 @@ class FsdpContext:
 
         _name_groups(roots, managed)
         _check_replicas(_alive(self._groups))
-        follow_optimizers(self)
         self.is_finalized = True
 
     def is_root(self, module: nn.Module) -> bool:
@@ -314,6 +305,7 @@ class FsdpContext:
         if self._backward is None:
             backward = _Backward(self)
             self._backward = weakref.ref(backward)
+            self.num_backwards += 1
             Variable._execution_engine.queue_callback(backward.finish)
 
     def make_room(self, group: FsdpParameterGroup) -> None:
@@ -374,16 +366,21 @@ class FsdpContext:
         """RuntimeError, on all ranks, unless all have issued the same collectives, of the same
         gradients, since the last comparison. All ranks of the model call it together.
 
-        Every optimizer's step does it for the parameters that it updates. Call it yourself where
-        weights are updated in another way.
+        Norms of gradients and every optimizer's step do it for the parameters that they read. Call
+        it yourself where weights are updated in another way.
         """
-        for history in self.histories.values():
-            history.check()
+        compare(group.mesh for group in _alive(self._groups))
+
+    @property
+    def histories(self) -> list[NoteHistory]:
+        """Of the collectives of this model, and of others over the same process groups."""
+        groups = _alive(self._groups)
+        return list(dict.fromkeys(history for group in groups for history in group.histories))
 
     @property
     def digest(self) -> int:
         """A number below 2^48, the same for the same collectives and most likely for no others."""
-        return sum(history.digest for history in self.histories.values()) % 2**48
+        return sum(history.digest for history in self.histories) % 2**48
 
     def compare_digests(self, digests: Sequence[float]) -> None:
         """As `check_agreement`, from the digests of all ranks, which cost no collective if they are
@@ -391,7 +388,7 @@ class FsdpContext:
         """
         if len(set(digests)) > 1:
             self.check_agreement()
-        for history in self.histories.values():
+        for history in self.histories:
             history.forget()
 
     def check_replicas(self, groups: Sequence[FsdpParameterGroup]) -> None:

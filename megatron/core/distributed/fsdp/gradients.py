@@ -71,11 +71,12 @@ class _Step:
         return [axis for axis in reversed(range(len(pairs))) if pairs[axis][0] != pairs[axis][1]]
 
 
-class Reduction(NamedTuple):
-    """What `GroupGradients.reduce` has prepared."""
+class Prepared(NamedTuple):
+    """A reduction that `GroupGradients.reduce` has prepared."""
 
     work: Callable[[Label], None]  # the label is for its collectives
-    received: Sequence[Collection[int]]  # for each of its collectives, what has a gradient here
+    # For each of its steps: over which axes, and which parameters have a gradient here.
+    steps: Sequence[tuple[Sequence[int], Collection[int]]]
 
 
 class GroupGradients:
@@ -167,12 +168,13 @@ class GroupGradients:
         """Whether `reduce` would take the memory of whole gradients now, though none has been
         collected.
 
-        It does for parameters that are not frozen. After `collect` the memory has been taken
+        It does unless all parameters are frozen, since other ranks may have gradients, and a
+        collective that only some ranks issue would hang. After `collect` the memory has been taken
         already.
         """
-        return not self._received and self._joins_others(parameters)
+        return not self._received and any(own.requires_grad for own in parameters)
 
-    def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Reduction:
+    def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Prepared:
         """Prepares the reduction of what was collected; the caller chooses the lane for the work.
 
         The gradients of `parameters`, the sharded ones, show the result at once, and have it when
@@ -244,17 +246,9 @@ class GroupGradients:
         self.unsharded.reallocate_storage()
         self.unsharded.zero_padding()
 
-    def _joins_others(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether this rank takes part in the others' reductions even if it has nothing to add.
-
-        A collective that only some ranks issue would hang. Parameters that have been frozen get a
-        gradient on no rank.
-        """
-        return any(parameter.requires_grad for parameter in parameters)
-
-    def _reduction(self, folded: Sequence[int], steps: Sequence[_Step]) -> Reduction:
-        received = [step.received for step in steps if step.axes]
-        return Reduction(partial(self._carry_out, folded, steps), received)
+    def _reduction(self, folded: Sequence[int], steps: Sequence[_Step]) -> Prepared:
+        axes = [(step.axes, step.received) for step in steps]
+        return Prepared(partial(self._carry_out, folded, steps), axes)
 
     def _defers_all_axes(self) -> bool:
         """Whether a microbatch's gradients are reduced over no axis before the last one's."""
@@ -295,19 +289,19 @@ class GroupGradients:
             self._fold(index)
 
         for step in steps:
-            missing = [index for index in range(len(self._slots)) if index not in step.received]
-            junk = [index for index in range(len(self._slots)) if index not in step.kept]
+            indices, kept = set(range(len(self._slots))), set(step.kept)
+            missing, junk = indices.difference(step.received), indices - kept
             # Zero adds nothing to a sum that is there already. Otherwise NaN makes sure that what
             # ranks with a gradient get does not pass for a mean.
             for index in missing:
-                step.source_rows[index].fill_(0.0 if index in step.kept else math.nan)
+                step.source_rows[index].fill_(0.0 if index in kept else math.nan)
             if step.kept:
                 for index in junk:
                     step.target_rows[index].zero_()
 
             self._reduce(step, label)
             # A gradient that no rank has must not leave NaN behind for the next one to be added to.
-            for index in set(missing).intersection(junk):
+            for index in missing & junk:
                 step.target_rows[index].zero_()
 
     def _fold(self, index: int) -> None:

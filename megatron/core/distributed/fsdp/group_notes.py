@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron.core.distributed.fsdp.collectives import Label
+from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.note_history import NOTE_LENGTH
 
 _GATHER, _REDUCE, _EXCHANGE = 1, 2, 3  # the first number of a note; the second is the group's
@@ -36,12 +36,12 @@ def exchange_note(group: int, is_backward: bool) -> list[int]:
 
 def gather_label(group: int, module: str) -> Label:
     """The gathers of a group's weights."""
-    return Label((_GATHER, group), f"the weights of {module}")
+    return Label(tag_of(_GATHER, group), f"the weights of {module}")
 
 
 def reduction_label(group: int, module: str) -> Label:
     """The reductions of a group's gradients."""
-    return Label((_REDUCE, group), f"the gradients of {module}")
+    return Label(tag_of(_REDUCE, group), f"the gradients of {module}")
 
 
 def describe(note: Sequence[int], module: str, names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
 
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
 from megatron.core.distributed.fsdp.fsdp2_arguments import PrecisionPolicies
@@ -48,6 +49,7 @@ class _Call:
     def __init__(self, number_of_pass: int) -> None:
         self.number_of_pass = number_of_pass
         self.has_backward = False  # whether its backward has begun
+        self.input_nodes: list[Node] = []  # of the inputs whose gradients end its backward
 
 
 class FsdpModule(Fsdp2Methods):
@@ -130,7 +132,7 @@ class FsdpModule(Fsdp2Methods):
     # Calls whose backward has not come yet; those whose graph is freed vanish.
     _fsdp_calls: weakref.WeakSet[_Call]
     _fsdp_call: _Call | None  # under way, where there will be a graph
-    _fsdp_reduced_pass: int  # of the context, after which gradients have been reduced
+    _fsdp_reduced_backward: int  # of the context, at whose end gradients have been reduced
 
     _fsdp_first: FsdpModule | None  # the module that has the unit's state; None: this one
     _fsdp_is_last: bool  # of the modules of its unit
@@ -502,9 +504,7 @@ class FsdpModule(Fsdp2Methods):
                 if tensor.requires_grad and not tensor.is_leaf
             ]
         if inputs:
-            register_multi_grad_hook(
-                inputs, _weakly(self, FsdpModule._fsdp_after_backward, call), mode="all"
-            )
+            _after_gradients(self, inputs, call)
         return watched if views else None
 
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
@@ -600,14 +600,13 @@ class FsdpModule(Fsdp2Methods):
     def _fsdp_reduce(self) -> None:
         """Begins to reduce what was collected.
 
-        Once in each pass, groups without gradients take part too: other ranks may have some.
+        Once in each backward, groups without gradients take part too: other ranks may have some.
         """
+        is_first = self._fsdp_reduced_backward != self.context.num_backwards
         for group in self.parameter_groups:
-            if group.gradients is not None and (
-                group.gradients.received or self._fsdp_reduced_pass != self.context.num_passes
-            ):
+            if group.gradients is not None and (group.gradients.received or is_first):
                 self.context.reduce(group, self.requires_gradient_sync)
-        self._fsdp_reduced_pass = self.context.num_passes
+        self._fsdp_reduced_backward = self.context.num_backwards
 
     def _fsdp_show_full(self) -> None:
         for group in self.parameter_groups:
@@ -646,7 +645,7 @@ def attach(
         module.phase = FsdpModule.Phase.RESTING
         module._fsdp_call = None
         module._fsdp_calls = weakref.WeakSet()
-        module._fsdp_reduced_pass = 0
+        module._fsdp_reduced_backward = 0
         module._fsdp_is_last = module is modules[-1]
         module._fsdp_policies = policies
         module._fsdp_is_filled = is_filled
@@ -729,6 +728,37 @@ def _call_weakly(
         )
     module = reference()
     return None if module is None else method(module, gradient, argument)
+
+
+def _after_gradients(module: FsdpModule, inputs: Sequence[torch.Tensor], call: _Call) -> None:
+    """Has the module's backward end when all inputs that a backward reaches have their gradients.
+
+    PyTorch's `register_multi_grad_hook` does this, too, but its hooks refer to the nodes that own
+    them. Such a cycle keeps a graph without a backward, and its activations, until garbage is
+    collected, which happens at other moments on other ranks. Here the hooks on outputs own the
+    call, the call refers to the nodes, and the hooks on inputs refer to the call weakly.
+    """
+    call.input_nodes = [get_gradient_edge(tensor).node for tensor in inputs]
+    count = partial(_count_gradient, weakref.ref(module), weakref.ref(call), defaultdict(int))
+    for tensor in inputs:
+        tensor.register_hook(count)
+
+
+@_disable_dynamo
+def _count_gradient(
+    module_reference: weakref.ref[FsdpModule],
+    call_reference: weakref.ref[_Call],
+    counts: defaultdict[int, int],
+    _: torch.Tensor,
+) -> None:
+    module, call = module_reference(), call_reference()
+    if module is None or call is None:
+        return
+    backward = torch._C._current_graph_task_id()
+    counts[backward] += 1
+    if counts[backward] == sum(map(torch._C._will_engine_execute_node, call.input_nodes)):
+        del counts[backward]
+        module._fsdp_after_backward(None, call)
 
 
 # One for each class: sharded modules of one class stay of one class.

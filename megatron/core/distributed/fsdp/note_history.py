@@ -1,14 +1,21 @@
 """`NoteHistory`: a record of the collectives of a rank, compared between ranks before every step.
 
 Ranks may disagree about the order of collectives, and about which parameters have a gradient. For
-each collective, the host adds a note: a few integers that describe it. The ranks compare a digest
-of their notes. Only if the digests differ do they exchange the notes, to find the first difference.
+each collective, the host adds a note: a few integers that describe it. The ranks of a process group
+compare a digest of their notes. Only if the digests differ do they exchange the notes, to find the
+first difference.
 
 By then, collectives that did not fit together have run, and gradients may be wrong; a gradient that
 only some ranks have is NaN. But no weight has changed: the comparison precedes the optimizer's
-step. `train_step` sends the digests along with numbers that a step brings to the host anyway; in
-all other loops, the hook on optimizers (`optimizer_hooks.py`) makes the comparison, which costs an
-all-reduce of two integers and, on an accelerator, a wait of the host for the backward.
+step. `train_step` sends the digests along with numbers that a step brings to the host anyway. In
+all other loops it is made by norms of gradients, by `GradScaler`, and by the hook on optimizers
+(`optimizer_hooks.py`), whichever comes first. It costs an all-reduce of three integers for each
+process group and, on an accelerator, a wait of the host for the backward.
+
+[Note: replicas] Ranks of a process group must do the same; other ranks need not. One replica of
+HSDP may run one more forward. Each process group therefore has its own history. A gradient that is
+NaN on one replica reaches the others, so a disagreement must, too: each comparison passes on the
+results of the ones before it, from the inner axes of a mesh to the outer ones.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import hashlib
 import weakref
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,38 +48,35 @@ class NotedGroup(Protocol):
     def describe(self, note: Sequence[int]) -> str:
         """The collective of a note in words: "gathered b"."""
 
+    def drop_gradients(self) -> None:
+        """Sets the gradients of the parameters to None."""
+
 
 class NoteHistory:
     """The notes of one rank since the last comparison, in the order of issue, of collectives over
-    one set of ranks.
+    one process group. Made by `histories_over`.
 
     Attributes:
-        ranks: in ascending order.
+        groups: that add notes, by number.
         notes: at most the first 65536.
+        has_notes: whether there are any; never in a process group of one rank.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """
-        Args:
-            mesh: over all the ranks, in any arrangement.
-            device: of what its process groups send.
-        """
-        self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-        self._mesh = mesh
-        self._device = device
-        self._groups: weakref.WeakValueDictionary[int, NotedGroup] = weakref.WeakValueDictionary()
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self.groups: weakref.WeakValueDictionary[int, NotedGroup] = weakref.WeakValueDictionary()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._device = torch.device(device_type)
+        self._group = weakref.ref(group)  # whose entry in `_histories` ends with it
         self.forget()
-
-    def join(self, group: NotedGroup) -> None:
-        """Takes a group that adds notes from now on."""
-        self._groups[group.number] = group
 
     def add(self, note: Sequence[int]) -> None:
         """Remembers the note of a collective that is being issued."""
+        if len(self._ranks) == 1:
+            return
         # Padded to one length: otherwise the same numbers, divided into other notes, would have the
         # same digest.
         self._hash.update(array("q", _padded(note)).tobytes())
-        _uncompared.setdefault(id(self), self)
+        self.has_notes = True
         if len(self.notes) < _MOST_NOTES:
             self.notes.append(tuple(note))
 
@@ -80,41 +84,30 @@ class NoteHistory:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self.notes: list[tuple[int, ...]] = []
-        _uncompared.pop(id(self), None)
+        self.has_notes = False
 
     @property
     def digest(self) -> int:
         """A number below 2^48, the same for the same notes and most likely for no others."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    def check(self) -> None:
-        """Compares the notes since the last comparison, if there are any. All ranks call it
-        together.
+    def exchange(self, earlier: torch.Tensor | None) -> torch.Tensor:
+        """[greatest digest, -least digest, whether ranks disagree by an earlier comparison], int64.
+        All ranks call it together.
 
-        Raises:
-            RuntimeError: on all ranks, if they differ, with the first difference.
+        Args:
+            earlier: the result of the comparison before.
         """
-        is_alone = self._mesh.size() == 1 or self._mesh.get_coordinate() is None
-        if id(self) not in _uncompared or is_alone:
-            self.forget()
-            return
-        try:
-            digest = torch.tensor([self.digest, -self.digest], device=self._device)
-            self._all_reduce(digest, dist.ReduceOp.MAX, "what ranks have done")
-            greatest, least = digest.tolist()
-            if greatest != -least:
-                raise RuntimeError(
-                    "Expected every rank to do the same in every step, and to have gradients of "
-                    f"the same parameters, got: {self._difference()}. The gradients of this step "
-                    "are not to be used."
-                )
-        finally:
-            self.forget()
+        found = torch.tensor([self.digest, -self.digest, 0], device=self._device)
+        if earlier is not None:
+            found[2] = (earlier[0] != -earlier[1]) | (earlier[2] != 0)
+        self._all_reduce(found, dist.ReduceOp.MAX, "the digests of collectives")
+        return found
 
-    def _difference(self) -> str:
+    def difference(self) -> str:
         """The first difference in words. All ranks call it together."""
         ranks = defaultdict[tuple[int, ...], list[int]](list)
-        for rank, note in self.first_difference().items():
+        for rank, note in zip(self._ranks, self.first_difference(), strict=True):
             ranks[note].append(rank)
         if len(ranks) == 1:
             return f"a difference after the first {_MOST_NOTES} collectives, which were the same"
@@ -124,14 +117,9 @@ class NoteHistory:
             for note, alike in ranks.items()
         )
 
-    def _describe(self, note: tuple[int, ...]) -> str:
-        if not any(note):
-            return "did nothing more"
-        group = self._groups.get(note[1])
-        return f"did something unknown, {note}" if group is None else group.describe(note)
-
-    def first_difference(self) -> dict[int, tuple[int, ...]]:
-        """By global rank, every rank's note where they first differ. All ranks call it together.
+    def first_difference(self) -> list[tuple[int, ...]]:
+        """By rank in the group, every rank's note where they first differ. All ranks call it
+        together.
 
         The note of a rank that did nothing more is zeros. If the notes that are kept do not differ,
         the result is the same for all ranks.
@@ -151,33 +139,85 @@ class NoteHistory:
         place = int((least != greatest).any(dim=1).int().argmax())
 
         # Each rank writes to its own row of zeros.
-        everyones = notes.new_zeros(len(self.ranks), NOTE_LENGTH)
-        everyones[self.ranks.index(dist.get_rank())] = notes[place]
+        everyones = notes.new_zeros(len(self._ranks), NOTE_LENGTH)
+        everyones[self._ranks.index(dist.get_rank())] = notes[place]
         self._all_reduce(everyones, dist.ReduceOp.SUM, "the notes that differ")
-        return {
-            rank: tuple(note) for rank, note in zip(self.ranks, everyones.tolist(), strict=True)
-        }
+        return [tuple(note) for note in everyones.tolist()]
+
+    def _describe(self, note: tuple[int, ...]) -> str:
+        if not any(note):
+            return "did nothing more"
+        group = self.groups.get(note[1])
+        return f"used a model that is gone, {note}" if group is None else group.describe(note)
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, name: str) -> None:
-        for axis in range(self._mesh.ndim):
-            with issuing(f"all-reduce of {name}", tensor):
-                dist.all_reduce(tensor, op, group=self._mesh.get_group(axis))
+        with issuing(f"all-reduce of {name}", tensor):
+            dist.all_reduce(tensor, op, group=self._group())
 
 
-# By id, the histories with notes that ranks have not compared, in the order of the first such note.
-_uncompared: weakref.WeakValueDictionary[int, NoteHistory] = weakref.WeakValueDictionary()
+# One for each process group, of all models: what a comparison includes must not depend on when a
+# rank's garbage collector frees a model.
+_histories: weakref.WeakKeyDictionary[dist.ProcessGroup, NoteHistory] = weakref.WeakKeyDictionary()
+
+
+def histories_over(mesh: DeviceMesh) -> list[NoteHistory]:
+    """The history of each axis of a mesh."""
+    histories = []
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        history = _histories.get(group)
+        if history is None:
+            history = _histories[group] = NoteHistory(group, mesh.device_type)
+        histories.append(history)
+    return histories
 
 
 def is_any_uncompared() -> bool:
-    """Whether any history of this process has notes that ranks have not compared."""
-    return bool(_uncompared)
+    """Whether this process has notes that ranks have not compared."""
+    return any(history.has_notes for history in _histories.values())
 
 
-def check_all(mesh: DeviceMesh) -> None:
-    """Compares all histories over the ranks of a mesh; see `NoteHistory.check`."""
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    for history in [history for history in _uncompared.values() if history.ranks == ranks]:
-        history.check()
+def compare(meshes: Iterable[DeviceMesh]) -> None:
+    """Compares the notes of collectives over the axes of some meshes since the last comparison, if
+    there are any. All ranks call it together.
+
+    Raises:
+        RuntimeError: on all ranks of the meshes, if some differ, with the first difference. The
+            gradients of all models over them are None then.
+    """
+    histories = dict.fromkeys(
+        history
+        for mesh in dict.fromkeys(meshes)
+        for history in reversed(histories_over(mesh))  # see [Note: replicas]
+    )
+    pending = [history for history in histories if history.has_notes]
+    if not pending:
+        return
+
+    try:
+        found = list[torch.Tensor]()
+        for history in pending:
+            found.append(history.exchange(found[-1] if found else None))
+        results = torch.stack(found).tolist()
+        differences = [
+            history.difference()
+            for history, (greatest, least, _) in zip(pending, results, strict=True)
+            if greatest != -least
+        ]
+        is_other = any(flag for _, _, flag in results)
+        if differences or is_other:
+            for history in pending:
+                for group in list(history.groups.values()):
+                    group.drop_gradients()
+            raise RuntimeError(
+                "Expected every rank to do the same in every step, and to have gradients of the "
+                "same parameters, got: "
+                f"{'; '.join(dict.fromkeys(differences)) or 'a difference between other ranks'}. "
+                "The gradients of this step were dropped."
+            )
+    finally:
+        for history in pending:
+            history.forget()
 
 
 def _padded(note: Sequence[int]) -> tuple[int, ...]:

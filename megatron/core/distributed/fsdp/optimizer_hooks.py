@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.fsdp.note_history import is_any_uncompared
+from megatron.core.distributed.fsdp.note_history import compare, is_any_uncompared
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
@@ -170,10 +171,33 @@ def follow_optimizers(context: object) -> None:
 
 
 @_disable_dynamo  # `step()` may be called inside of a compiled function
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     _check_agreement(optimizer)
     _check_gradient_dtypes(optimizer)
     _recut_states(optimizer)
+    # The backward of a closure is still to come.
+    return (
+        tuple(_compared(optimizer, value) for value in args),
+        {name: _compared(optimizer, value) for name, value in kwargs.items()},
+    )
+
+
+def _compared(optimizer: torch.optim.Optimizer, value: Any) -> Any:
+    """A closure that compares the ranks after the gradients have been computed; any other argument
+    of a step as it is.
+    """
+    if not callable(value):
+        return value
+
+    @functools.wraps(value)
+    def closure() -> Any:
+        loss = value()
+        _check_agreement(optimizer)
+        return loss
+
+    return closure
 
 
 def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
@@ -181,9 +205,7 @@ def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
     # After `train_step`, which has compared: there is no time to look at every parameter.
     if not is_any_uncompared():
         return
-    groups = filter(None, map(group_of, _parameters(optimizer)))
-    for history in {id(group.history): group.history for group in groups}.values():
-        history.check()
+    compare(group.mesh for group in filter(None, map(group_of, _parameters(optimizer))))
 
 
 def _recut_states(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ import itertools
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,9 +31,9 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
 from megatron.core.distributed.fsdp.layout import GlobalLayout
-from megatron.core.distributed.fsdp.note_history import NoteHistory
+from megatron.core.distributed.fsdp.note_history import histories_over
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
 from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
@@ -56,7 +56,8 @@ _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.co
 _COUNT_BITS = 30  # of a number, which is less than 2**62
 
 
-def _next_number(ranks: tuple[int, ...]) -> int:
+def _next_number(mesh: DeviceMesh) -> int:
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     count = next(_numbers[ranks]) % (1 << _COUNT_BITS)
     return (zlib.crc32(repr(ranks).encode()) << _COUNT_BITS) + count
 
@@ -80,7 +81,7 @@ class FsdpParameterGroup:
             the outermost one.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
-        history: gets a note of every collective of the group, as it is queued.
+        histories: by mesh axis; get a note of every collective over the axis, as it is queued.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
         layout: of all buffers.
@@ -103,8 +104,10 @@ class FsdpParameterGroup:
         offload: OffloadPolicy | None = None,
     ) -> None:
         first = owned[0].original
-        self.history = NoteHistory(mesh, device.torch_device)
-        self.number = _next_number(self.history.ranks)
+        self.number = _next_number(mesh)
+        self.histories = histories_over(mesh)
+        for history in self.histories:
+            history.groups[self.number] = self
         self.name = ""
         self.policy = policy.resolve(first.dtype)
         self.dtype = _known(self.policy.compute_dtype)
@@ -290,8 +293,11 @@ class FsdpParameterGroup:
             parameter.show(parameter.sharded)
 
     def note_exchange(self, is_backward: bool) -> None:
-        """Adds the note of an exchange of tokens, or of their gradients."""
-        self.history.add(group_notes.exchange_note(self.number, is_backward))
+        """Adds the note of an exchange of tokens, or of their gradients, over the kept axes."""
+        note = group_notes.exchange_note(self.number, is_backward)
+        for history, is_kept in zip(self.histories, self.placements.is_kept, strict=True):
+            if is_kept:
+                history.add(note)
 
     def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
@@ -301,9 +307,9 @@ class FsdpParameterGroup:
             # The last step's gradients may still be on their way down from the same memory.
             self.timeline.awaited(event, D2H, self._label).wait()
 
-        work, received = self.gradients.reduce(self._sharded, is_last)
-        for indices in received:
-            self.history.add(group_notes.reduction_note(self.number, indices))
+        work, steps = self.gradients.reduce(self._sharded, is_last)
+        for axes, received in steps:
+            self._add_note(group_notes.reduction_note(self.number, received), axes)
         work = partial(work, group_notes.reduction_label(self.number, self._label))
         nbytes = self.gradients.unsharded.local_buffer.nbytes
         timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
@@ -334,6 +340,11 @@ class FsdpParameterGroup:
         if self.gradients is not None:
             self.gradients.forget()
             self.release_gradients()
+
+    def drop_gradients(self) -> None:
+        """Sets the gradients of the sharded parameters to None."""
+        for parameter in self.fsdp_parameters:
+            parameter.sharded.grad = None
 
     def describe(self, note: Sequence[int]) -> str:
         """The collective of a note in words."""
@@ -466,13 +477,20 @@ class FsdpParameterGroup:
         ready = self._reserved
         if ready is None or is_overwritten:
             ready = self._device.event()
-        if self.is_gathered or is_scattered:
-            self.history.add(group_notes.gather_note(self.number))
+        note = group_notes.gather_note(self.number)
+        if is_scattered:
+            self._add_note(note, _axes_between(self.post_optimizer_model_weight, self.model_weight))
+        if self.is_gathered:
+            self._add_note(note, _axes_between(self.model_weight, self.unsharded_weight))
         work = partial(self._gather, is_stale, is_scattered)
         nbytes = self.unsharded_weight.local_buffer.nbytes
         timed = self.timeline.timed(GATHER, self._label, work, nbytes)
         self._weights_ready = lane.enqueue(timed, [ready, *awaited])
         self.delivery.gather_queued()
+
+    def _add_note(self, note: Sequence[int], axes: Iterable[int]) -> None:
+        for axis in axes:
+            self.histories[axis].add(note)
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
@@ -493,6 +511,10 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
         return versions
+
+
+def _axes_between(source: DBuffer, target: DBuffer) -> Iterable[int]:
+    return axes_to_move(source.placements, target.placements)
 
 
 def _known(dtype: torch.dtype | None) -> torch.dtype:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
+from megatron.core.distributed.fsdp.note_history import compare
 from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
 from megatron.core.distributed.fsdp.uneven_reductions import (
     LIST_NORMS,
@@ -185,6 +186,8 @@ def _unscale(
     """
     uneven = [gradient for gradient in gradients if isinstance(gradient, UnevenRows)]
     others = [gradient for gradient in gradients if not isinstance(gradient, UnevenRows)]
+    # NaN of ranks that disagree would be taken for an overflow, in every step.
+    compare(gradient.device_mesh for gradient in uneven)
     func([gradient._local_tensor for gradient in uneven], found_inf, inverse_scale)
     if others:
         func(others, found_inf, inverse_scale)

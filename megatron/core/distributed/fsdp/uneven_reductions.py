@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.note_history import check_all
+from megatron.core.distributed.fsdp.note_history import compare
 from megatron.core.distributed.fsdp.uneven_rows import (
     UnevenRows,
     replicated,
@@ -55,7 +55,7 @@ def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     # Ranks whose gradients differ would send messages of different lengths.
     if func in LIST_NORMS:
-        check_all(tensors[0].device_mesh)
+        compare([tensors[0].device_mesh])
 
     # torch would round each rank's part to 16 bits where the rows have 16.
     dtype = kwargs.get("dtype") or tensors[0].dtype

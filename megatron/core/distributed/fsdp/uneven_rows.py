@@ -23,14 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.collectives import Label
+from megatron.core.distributed.fsdp.collectives import WHOLE_TENSOR
 from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
 from megatron.core.issued_collectives import issuing
 
 T = TypeVar("T", bound="UnevenRows")
-
-# Lanes may be exchanging parts over the same group meanwhile.
-_WHOLE_TENSOR = Label((0,), "a whole tensor")
 
 
 class _Wait:
@@ -250,7 +247,7 @@ def _gather_axis(
     # As bytes: backends do not know all dtypes.
     if parts.numel():
         sent, received = own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
-        collectives.all_gather(received, sent, mesh.get_group(axis), _WHOLE_TENSOR)
+        collectives.all_gather(received, sent, mesh.get_group(axis), WHOLE_TENSOR)
 
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 

@@ -209,7 +209,7 @@ def _gathers_in_order(strategy: str) -> list[tuple[int, ...]]:
         model(torch.ones(1, DIM)).sum().backward()
     assert all(delivery.was_let for delivery in deliveries)
     numbers = [layer.parameter_groups[0].number for layer in model]
-    (history,) = context.histories.values()
+    (history,) = context.histories
     return [(kind, numbers.index(number)) for kind, number, *_ in history.notes]
 
 

@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_context,
     microbatch,
 )
-from megatron.core.distributed.fsdp.note_history import NoteHistory
+from megatron.core.distributed.fsdp.note_history import NoteHistory, compare, histories_over
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -103,7 +103,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def new_history() -> NoteHistory:
-    return NoteHistory(build_mesh("cpu", dist.get_world_size()), torch.device("cpu"))
+    return NoteHistory(dist.group.WORLD, "cpu")
 
 
 def digest_of(notes: Iterable[Sequence[int]]) -> int:
@@ -291,6 +291,64 @@ def test_parameters_that_are_frozen_later_cost_no_reduction():
     assert [len(sent) for sent in run_ranks(2, _frozen)] == [1, 1]
 
 
+def _replica_runs_more() -> None:
+    """One replica of HSDP logs an output before each of two optimizers' steps."""
+    model = Pairs()
+    shard(model, "hsdp")
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in (model.a, model.b)]
+    for _ in range(2):
+        backward(model)
+        for optimizer in optimizers:
+            if dist.get_rank() < 2:
+                with torch.no_grad():
+                    model(own_batch())
+            optimizer.step()
+
+
+def test_a_replica_may_run_forwards_that_the_others_do_not_run():
+    run_ranks(4, _replica_runs_more)
+
+
+def _skip_a_gradient_in_the_first_microbatch() -> str:
+    """What replicas reduce among each other is the same."""
+    model = Pairs()
+    context = shard(model, "hsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_last in (False, True):
+        model.b.uses_second = is_last or dist.get_rank() != 1
+        with microbatch(context, is_last=is_last):
+            backward(model)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return str(caught.value)
+
+
+def test_a_disagreement_of_ranks_of_one_replica_is_an_error_on_all_replicas():
+    first, second, third, fourth = run_ranks(4, _skip_a_gradient_in_the_first_microbatch)
+    assert "rank 1 reduced the gradients of b without any for b.second" in first
+    assert second == first
+    assert "other ranks" in third
+    assert fourth == third
+
+
+def _two_forwards_then_two_backwards() -> str:
+    model = Pairs()
+    context = shard(model, "optim_grads_params")
+    model.b.learns = dist.get_rank() == 0
+    losses = [model(own_batch(number)).square().sum() for number in range(2)]
+    for loss in losses:
+        loss.backward()
+    with pytest.raises(RuntimeError) as caught:
+        context.check_agreement()
+    return str(caught.value)
+
+
+def test_a_rank_without_gradients_joins_in_every_backward_of_several_forwards():
+    for message in run_ranks(2, _two_forwards_then_two_backwards):
+        assert "rank 1 reduced the gradients of b without any for b.first, b.second" in message
+
+
 def _own_ranks() -> None:
     """As with experts that only some ranks share: a unit over each rank alone, one over both."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))
@@ -328,6 +386,32 @@ def _train_step(model: Pairs) -> Callable[[], object]:
     )
 
 
+def _closures(model: Pairs) -> Callable[[], object]:
+    """With a backward, the first too, inside of a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(own_batch()).square().sum()
+        loss.backward()
+        return loss
+
+    return partial(optimizer.step, closure)
+
+
+def _scaled(model: Pairs) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(own_batch()).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
 def _own_loop(
     model: Pairs, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ) -> Callable[[], object]:
@@ -347,6 +431,8 @@ LOOPS: dict[str, Callable[[Pairs], Callable[[], object]]] = {
     "SGD": partial(_own_loop, build=partial(torch.optim.SGD, lr=0.1)),
     "AdamW": partial(_own_loop, build=partial(torch.optim.AdamW, lr=0.1)),
     "FusedAdam": partial(_own_loop, build=partial(FusedAdam, lr=0.1)),
+    "closure": _closures,
+    "GradScaler": _scaled,
     "HybridDeviceOptimizer": partial(_own_loop, build=partial(HybridDeviceOptimizer, lr=0.1)),
 }
 
@@ -363,6 +449,9 @@ def _steps(loop: str, differs: bool) -> tuple[str, bool]:
         step()
     except RuntimeError as error:
         outcome = str(error)
+    if outcome and loop != "train_step":
+        # A program that goes on regardless does not train on this step's gradients.
+        assert all(parameter.grad is None for parameter in model.parameters())
     after = [parameter.to_local() for parameter in model.parameters()]
     return outcome, all(map(torch.equal, before, after))
 
@@ -378,7 +467,7 @@ def test_a_step_ends_before_weights_change_when_ranks_disagree(loop):
 # Histories
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_digests_differ_with_notes_their_order_their_number_and_where_they_are_cut() -> None:
     cases = [
         [],
@@ -403,9 +492,7 @@ def _histories(notes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ..
     history = new_history()
     for note in notes[dist.get_rank()]:
         history.add(note)
-    difference = history.first_difference()
-    assert list(difference) == list(range(dist.get_world_size()))
-    return [note[:3] for note in difference.values()]
+    return [note[:3] for note in history.first_difference()]
 
 
 @pytest.mark.parametrize(
@@ -432,20 +519,26 @@ class Noting:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.has_gradients = True
 
     def describe(self, note: Sequence[int]) -> str:
         return f"gathered {note[1]}"
 
+    def drop_gradients(self) -> None:
+        self.has_gradients = False
+
 
 def _named_together(notes: Sequence[Sequence[tuple[int, ...]]]) -> str:
-    history = new_history()
+    mesh = build_mesh("cpu", dist.get_world_size())
+    (history,) = histories_over(mesh)
     groups = [Noting(7), Noting(8)]
-    for group in groups:
-        history.join(group)
+    history.groups.update({group.number: group for group in groups})
     for note in notes[dist.get_rank()]:
         history.add(note)
     with pytest.raises(RuntimeError) as caught:
-        history.check()
+        compare([mesh])
+    assert not any(group.has_gradients for group in groups)
+    compare([mesh])  # has nothing to compare any more
     return str(caught.value)
 
 

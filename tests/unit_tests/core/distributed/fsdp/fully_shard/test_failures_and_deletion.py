@@ -218,3 +218,35 @@ def test_a_model_that_is_deleted_frees_its_memory_and_ends_its_lane_without_the_
                 failures.append(failure.with_traceback(None))
         else:
             raise failures[-1]
+
+
+@on_ranks(1)
+def test_a_graph_without_a_backward_is_freed_at_once() -> None:
+    """Garbage is collected at other moments on other ranks, which must not differ meanwhile."""
+    model = Stack(3)
+    shard(*model.layers, model)
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def save(tensor: torch.Tensor) -> Saved:
+        alive.add(saved := Saved(tensor))
+        return saved
+
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(save, Saved.unpack):
+            loss = loss_of(model(own_batch()))
+            assert alive
+            del loss
+        assert not alive
+    finally:
+        gc.enable()
+
+
+class Saved:
+    """A tensor that autograd saves."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def unpack(self) -> torch.Tensor:
+        return self._tensor
