@@ -162,7 +162,7 @@ def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]
     told = Told(nn.Linear(2, 2), torch.device("cpu"))
     own, whole = torch.ones(2), torch.ones(4)
     how = collectives.Reduction(is_average=False)
-    label = collectives.Label((1, 2), "the weights of a layer")
+    label = collectives.Label(collectives.tag_of(1, 2), "the weights of a layer")
     launch, cpu = Launch(), Device("cpu")
     reduce_scatter, all_reduce = collectives.reduce_scatter, collectives.all_reduce
     return {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.distributed.fsdp import collectives
-from megatron.core.distributed.fsdp.collectives import Label, Reduction
+from megatron.core.distributed.fsdp.collectives import Label, Reduction, tag_of
 from megatron.core.rank_waits import rank_wait
 from tests.helpers.ranks import on_ranks, run_ranks
 
@@ -207,7 +207,7 @@ def _in_another_order() -> list[float]:
     def gather(number: int) -> None:
         out = torch.zeros(4)
         own = torch.full((2,), 10.0 * number + rank)
-        collectives.all_gather(out, own, dist.group.WORLD, Label((7, number)))
+        collectives.all_gather(out, own, dist.group.WORLD, Label(tag_of(7, number)))
         found[number] = out.sum().item()
 
     def begins(thread: threading.Thread) -> None:
@@ -232,7 +232,7 @@ def test_a_collective_takes_no_part_of_another_one_that_other_ranks_are_in():
 @on_ranks(2)
 def test_a_collective_that_another_rank_does_not_come_to_fails_by_name() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
-    label = Label((1, 7), "the weights of layers.7")
+    label = Label(tag_of(1, 7), "the weights of layers.7")
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"all-gather of the weights of layers\.7 failed"):
             collectives.all_gather(torch.empty(4), torch.ones(2), group, label)
@@ -241,6 +241,5 @@ def test_a_collective_that_another_rank_does_not_come_to_fails_by_name() -> None
 
 @given(st.integers(0, 2**62), st.sampled_from([1, 2, 3]))
 def test_tags_fit_into_32_bits_and_keep_away_from_small_ones(group, kind):
-    assert 2**30 <= Label((kind, group)).tag < 2**31
-    assert Label((kind, group)).tag == Label((kind, group), "a name").tag
-    assert Label((kind, group)).tag != Label((kind % 3 + 1, group)).tag
+    assert collectives.WHOLE_TENSOR.tag < tag_of(kind, group) < 2**31
+    assert tag_of(kind, group) != tag_of(kind % 3 + 1, group)
