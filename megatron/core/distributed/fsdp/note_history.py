@@ -15,7 +15,7 @@ process group and, on an accelerator, a wait of the host for the backward.
 [Note: replicas] Ranks of a process group must do the same; other ranks need not. One replica of
 HSDP may run one more forward. Each process group therefore has its own history. A gradient that is
 NaN on one replica reaches the others, so a disagreement must, too: each comparison passes on the
-results of the ones before it, from the inner axes of a mesh to the outer ones.
+results of the ones before it, and then back.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class NoteHistory:
     one process group. Made by `histories_over`.
 
     Attributes:
+        device: of the tensors that the process group sends.
         groups: that add notes, by number.
         notes: at most the first 65536.
         has_notes: whether there are any; never in a process group of one rank.
@@ -65,7 +66,7 @@ class NoteHistory:
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self.groups: weakref.WeakValueDictionary[int, NotedGroup] = weakref.WeakValueDictionary()
         self._ranks = dist.get_process_group_ranks(group)
-        self._device = torch.device(device_type)
+        self.device = torch.device(device_type)
         self._group = weakref.ref(group)  # whose entry in `_histories` ends with it
         self.forget()
 
@@ -91,18 +92,22 @@ class NoteHistory:
         """A number below 2^48, the same for the same notes and most likely for no others."""
         return int.from_bytes(self._hash.digest(), "little")
 
-    def exchange(self, earlier: torch.Tensor | None) -> torch.Tensor:
-        """[greatest digest, -least digest, whether ranks disagree by an earlier comparison], int64.
-        All ranks call it together.
+    def exchange(self, is_bad: torch.Tensor) -> torch.Tensor:
+        """[greatest digest, -least digest, whether `is_bad` on any rank], int64. All ranks call it
+        together.
 
         Args:
-            earlier: the result of the comparison before.
+            is_bad: whether earlier comparisons have found a difference: [1] bool.
         """
-        found = torch.tensor([self.digest, -self.digest, 0], device=self._device)
-        if earlier is not None:
-            found[2] = (earlier[0] != -earlier[1]) | (earlier[2] != 0)
+        found = torch.cat([torch.tensor([self.digest, -self.digest], device=self.device), is_bad])
         self._all_reduce(found, dist.ReduceOp.MAX, "the digests of collectives")
         return found
+
+    def spread(self, is_bad: torch.Tensor) -> torch.Tensor:
+        """Whether `is_bad`, [1] bool, on any rank. All ranks call it together."""
+        found = is_bad.long()
+        self._all_reduce(found, dist.ReduceOp.MAX, "whether ranks disagree")
+        return found != 0
 
     def difference(self) -> str:
         """The first difference in words. All ranks call it together."""
@@ -124,11 +129,11 @@ class NoteHistory:
         The note of a rank that did nothing more is zeros. If the notes that are kept do not differ,
         the result is the same for all ranks.
         """
-        length = torch.tensor(len(self.notes), dtype=torch.int64, device=self._device)
+        length = torch.tensor(len(self.notes), dtype=torch.int64, device=self.device)
         self._all_reduce(length, dist.ReduceOp.MAX, "the number of notes")
         missing = [()] * max(1 - len(self.notes), int(length) - len(self.notes))
         notes = torch.tensor(
-            [_padded(note) for note in [*self.notes, *missing]], device=self._device
+            [_padded(note) for note in [*self.notes, *missing]], device=self.device
         )
 
         # Where the least and the greatest differ, some ranks do. Costs the same on any number of
@@ -186,9 +191,7 @@ def compare(meshes: Iterable[DeviceMesh]) -> None:
             gradients of all models over them are None then.
     """
     histories = dict.fromkeys(
-        history
-        for mesh in dict.fromkeys(meshes)
-        for history in reversed(histories_over(mesh))  # see [Note: replicas]
+        history for mesh in dict.fromkeys(meshes) for history in histories_over(mesh)
     )
     pending = [history for history in histories if history.has_notes]
     if not pending:
@@ -196,16 +199,20 @@ def compare(meshes: Iterable[DeviceMesh]) -> None:
 
     try:
         found = list[torch.Tensor]()
+        is_bad = torch.zeros(1, dtype=torch.bool, device=pending[0].device)
         for history in pending:
-            found.append(history.exchange(found[-1] if found else None))
-        results = torch.stack(found).tolist()
+            found.append(history.exchange(is_bad))
+            is_bad = (found[-1][:1] != -found[-1][1:2]) | (found[-1][2:] != 0)
+        for history in reversed(pending[:-1]):
+            is_bad = history.spread(is_bad)
+
+        *results, (is_any, _, _) = torch.stack([*found, is_bad.long().expand(3)]).tolist()
         differences = [
             history.difference()
             for history, (greatest, least, _) in zip(pending, results, strict=True)
             if greatest != -least
         ]
-        is_other = any(flag for _, _, flag in results)
-        if differences or is_other:
+        if is_any:
             for history in pending:
                 for group in list(history.groups.values()):
                     group.drop_gradients()

@@ -294,10 +294,7 @@ class FsdpParameterGroup:
 
     def note_exchange(self, is_backward: bool) -> None:
         """Adds the note of an exchange of tokens, or of their gradients, over the kept axes."""
-        note = group_notes.exchange_note(self.number, is_backward)
-        for history, is_kept in zip(self.histories, self.placements.is_kept, strict=True):
-            if is_kept:
-                history.add(note)
+        self._add_note(group_notes.exchange_note(self.number, is_backward), [])
 
     def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
@@ -489,8 +486,11 @@ class FsdpParameterGroup:
         self.delivery.gather_queued()
 
     def _add_note(self, note: Sequence[int], axes: Iterable[int]) -> None:
-        for axis in axes:
-            self.histories[axis].add(note)
+        # Ranks along kept axes hold different rows of the same parameters, so they do the same.
+        noted = set(axes)
+        for axis, is_kept in enumerate(self.placements.is_kept):
+            if is_kept or axis in noted:
+                self.histories[axis].add(note)
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.

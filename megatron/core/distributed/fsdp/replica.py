@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
 from megatron.core.distributed.fsdp.uneven_traits import traits_of
 from megatron.core.dtensors import deep_copied
+from megatron.core.issued_collectives import issuing
 
 
 class ReplicaDTensor(DTensor):
@@ -44,7 +45,8 @@ class ReplicaDTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As `UnevenDTensor`'s."""
-        whole = super().full_tensor(grad_placements=grad_placements)
+        with issuing("all-gather of a whole tensor", self._local_tensor):
+            whole = super().full_tensor(grad_placements=grad_placements)
         return whole if grad_placements is not None else with_mean_gradient(whole, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

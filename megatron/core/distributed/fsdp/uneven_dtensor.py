@@ -45,6 +45,7 @@ from megatron.core.distributed.fsdp.uneven_rows import (
 )
 from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
 from megatron.core.dtensors import deep_copied
+from megatron.core.issued_collectives import issuing
 
 # Set on a sharded parameter whose gradients are not the mean over the ranks.
 SUMS_GRADIENTS = "_fsdp_sums_gradients"
@@ -70,7 +71,8 @@ class UnevenDTensor(UnevenRows):
         """As DTensor's, but with a gradient that is the mean of the ranks' gradients, so that a
         loss of each rank's data may use it. `grad_placements` is taken as DTensor takes it.
         """
-        whole = super().full_tensor(grad_placements=grad_placements)
+        with issuing("all-gather of a whole tensor", self._local_tensor):
+            whole = super().full_tensor(grad_placements=grad_placements)
         return whole if grad_placements is not None else with_mean_gradient(whole, self)
 
     @_disable_dynamo

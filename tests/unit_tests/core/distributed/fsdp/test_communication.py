@@ -265,8 +265,9 @@ def _sends(name: str, dtypes: str, reshards: bool) -> list[Counter[Collective]]:
         (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
         # After a step it is the first forward that refreshes, whether it is one of training or not.
         (trained.evaluate, forward + refresh),
-        (trained.evaluate, forward),
-        (trained.step, plan.of_step(NUM_MICROBATCHES)),
+        # Weights that stay after a forward are there for the next one.
+        (trained.evaluate, forward if reshards else Counter()),
+        (trained.step, plan.of_step(NUM_MICROBATCHES) - (Counter() if reshards else forward)),
         (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
     ):
         with watched(trained.context, trained.mesh) as traffic:

@@ -284,7 +284,7 @@ def test_ranks_without_gradients_of_kept_rows_are_noticed_before_the_step(skippi
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rank = torch.distributed.get_rank()
     model(inputs(0, 0, rank // 2), learns=rank not in skipping).sum().backward()
-    with pytest.raises(RuntimeError, match=r"reduced the gradients of matrices without any for"):
+    with pytest.raises(RuntimeError, match=r"matrices without any for|other ranks"):
         optimizer.step()
 
 

@@ -353,7 +353,7 @@ def test_only_what_crosses_the_link_is_pinned(monkeypatch, case):
 def test_the_preflight_says_what_will_be_pinned(monkeypatch):
     Pinned(monkeypatch)
     seen: list[HostNeed] = []
-    module = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    module = "megatron.core.optimizer.cpu_offloading.both_sides"
     monkeypatch.setattr(f"{module}.check_memory_on_all_ranks", lambda needs, *_: seen.extend(needs))
     HybridDeviceOptimizer(
         Uneven().parameters(),
