@@ -163,9 +163,9 @@ def test_what_no_longer_fits_into_the_budget_is_skipped_and_what_does_is_cut_sho
 
 
 def test_a_stage_that_keeps_time_runs_however_much_those_before_it_take(tmp_path):
-    last = Stage("last", f"{FAKES}:passes", "", 30.0, 4.0, runs_alone=True, keeps_time=True)
+    last = Stage("last", f"{FAKES}:passes", "", 90.0, 60.0, runs_alone=True, keeps_time=True)
     (hanging, skipped, kept), _ = run(
-        tmp_path, fake("hangs"), fake("passes", least=1.0), last, budget=11
+        tmp_path, fake("hangs"), fake("passes", least=1.0), last, budget=67
     )
     assert (hanging.outcome, skipped.outcome, kept.outcome) == ("failed", "skipped", "ok")
 
