@@ -22,6 +22,9 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from megatron.core.distributed.fsdp.uneven_dtensor import SUMS_GRADIENTS
 from megatron.core.dtensors import is_partial
 
+# Now, since programs replace it by ours.
+_FSDP2_FULLY_SHARD = fsdp2.fully_shard.__wrapped__  # type: ignore[attr-defined]
+
 
 def _rejected(name: str, instead: str) -> Callable[..., None]:
     """A method that raises NotImplementedError, except for calls that disable a feature."""
@@ -253,8 +256,8 @@ def add_fsdp2_state(module: Any) -> None:
     """Lets `torch.distributed.fsdp.fully_shard.state(module)` find what PyTorch's pipelining asks
     there. RuntimeError, by PyTorch, if that `fully_shard` is applied to the module later.
     """
-    applied = fsdp2.fully_shard.__wrapped__  # type: ignore[attr-defined]
-    vars(module).setdefault(STATE_KEY, {})[applied] = _Fsdp2State(weakref.proxy(module._fsdp_unit))
+    states = vars(module).setdefault(STATE_KEY, {})
+    states[_FSDP2_FULLY_SHARD] = _Fsdp2State(weakref.proxy(module._fsdp_unit))
 
 
 class _Fsdp2State:

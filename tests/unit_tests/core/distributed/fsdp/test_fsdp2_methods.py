@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -489,3 +490,14 @@ def _fail(_: torch.Tensor) -> None:
 
 def _failing_in_backward(_: nn.Module, __: Any, out: torch.Tensor) -> None:
     out.register_hook(_fail)
+
+
+@on_ranks(1)
+def test_a_program_may_have_replaced_fsdp2s_function_by_ours() -> None:
+    """As those do that train with libraries which import it from PyTorch when they shard."""
+    model = nn.Linear(4, 4)
+    with mock.patch("torch.distributed.fsdp.fully_shard", fully_shard):
+        torch.distributed.fsdp.fully_shard(model)
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad is not None
