@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
     """A reduction that `GroupGradients.reduce` has prepared."""
 
     work: Callable[[Label], None]  # the label is for its collectives
-    # For each of its steps: over which axes, and which parameters have a gradient here.
+    # For each step that communicates: over which axes, and which parameters have a gradient here.
     steps: Sequence[tuple[Sequence[int], Collection[int]]]
 
 
@@ -247,8 +247,8 @@ class GroupGradients:
         self.unsharded.zero_padding()
 
     def _reduction(self, folded: Sequence[int], steps: Sequence[_Step]) -> Prepared:
-        axes = [(step.axes, step.received) for step in steps]
-        return Prepared(partial(self._carry_out, folded, steps), axes)
+        collectives = [(step.axes, step.received) for step in steps if step.axes]
+        return Prepared(partial(self._carry_out, folded, steps), collectives)
 
     def _defers_all_axes(self) -> bool:
         """Whether a microbatch's gradients are reduced over no axis before the last one's."""
