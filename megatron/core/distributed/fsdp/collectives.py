@@ -56,7 +56,7 @@ class Label(NamedTuple):
 
 
 UNLABELLED = Label()
-# Its threads have no lane: a lane may be exchanging parts over the same group meanwhile.
+# Gathered in the program's threads, while a lane may be exchanging parts over the same group.
 WHOLE_TENSOR = Label(FIRST_TAG + 1, "a whole tensor")
 
 

@@ -43,8 +43,6 @@ _MOST_NOTES = 65536
 class NotedGroup(Protocol):
     """The interface of parameter groups that a history needs."""
 
-    number: int  # the second integer of the group's notes
-
     def describe(self, note: Sequence[int]) -> str:
         """The collective of a note in words: "gathered b"."""
 
@@ -58,7 +56,7 @@ class NoteHistory:
 
     Attributes:
         device: of the tensors that the process group sends.
-        groups: that add notes, by number.
+        groups: the groups that add notes, by the second integer of their notes.
         notes: at most the first 65536.
         has_notes: whether there are any; never in a process group of one rank.
     """

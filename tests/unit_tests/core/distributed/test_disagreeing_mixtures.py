@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.router import RouterReport
+from megatron.training.engines import ModuleEngine
 from tests.helpers.mixtures import mixture_engine, train
 from tests.helpers.ranks import run_ranks
 
@@ -18,15 +19,22 @@ def _pass_by(layer: MoELayer, hidden: Tensor) -> tuple[Tensor, RouterReport]:
     return hidden * 1.0, layer.router(hidden).report
 
 
+def _mixtures(engine: ModuleEngine) -> list[MoELayer]:
+    return [module for module in engine.model.modules() if isinstance(module, MoELayer)]
+
+
+def _error_of_step(engine: ModuleEngine, step: int) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        train(engine, [step])
+    return str(caught.value)
+
+
 def _skip_another() -> str:
     """Without gathers, in which they would wait, ranks meet in the exchanges of two mixtures."""
     engine = mixture_engine(2, "no_shard")
-    mixtures = [module for module in engine.model.modules() if isinstance(module, MoELayer)]
-    skipped = mixtures[dist.get_rank()]
+    skipped = _mixtures(engine)[dist.get_rank()]
     skipped.forward = partial(_pass_by, skipped)
-    with pytest.raises(RuntimeError) as caught:
-        train(engine, [0])
-    return str(caught.value)
+    return _error_of_step(engine, 0)
 
 
 def test_ranks_that_meet_in_the_exchanges_of_different_mixtures_are_all_told():
@@ -38,12 +46,9 @@ def test_ranks_that_meet_in_the_exchanges_of_different_mixtures_are_all_told():
 def _exchange_once_more() -> str:
     engine = mixture_engine(2)
     train(engine, [0])
-    mixture = next(module for module in engine.model.modules() if isinstance(module, MoELayer))
     if dist.get_rank() == 1:
-        mixture.experts.parameter_groups[0].note_exchange(is_backward=True)
-    with pytest.raises(RuntimeError) as caught:
-        train(engine, [1])
-    return str(caught.value)
+        _mixtures(engine)[0].experts.parameter_groups[0].note_exchange(is_backward=True)
+    return _error_of_step(engine, 1)
 
 
 def test_exchanges_of_tokens_are_compared_before_the_step():
