@@ -234,7 +234,7 @@ def test_a_thread_ends_when_the_last_lane_on_it_is_let_go_of():
     second.enqueue(lambda: None).wait()
     assert thread.is_alive()
     del second
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     CPU.lane("let go", is_shared=True).enqueue(lambda: None).wait()
 

@@ -213,7 +213,7 @@ def test_killed_writers_cost_no_line_of_another(path):
         with process.stdout:
             assert process.stdout.readline() == "going\n"
             process.send_signal(signal.SIGKILL)
-            assert process.wait(timeout=30) == -signal.SIGKILL
+            assert process.wait(timeout=60) == -signal.SIGKILL
     records = read_json_lines(path)
     for writer in "abc":
         numbers = [record["number"] for record in records if record["writer"] == writer]

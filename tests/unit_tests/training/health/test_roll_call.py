@@ -203,7 +203,7 @@ class HeldStore:
 
     def __getattr__(self, name: str) -> object:
         if name in self._held:
-            assert self.is_open.wait(30)
+            assert self.is_open.wait(60)
         return getattr(self._store, name)
 
 

@@ -193,5 +193,5 @@ def test_lanes_end_with_their_optimizer():
     del optimizer
     gc.collect()
     for thread in lanes:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in lanes)

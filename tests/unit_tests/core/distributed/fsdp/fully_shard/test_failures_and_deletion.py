@@ -146,7 +146,7 @@ def _collect_all() -> None:
     for _ in range(4):
         gc.collect()
     for thread in lane_threads():
-        thread.join(timeout=10)
+        thread.join(timeout=60)
 
 
 def _trained(
@@ -183,7 +183,7 @@ def _deletes_without_the_collector(strategy: str, with_root: bool) -> None:
     assert context.forward_order == context.backward_order == []
     assert thread.is_alive()
     del context
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 
