@@ -18,6 +18,7 @@ FLOORS: list[list[str]] = [
         "megatron.core.parts",
         "megatron.core.dtypes",
         "megatron.core.autocast",
+        "megatron.core.products",
         "megatron.core.dtensors",
         "megatron.core.rank_waits",
         "megatron.core.files",

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
+from megatron.core.products import is_slow
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
@@ -268,7 +269,9 @@ def _fused(
     """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal, or
     of all positions to all.
     """
-    value_dim = value.shape[-1]
+    value_dim, dtype = value.shape[-1], query.dtype
+    if is_slow(query):
+        query, key, value = query.float(), key.float(), value.float()
     if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
         # Zeros add nothing to the scores, and give channels of zeros.
         width = max(value_dim, key.shape[-1])
@@ -293,7 +296,7 @@ def _fused(
         scale=scale,
         enable_gqa=is_grouped,
     )
-    return output[..., :value_dim]
+    return output[..., :value_dim].to(dtype)
 
 
 def _wants_equal_widths(query: Tensor, value_dim: int, mask: Tensor | None) -> bool:

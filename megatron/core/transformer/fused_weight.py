@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.products import linear
+
 
 class Section(NamedTuple):
     """One of the matrices in a fused weight."""
@@ -124,6 +126,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Draws the initial weights: see `reset_linear`."""
         reset_linear(self.weight, self.bias, self.init_std)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return linear(inputs, self.weight, self.bias)
 
 
 class FusedLinear(HasSections, Linear):

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.autocast import without_autocast
+from megatron.core.products import is_slow, mm
 
 _ALIGNMENT = 16  # bytes, of the rows that the kernel for all groups reads and writes
 _MOST_GROUPS = 1023  # of the kernel for all groups
@@ -158,10 +159,12 @@ def _spans(sizes: list[int]) -> Iterator[tuple[int, slice]]:
 def _of_each(tokens: Tensor, matrices: Tensor, sizes: list[int], biases: Tensor | None) -> Tensor:
     output = tokens.new_empty(len(tokens), matrices.shape[2])
     for expert, span in _spans(sizes):
-        if biases is None:
-            torch.mm(tokens[span], matrices[expert], out=output[span])
-        else:
+        if biases is not None and not is_slow(tokens):
             torch.addmm(biases[expert], tokens[span], matrices[expert], out=output[span])
+            continue
+        product = mm(tokens[span], matrices[expert], output[span])
+        if biases is not None:
+            product += biases[expert]
     return output
 
 
@@ -171,7 +174,7 @@ def _outer_of_each(
     """The gradient of the matrices: [experts, in, out]."""
     grad = torch.empty_like(matrices)
     for expert, span in _spans(sizes):
-        torch.mm(tokens[span].T, grad_output[span], out=grad[expert])
+        mm(tokens[span].T, grad_output[span], grad[expert])
     return _zero_empty(grad, sizes)
 
 

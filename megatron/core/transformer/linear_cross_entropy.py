@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.autocast import without_autocast
+from megatron.core.products import is_slow, mm
 
 
 class Sizes(NamedTuple):
@@ -302,11 +303,11 @@ def _pass_in_own_dtypes(
     chunk = min(max(1, chunk_numel // vocab_size), num_tokens)
     buffer = hidden.new_empty(chunk, vocab_size)
     for rows in _slices(num_tokens, chunk):
-        logits = torch.mm(hidden[rows], weight.t(), out=buffer[: rows.stop - rows.start])
+        logits = mm(hidden[rows], weight.t(), buffer[: rows.stop - rows.start])
         weights = token_weights[rows] if token_weights is not None and any(wanted) else None
         losses[rows], log_sums[rows] = _softmax(logits, labels[rows], weights, options)
         if gradients.hidden is not None:
-            torch.mm(logits, weight, out=gradients.hidden[rows])
+            mm(logits, weight, gradients.hidden[rows])
         if gradients.weight is not None:
             _add_product(gradients.weight, logits, hidden[rows])
     return _Found(losses, log_sums, gradients)
@@ -361,8 +362,10 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
         return
+    if is_slow(hidden):
+        hidden = hidden.float()
     for rows in _slices(len(total), max(1, BLOCK_NUMEL // total.shape[1])):
-        total[rows] += logits[:, rows].t() @ hidden
+        total[rows] += logits[:, rows].t().to(hidden.dtype) @ hidden
 
 
 def sizes_for(device_kind: str) -> Sizes:

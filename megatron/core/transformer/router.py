@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.autocast import without_autocast
+from megatron.core.products import linear
 from megatron.core.transformer.fused_weight import reset_linear
 from megatron.core.transformer.spec import Balancing, RouterSpec, Scores
 
@@ -104,13 +104,13 @@ class Router(nn.Module):
         """[tokens, experts], fp32 or wider."""
         if self.spec.dtype is None:
             # In the compute dtype, that of autocast where it is on.
-            logits = F.linear(tokens, self.weight, self.bias)
+            logits = linear(tokens, self.weight, self.bias)
             return logits.float() if logits.dtype.itemsize < 4 else logits
 
         dtype = _DTYPES[self.spec.dtype]
         bias = None if self.bias is None else self.bias.to(dtype)
         with without_autocast(tokens.device):
-            return F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+            return linear(tokens.to(dtype), self.weight.to(dtype), bias)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights, both [tokens, top_k]."""

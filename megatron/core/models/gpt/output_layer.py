@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.products import linear
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.linear_cross_entropy import (
     HeadOptions,
@@ -57,7 +57,7 @@ def project(
         logits [batch, seq, vocab] in the compute dtype, if there are no targets.
     """
     if targets is None:
-        logits = F.linear(hidden, weight)
+        logits = linear(hidden, weight)
         cap = options.softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
     if targets.weights is None:

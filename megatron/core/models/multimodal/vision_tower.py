@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core.device import send
 from megatron.core.models.multimodal.patch_grid import PatchGrid, PatchPlaces, patch_places
 from megatron.core.models.multimodal.vision_config import VisionConfig
+from megatron.core.products import linear
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear, reset_linear
 from megatron.core.transformer.layer import TransformerLayer
@@ -46,7 +47,7 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, channels * frames * rows * columns] -> [patches, hidden]."""
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        return linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class PatchPositions(nn.Module):
