@@ -30,7 +30,7 @@ help:
 	@echo "make docs       build the site from docs/ and check its links"
 	@echo "make test-docs  type the README's and the tutorial's commands in fresh clones, build the site"
 	@echo "make bench      every benchmark, half an hour on an idle machine; ARGS=--quick: minutes"
-	@echo "make report     draw the newest results, write their tables; ARGS=--check names what is stale"
+	@echo "make report     draw the stored results, write their tables; ARGS=--check names what is stale"
 	@echo "make peer       the tests that run other projects: megatron-core, accelerate, transformers, TRL, PEFT, Fabric"
 	@echo "make peers      environments of all projects that tests and benchmarks run (DeepSpeed and torchao, too)"
 	@echo "make check      lint, format, types, import floors"

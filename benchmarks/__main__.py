@@ -10,7 +10,7 @@ import sys
 COMMANDS = {
     "run": ("benchmarks.runner.command", "run benchmarks and file their results"),
     "list": ("benchmarks.runner.listing", "name the benchmarks, their questions and durations"),
-    "report": ("benchmarks.reporting.command", "draw the newest results and write the tables"),
+    "report": ("benchmarks.reporting.command", "draw the stored results and write the tables"),
 }
 
 

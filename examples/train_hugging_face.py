@@ -5,7 +5,7 @@ own.
 torchrun --nproc-per-node 2 examples/train_hugging_face.py --output runs/hugging_face
 
 Without `--model` it is a tiny Qwen3 with random weights; the data is random tokens: this shows the
-calls, no more. It needs `pip install 'megatron-hybrid[hf]'`.
+calls, no more. It needs `pip install '.[hf]'` in the clone.
 """
 
 from __future__ import annotations

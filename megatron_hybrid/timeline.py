@@ -111,7 +111,7 @@ def _drawing(output: Path) -> Any:
         from megatron_hybrid.timeline_picture import draw
     except ImportError as error:
         raise TimelineError(
-            f"--output: expected the package matplotlib (pip install 'megatron-hybrid[bench]'), "
+            f"--output: expected the package matplotlib (pip install '.[bench]' in the clone), "
             f"got: {error}."
         ) from None
     return draw

@@ -1,4 +1,4 @@
-"""`python -m benchmarks report`: pictures and blocks of Markdown, from the newest results."""
+"""`python -m benchmarks report`: pictures and blocks of Markdown, from the stored results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with_contents
 from benchmarks.reporting.contents import PICTURES, Contents, pictures
 from benchmarks.reporting.peers import peers_block, read_comparison
-from benchmarks.reporting.stored import ResultFileError, StoredResult, newest_results
+from benchmarks.reporting.stored import ResultFileError, StoredResult, stored_results
 from benchmarks.reporting.svg_file import file_names, is_generated, why_stale, with_note
 from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
 from benchmarks.runner.places import RESULTS, ROOT
@@ -33,7 +33,7 @@ class Report:
     Attributes:
         root: The project's folder: README.md, docs/*.md and docs/img/*.svg lie in it.
         names: Of all benchmarks.
-        results: The newest, by benchmark.
+        results: By benchmark.
     """
 
     root: Path
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
     try:
-        results = newest_results(arguments.results)
+        results = stored_results(arguments.results)
         report = Report(ROOT, list(registered()), results)
         return check(report) if arguments.check else write(report)
     except (ResultFileError, MarkerError) as error:
@@ -111,7 +111,7 @@ def check(report: Report) -> int:
     if stale:
         print(f"{len(stale)} would change. Run `{COMMAND}` and commit what it writes.")
     else:
-        print("All blocks and pictures are those of the newest results.")
+        print("All blocks and pictures are those of the stored results.")
     return int(bool(stale))
 
 

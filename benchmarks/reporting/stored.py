@@ -1,4 +1,4 @@
-"""Results as they lie in files: what a benchmark found, and where and when it found it."""
+"""Stored results: what a benchmark found, and where and when it found it."""
 
 from __future__ import annotations
 
@@ -61,23 +61,15 @@ class ResultFileError(ValueError):
     """A file in the folder of results cannot be read as a result."""
 
 
-def newest_results(folder: Path) -> dict[str, StoredResult]:
-    """By benchmark, the newest full result of `folder`, in the order of names.
-
-    Files without a schema, which are older than it, and results of quick runs are passed over.
+def stored_results(folder: Path) -> dict[str, StoredResult]:
+    """The results of full runs in `folder` by benchmark, in the order of names.
 
     Raises:
-        ResultFileError: for what is not JSON, another schema, and what lacks a field or is not
-            finite.
+        ResultFileError: for a file that is not JSON, has another schema or another name than its
+            benchmark, lacks a field, or has a number that is not finite.
     """
-    newest: dict[str, StoredResult] = {}
-    for path in sorted(folder.glob("*.json")):
-        found = _read(path)
-        if found is not None:
-            before = newest.get(found.benchmark)
-            if before is None or (before.date, before.file) < (found.date, found.file):
-                newest[found.benchmark] = found
-    return dict(sorted(newest.items()))
+    found = map(_read, sorted(folder.glob("*.json")))
+    return {result.benchmark: result for result in found if result is not None}
 
 
 def provenance(results: Sequence[StoredResult]) -> list[str]:
@@ -104,16 +96,15 @@ def _commits(results: Sequence[StoredResult]) -> str:
 
 
 def _read(path: Path) -> StoredResult | None:
-    """None for a file that is older than schemas, and for a quick run's result."""
+    """None for a quick run's result."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ResultFileError(f"Expected JSON in {path}, got: {error}.") from error
 
-    if not isinstance(content, dict) or "schema" not in content:
-        return None
-    if content["schema"] != SCHEMA:
-        raise ResultFileError(f"Expected schema {SCHEMA} in {path}, got {content['schema']!r}.")
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ResultFileError(f"Expected schema {SCHEMA} in {path}, got {schema!r}.")
     for place, number in _numbers(content):
         if not math.isfinite(number):
             raise ResultFileError(f"Expected finite numbers in {path}, got {number} at {place}.")
@@ -137,6 +128,8 @@ def _stored(file: str, content: Mapping[str, Any]) -> StoredResult:
         versions=content["versions"],
         result=Result.from_json(content),
     )
+    if file != f"{stored.benchmark}.json":
+        raise ValueError(f"it is the result of {stored.benchmark}, got the name {file}.")
     # A caption that cannot be written is an error of this file, not of whoever draws it.
     _ = stored.machine_line, stored.commit_line, stored.day
     return stored

@@ -1,9 +1,9 @@
-"""Result files: their content, their names, and which are the newest."""
+"""Result files: one `NAME.json` for each benchmark in a directory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +32,12 @@ def write_result(
     command: str,
     seconds: float,
 ) -> Path:
-    """Writes `NAME_DATE.json`, whole or not at all, in the place of another of today."""
-    now = datetime.now(timezone.utc)
+    """Writes the result of a benchmark, whole or not at all, in the place of an earlier one."""
     content = {
         "schema": SCHEMA,
         "benchmark": benchmark.name,
         "mode": origin.mode,
-        "date": now.isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": origin.revision.commit,
         "is_dirty": origin.revision.is_dirty,
         "command": command,
@@ -47,25 +46,13 @@ def write_result(
         "seconds": round(seconds, 1),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{benchmark.name}_{now.date().isoformat()}.json"
+    path = folder / f"{benchmark.name}.json"
     with published(path) as stream:
         stream.write((json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     return path
 
 
-def newest(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The newest result of each (benchmark, mode)."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for content in _results(*folders):
-        key = (content["benchmark"], content["mode"])
-        if key not in found or found[key]["date"] < content["date"]:
-            found[key] = content
-    return found
-
-
-def _results(*folders: Path) -> Iterator[dict[str, Any]]:
-    """Those of this schema; results from before it are files of many shapes."""
-    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
-        content = json.loads(path.read_text())
-        if isinstance(content, dict) and content.get("schema") == SCHEMA:
-            yield content
+def seconds_of(folder: Path) -> dict[str, float]:
+    """How long each benchmark with a result in `folder` took."""
+    contents = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    return {content["benchmark"]: content["seconds"] for content in contents}

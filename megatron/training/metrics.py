@@ -109,7 +109,7 @@ class LoggingConfig:
         if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise ConfigError(
                 "--wandb-project: expected the package wandb (pip install "
-                "'megatron-hybrid[wandb]'), got none."
+                "'.[wandb]' in the clone), got none."
             )
 
         if self.profile_lanes is not None:

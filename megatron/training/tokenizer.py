@@ -388,7 +388,7 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
     except ImportError as error:
         raise ConfigError(
             f"--tokenizer-model: expected a tokenizer.json in {path}, got none; reading other "
-            "forms needs the `hf` extra (pip install megatron-hybrid[hf])."
+            "forms needs the `hf` extra (pip install '.[hf]' in the clone)."
         ) from error
 
     _expect_regular_files(path)

@@ -23,7 +23,7 @@ from tests.helpers.typed_pages import Typed, missing_lines, typed_blocks
 
 pytestmark = pytest.mark.docs
 
-PATIENCE = 1800.0  # seconds that a block may take: installs and a training on a busy machine
+PATIENCE = 7200.0  # seconds that a block may take: all tests, on a busy machine
 FAILED = "<<this has failed>>"
 _QUIET = {"VIRTUAL_ENV_DISABLE_PROMPT": "1"}
 

@@ -41,6 +41,6 @@ def write_result_file(
         "seconds": 60.0,
         **changed,
     }
-    path = folder / f"{benchmark}_{content['date'][:10]}.json"
+    path = folder / f"{benchmark}.json"
     path.write_text(json.dumps(content))
     return path

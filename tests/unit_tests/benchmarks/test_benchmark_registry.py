@@ -14,6 +14,8 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.runner import command
 from benchmarks.runner.listing import lines
 from benchmarks.runner.registry import BENCHMARKS, chosen, declaration, registered
+from benchmarks.runner.result_files import seconds_of
+from tests.helpers.result_files import write_result_file
 
 DECLARED = """
 BENCHMARK = Benchmark(
@@ -105,8 +107,9 @@ def test_unknown_names_are_one_error_with_those_that_are_near(
         assert near in line.partition("'step'")[2]
 
 
-def test_the_list_has_the_seconds_of_the_newest_results():
+def test_the_list_has_the_seconds_of_the_stored_results(tmp_path: Path):
     one = Benchmark("one", "a against b", 2, (), (), environment="deepspeed")
-    row, question = list(lines([one], {("one", "full"): {"seconds": 61.6}}))[1:]
+    write_result_file(tmp_path, "one", seconds=61.6)
+    row, question = list(lines([one], seconds_of(tmp_path), {}))[1:]
     assert row.split() == ["one", "2", "62", "s", "-", "deepspeed"]
     assert question.strip() == "a against b"

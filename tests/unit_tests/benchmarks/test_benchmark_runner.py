@@ -17,7 +17,7 @@ from benchmarks.helpers.processes import started
 from benchmarks.helpers.result import NotRun
 from benchmarks.runner.command import summary
 from benchmarks.runner.registry import registered
-from benchmarks.runner.result_files import Origin, newest
+from benchmarks.runner.result_files import Origin
 from benchmarks.runner.revision import Revision
 from benchmarks.runner.running import Ending, Outcome, Runner
 
@@ -149,21 +149,6 @@ def test_a_missed_bar_is_printed_plainly_and_is_no_failure(
     assert missed.split() == ["a_good:", "slow", "2", "<=", "1", "MISSED"]
     assert any(line.startswith("e_of_a_peer: not run: a peer: ") for line in printed)
     assert printed[-1] == "2 benchmarks done, 0 failed; 0 bars met, 1 missed; 1.5 minutes"
-
-
-def test_the_newest_result_of_each_mode_is_found_among_files_of_other_shapes(tmp_path: Path):
-    def write(name: str, **content: object) -> None:
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-
-    of_one = {"schema": 2, "benchmark": "one"}
-    write("one_a", **of_one, mode="full", date="2026-11-02T10:00:00+00:00", seconds=2)
-    write("one_b", **of_one, mode="full", date="2026-11-03T10:00:00+00:00", seconds=3)
-    write("one_c", **of_one, mode="quick", date="2026-11-04T10:00:00+00:00", seconds=4)
-    write("older", machine={}, median_ms={"ours": 1.0})
-    (tmp_path / "list.json").write_text("[]")
-
-    found = {key: content["seconds"] for key, content in newest(tmp_path).items()}
-    assert found == {("one", "full"): 3, ("one", "quick"): 4}
 
 
 def is_running(pid: int) -> bool:

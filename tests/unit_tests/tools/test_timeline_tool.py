@@ -221,7 +221,7 @@ def test_without_matplotlib_drawing_is_one_error_and_shares_are_printed(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "megatron_hybrid.timeline_picture", raising=False)
     message = refused(capsys, recording, "--output", tmp_path / "step.svg")
-    assert "expected the package matplotlib (pip install 'megatron-hybrid[bench]')" in message
+    assert "expected the package matplotlib (pip install '.[bench]' in the clone)" in message
     assert not (tmp_path / "step.svg").exists()
     assert "gather" in shown(capsys, recording)
 

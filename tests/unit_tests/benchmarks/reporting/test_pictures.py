@@ -14,7 +14,7 @@ from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.contents import Memory, Peers, Ratios, Scaling, pictures
 from benchmarks.reporting.drawing.style import THEMES, side_colors
 from benchmarks.reporting.drawing.svg import svg_of
-from benchmarks.reporting.stored import newest_results
+from benchmarks.reporting.stored import stored_results
 from benchmarks.reporting.svg_file import contents_digest, why_stale, with_note
 from tests.helpers.result_files import write_result_file
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_each_picture_takes_what_it_needs(folder: Path) -> None:
-    found = pictures(newest_results(folder))
+    found = pictures(stored_results(folder))
     ratios, peers, scaling, memory = found.values()
     assert isinstance(ratios, Ratios)
     assert isinstance(peers, Peers)
@@ -103,7 +103,7 @@ def test_a_margin_is_how_many_times_better_than_the_bar_a_ratio_is(
     tmp_path: Path, ratio: Ratio, margin: float
 ) -> None:
     write_result_file(tmp_path, "a", ratios=[ratio])
-    contents = pictures(newest_results(tmp_path))["ratios"]
+    contents = pictures(stored_results(tmp_path))["ratios"]
     assert isinstance(contents, Ratios)
     assert contents.groups[0].rows[0].margin == margin
 
@@ -112,7 +112,7 @@ def test_without_figures_there_is_no_picture(tmp_path: Path) -> None:
     write_result_file(tmp_path, "end_to_end", ratios=[Ratio("without a bar", 1.0)])
     write_result_file(tmp_path, "offload_step", facts={"memory_by_kind": {}})
     write_result_file(tmp_path, "checkpoint_plan", [Measurement("8 ranks", "ours", "s", (1.0,))])
-    assert pictures(newest_results(tmp_path)) == {}
+    assert pictures(stored_results(tmp_path)) == {}
 
 
 def texts_of(svg: str) -> list[str]:
@@ -125,7 +125,7 @@ def texts_of(svg: str) -> list[str]:
 def test_pictures_say_their_machine_and_date_and_are_drawn_the_same_each_time(
     folder: Path,
 ) -> None:
-    for contents in pictures(newest_results(folder)).values():
+    for contents in pictures(stored_results(folder)).values():
         light, dark = (with_note(svg_of(contents, theme), contents, theme) for theme in THEMES)
         assert "A CPU, 2 cores, 24 GiB, torch 2.13.0 · 2026-05-03 · commit 0123456" in texts_of(
             light
@@ -137,7 +137,7 @@ def test_pictures_say_their_machine_and_date_and_are_drawn_the_same_each_time(
 
 
 def test_what_missed_its_bar_is_said_in_words(folder: Path) -> None:
-    texts = texts_of(svg_of(pictures(newest_results(folder))["ratios"], "light"))
+    texts = texts_of(svg_of(pictures(stored_results(folder))["ratios"], "light"))
     assert texts.count("missed") == 3  # of 1.5, 0.5, 3, 40, 0 and 2 between 1 and 4
     assert "≥ 1 and ≤ 4" in texts
     assert "a < b & c" in texts
@@ -153,7 +153,7 @@ def test_a_peer_keeps_its_colour_and_ours_is_its_own() -> None:
 
 
 def test_a_stored_picture_is_stale_once_figures_or_the_drawing_change(folder: Path) -> None:
-    contents = pictures(newest_results(folder))["memory"]
+    contents = pictures(stored_results(folder))["memory"]
     path = folder / "memory_light.svg"
     assert why_stale(path, contents, "light") == "it does not exist"
     path.write_text(with_note(svg_of(contents, "light"), contents, "light"))
@@ -170,7 +170,7 @@ def test_a_stored_picture_is_stale_once_figures_or_the_drawing_change(folder: Pa
 
     path.write_text(moved)
     write_results(folder, [1.5, 0.5, 3.1, 40.0, 0.0, 2.0, 1.0, 4.0])
-    changed = pictures(newest_results(folder))["memory"]
+    changed = pictures(stored_results(folder))["memory"]
     assert "have changed" in (why_stale(path, changed, "light") or "")
     assert contents_digest(changed, "light") != contents_digest(changed, "dark")
 
@@ -181,7 +181,7 @@ FIGURES = st.lists(st.floats(-1e300, 1e300), min_size=8, max_size=8)
 
 def draw_all(folder: Path, figures: list[float]) -> None:
     write_results(folder, figures)
-    for contents in pictures(newest_results(folder)).values():
+    for contents in pictures(stored_results(folder)).values():
         svg = svg_of(contents, "dark")
         ET.fromstring(svg)
         assert "nan" not in svg.replace("nanosecond", "")

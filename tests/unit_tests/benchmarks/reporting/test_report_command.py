@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.helpers.result import Measurement, Ratio
-from benchmarks.reporting.blocks import MarkerError
+from benchmarks.reporting.blocks import MarkerError, with_contents
 from benchmarks.reporting.command import Report, check, main, write
-from benchmarks.reporting.stored import newest_results
+from benchmarks.reporting.stored import stored_results
 from tests.helpers.result_files import write_result_file
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -43,7 +43,7 @@ def write_result(root: Path, value: float) -> None:
 
 
 def report_of(root: Path) -> Report:
-    return Report(root, ["one", "other"], newest_results(root / "results"))
+    return Report(root, ["one", "other"], stored_results(root / "results"))
 
 
 def test_what_was_written_is_not_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_a_picture_without_results_goes_and_others_stay(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "docs" / "img" / "timeline_light.svg").write_text("<svg/>")
-    (root / "results" / "one_2026-05-03.json").unlink()
+    (root / "results" / "one.json").unlink()
     capsys.readouterr()
     assert check(report_of(root)) == 1
     assert "docs/img/ratios_dark.svg: no result stands behind it" in capsys.readouterr().out
@@ -142,6 +142,15 @@ def test_the_committed_pages_and_pictures_are_those_of_the_committed_results(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_results_are_linked_in_generated_blocks_only() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = {page.name: with_contents(page.name, page.read_text(), lambda _: "") for page in pages}
+    assert any("benchmarks/results/" in page.read_text() for page in pages)
+    assert [
+        name for name, text in texts.items() if "/results/" in text.replace("NAME.json", "")
+    ] == []
 
 
 def test_a_check_takes_neither_matplotlib_nor_torch() -> None:

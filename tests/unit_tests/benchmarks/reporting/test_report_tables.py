@@ -9,7 +9,7 @@ import yaml
 
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.peers import CLAIMS, peers_block, read_comparison
-from benchmarks.reporting.stored import newest_results
+from benchmarks.reporting.stored import stored_results
 from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
 from tests.helpers.result_files import write_result_file
 
@@ -23,16 +23,16 @@ def test_every_ratio_with_a_bar_and_everything_that_was_not_measured_has_a_row(
     ratios = [Ratio("a / b", 1.714, at_least=1.5), Ratio("c | d", 2, at_most=1.5), Ratio("e", 3)]
     write_result_file(tmp_path, "two", ratios=ratios, not_run=[NotRun("peer", "needs CUDA")])
     write_result_file(tmp_path, "without_bars", ratios=[Ratio("f", 1)])
-    results = newest_results(tmp_path)
+    results = stored_results(tmp_path)
 
     assert results_block(["one", "two", "without_bars"], results, "../").splitlines() == [
         "| benchmark | ratio of medians, or other figure | measured | bar |  |",
         "|---|---|---|---|---|",
         "| `one` | not measured |  |  |  |",
-        "| [`two`](../benchmarks/results/two_2026-05-03.json) | a / b | 1.71 | ≥ 1.5 | met |",
+        "| [`two`](../benchmarks/results/two.json) | a / b | 1.71 | ≥ 1.5 | met |",
         r"|  | c \| d | 2.00 | ≤ 1.5 | **missed** |",
         "|  | peer: not run, needs CUDA |  |  |  |",
-        "| [`without_bars`](../benchmarks/results/without_bars_2026-05-03.json) "
+        "| [`without_bars`](../benchmarks/results/without_bars.json) "
         "| measured; no bar is stated |  |  |  |",
         "",
         f"Measured on {MEASURED_ON}.",
@@ -57,7 +57,7 @@ def test_a_benchmark_has_its_sides_with_median_and_spread(tmp_path: Path) -> Non
     ratios = [Ratio("DCP / ours", 3.5)]
     write_result_file(tmp_path, "one", measurements, ratios, not_run)
 
-    assert benchmark_block(newest_results(tmp_path)["one"], "").splitlines() == [
+    assert benchmark_block(stored_results(tmp_path)["one"], "").splitlines() == [
         "|  | side | median | middle half of the rounds | least to most | rounds |",
         "|---|---|---|---|---|---|",
         "| save | ours | 600 ms | 550 to 650 ms | 500 to 700 ms | 3 |",
@@ -69,13 +69,13 @@ def test_a_benchmark_has_its_sides_with_median_and_spread(tmp_path: Path) -> Non
         "|---|---|",
         "| DCP / ours | 3.50 |",
         "",
-        f"Measured on {MEASURED_ON} ([result](benchmarks/results/one_2026-05-03.json)).",
+        f"Measured on {MEASURED_ON} ([result](benchmarks/results/one.json)).",
     ]
 
 
 def test_a_benchmark_that_found_nothing_still_says_where_it_ran(tmp_path: Path) -> None:
     write_result_file(tmp_path, "one")
-    assert benchmark_block(newest_results(tmp_path)["one"], "").startswith("Measured on A CPU")
+    assert benchmark_block(stored_results(tmp_path)["one"], "").startswith("Measured on A CPU")
     assert benchmark_block(None, "").startswith("Not measured")
 
 
@@ -139,7 +139,7 @@ def test_the_comparison_is_filled_in_from_results(tmp_path: Path) -> None:
         facts={"sides": {"ours": {"resume": exact}, "them": {"resume": inexact}}},
     )
     comparison = read_comparison(comparison_file(tmp_path))
-    assert peers_block(comparison, newest_results(tmp_path), "").splitlines() == [
+    assert peers_block(comparison, stored_results(tmp_path), "").splitlines() == [
         "|  | here | there | elsewhere |",
         "|---|---|---|---|",
         "| does it | [yes](docs/a.md) | no [[1]](https://there) | no [[1]](https://there) |",

@@ -8,33 +8,31 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reporting.stored import ResultFileError, newest_results, provenance
+from benchmarks.reporting.stored import ResultFileError, provenance, stored_results
 from tests.helpers.result_files import write_result_file
 
 
-def test_the_newest_full_result_of_each_benchmark_counts(tmp_path: Path) -> None:
-    write_result_file(tmp_path, "b", facts={"which": "only"})
-    for day in (2, 9, 5):
-        date = f"2026-06-{day:02}T10:00:00+00:00"
-        write_result_file(tmp_path, "a", facts={"which": day}, date=date)
-    write_result_file(tmp_path, "a", date="2026-07-01T10:00:00+00:00", mode="quick")
+def test_full_results_are_found_by_benchmark_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_result_file(tmp_path, name, facts={"of": name})
+    write_result_file(tmp_path, "c", mode="quick")
 
-    found = newest_results(tmp_path)
-    assert {name: one.result.facts["which"] for name, one in found.items()} == {"a": 9, "b": "only"}
-    assert list(found) == ["a", "b"]
-    assert found["a"].file == "a_2026-06-09.json"
+    found = stored_results(tmp_path)
+    assert [(name, one.file) for name, one in found.items()] == [("a", "a.json"), ("b", "b.json")]
+    assert [one.result.facts for one in found.values()] == [{"of": "a"}, {"of": "b"}]
 
 
-def test_files_from_before_the_schema_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "old_2025-01-01.json").write_text('{"machine": {}, "median_ms": {"ours": NaN}}')
-    (tmp_path / "list_2025-01-01.json").write_text("[]")
-    assert newest_results(tmp_path) == {}
+def test_a_result_under_the_name_of_another_benchmark_is_an_error(tmp_path: Path) -> None:
+    write_result_file(tmp_path, "a").rename(tmp_path / "a_2026-05-03.json")
+    with pytest.raises(ResultFileError, match=r"a_2026-05-03\.json"):
+        stored_results(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "Expected JSON in .*a.json, got"),
+        ("[]", "Expected schema 2 in .*a.json, got None"),
         ('{"schema": 3}', "Expected schema 2 in .*a.json, got 3"),
         ('{"schema": 2, "facts": {"x": [1, Infinity]}}', r"got inf at facts.x\[1\]"),
         ('{"schema": 2}', "Expected the field 'mode' in .*a.json; it is missing"),
@@ -43,7 +41,7 @@ def test_files_from_before_the_schema_are_passed_over(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ResultFileError, match=message):
-        newest_results(tmp_path)
+        stored_results(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["benchmark", "machine", "versions", "measurements", "ratios"])
@@ -53,7 +51,7 @@ def test_a_field_that_is_missing_is_named(tmp_path: Path, field: str) -> None:
     del content[field]
     path.write_text(json.dumps(content))
     with pytest.raises(ResultFileError, match=f"the field '{field}' in"):
-        newest_results(tmp_path)
+        stored_results(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +62,8 @@ def test_a_field_of_another_type_is_an_error_of_the_file(
 ) -> None:
     path = write_result_file(tmp_path, "a")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ResultFileError, match=r"a_2026-05-03.json"):
-        newest_results(tmp_path)
+    with pytest.raises(ResultFileError, match=r"a\.json"):
+        stored_results(tmp_path)
 
 
 def test_the_provenance_says_machine_days_and_commits_once(tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_the_provenance_says_machine_days_and_commits_once(tmp_path: Path) -> No
     other = {"cpu": "Another CPU", "cores": 8, "accelerator": "a GPU"}
     write_result_file(tmp_path, "c", machine=other, commit=None, is_dirty=None)
 
-    assert provenance([*newest_results(tmp_path).values()]) == [
+    assert provenance([*stored_results(tmp_path).values()]) == [
         "A CPU, 2 cores, 24 GiB, torch 2.13.0 · 2026-05-03 to 2026-05-09 · "
         "commits 0123456 to fedcba9 with changes",
         "Another CPU, 8 cores, a GPU, torch 2.13.0 · 2026-05-03 · commit unknown",
