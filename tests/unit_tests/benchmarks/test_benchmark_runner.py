@@ -163,7 +163,8 @@ def is_running(pid: int) -> bool:
 def test_an_interrupted_benchmark_cleans_up_and_its_ranks_end_with_it(tmp_path: Path):
     # Like torchrun, it starts a process in a session of its own.
     code = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the tests may ignore it
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                          start_new_session=True)
 try:
