@@ -7,18 +7,22 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.core.cgroups import lines_of
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.local_ranks import num_usable_cores
 
 
 def machine() -> dict[str, Any]:
-    """Its processor, as many cores and as much memory as it has for us, and its accelerator."""
+    """Its processor with the instructions that PyTorch uses, as many cores and as much memory as it
+    has for us, and its accelerator.
+    """
     models = (line for line in lines_of(Path("/proc/cpuinfo")) if line.startswith("model name"))
     model = next(models, "").partition(":")[2].strip()
     device = Device(DeviceConfig().kind)
     return {
-        "cpu": model or platform.processor(),
+        "cpu": f"{model or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": num_usable_cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "platform": platform.platform(terse=True),
