@@ -232,6 +232,7 @@ class UnevenShard(Shard):
         return self.whole.bounds
 
     def __eq__(self, other: object) -> bool:
+        self._reject_spec()
         if not isinstance(other, UnevenShard):
             return False
         axis, other_axis = (
@@ -245,9 +246,14 @@ class UnevenShard(Shard):
         return self.whole == other.whole or self._bounds == other._bounds
 
     def __ne__(self, other: object) -> bool:
-        # `DTensor.from_local` makes a spec, which compares placements with plain shards. PyTorch's
-        # own AssertionError says nothing about rows.
-        if sys._getframe(1).f_code is _CHECK_OF_SPECS:
+        self._reject_spec()
+        return not self == other
+
+    def _reject_spec(self) -> None:
+        """NotImplementedError in `DTensor.from_local`, whose spec compares placements with plain
+        shards. PyTorch's own AssertionError does not mention rows.
+        """
+        if sys._getframe(2).f_code is _CHECK_OF_SPECS:
             raise NotImplementedError(
                 f"A DTensor cannot be made with {self}, the placement of a fully_shard parameter: "
                 "programs that cut a whole tensor, as PEFT does, cut it as torch.chunk, and rows "
@@ -256,7 +262,6 @@ class UnevenShard(Shard):
                 "replicated ones, DTensor.from_local(whole, mesh, [Replicate()]). For rows cut as "
                 "the parameter is there is parameter.with_local(rows)."
             )
-        return not self == other
 
     def __hash__(self) -> int:
         return hash((UnevenShard, self.cut.num_pieces, self.whole.num_rows, self.whole.num_pieces))

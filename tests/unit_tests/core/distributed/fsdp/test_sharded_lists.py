@@ -111,11 +111,10 @@ def gathers(model: Any) -> list[int]:
 def test_losses_are_those_of_fsdp2() -> None:
     for is_tied in (False, True):
         for options in ({}, {"reshard_after_forward": False}):
+            # In chunks, FSDP2 of torch 2.11 fails.
+            theirs = train(sharded(fsdp2.fully_shard, is_tied, **options), whole)
             for step in (whole, in_chunks):
-                theirs, ours = (
-                    train(sharded(fully, is_tied, **options), step)
-                    for fully in (fsdp2.fully_shard, fully_shard)
-                )
+                ours = train(sharded(fully_shard, is_tied, **options), step)
                 assert ours == pytest.approx(theirs, rel=1e-5), (is_tied, options, step)
 
 
