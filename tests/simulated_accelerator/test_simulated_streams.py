@@ -116,6 +116,7 @@ def _events() -> None:
     begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
     plain = torch.Event("sim")
     begin.record()
+    begin.synchronize()  # its time is taken when the stream comes to it
     with sim.held(stream):
         torch.ones(3, device="sim")
         plain.record()
