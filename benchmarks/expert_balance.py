@@ -116,7 +116,7 @@ def read_run(path: Path) -> dict[str, list[float]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, and draws."""
     parser = report.parser_of(__doc__)
-    parser.add_argument("--iterations", type=int, default=250)
+    parser.add_argument("--iterations", type=int, default=150)
     parser.add_argument("--documents", type=int, help="of text; default: all there are")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="where to draw a plot")
     arguments = parser.parse_args(argv)

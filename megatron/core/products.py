@@ -1,9 +1,9 @@
 """Matrix products in 16 bits that are fast on any CPU.
 
-Without AVX-512, PyTorch multiplies bf16 and fp16 matrices by a reference loop, which takes up to a
-hundred times as long as the product in fp32. On such a CPU the functions of this file compute in
-fp32, a block at a time, and round the result, as kernels with fp32 sums do. Elsewhere they are
-PyTorch's own.
+PyTorch multiplies bf16 matrices by a reference loop on CPUs without AVX-512, and fp16 ones without
+AVX512-FP16. It takes up to a hundred times as long as the product in fp32. On such a CPU the
+functions of this file compute in fp32, a block at a time, and round the result, as kernels with
+fp32 sums do. Elsewhere, and under autocast, they are PyTorch's own.
 """
 
 from __future__ import annotations
@@ -32,16 +32,24 @@ _SLOW_DTYPES = _find_slow_dtypes() if torch.backends.mkldnn.is_available() else 
 
 
 def is_slow(tensor: Tensor) -> bool:
-    """Whether PyTorch has no fast products of such matrices."""
-    return tensor.device.type == "cpu" and tensor.dtype in _SLOW_DTYPES
+    """Whether PyTorch has no fast products of such matrices. False under autocast, which decides
+    about their dtype later.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype in _SLOW_DTYPES
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: [..., in], [out, in], [out] -> [..., out], differentiable."""
-    if not is_slow(inputs) or weight.dtype != inputs.dtype:
+    dtypes = {weight.dtype} if bias is None else {weight.dtype, bias.dtype}
+    # What does not fit is left to PyTorch, for its error.
+    if not is_slow(inputs) or {inputs.dtype} != dtypes or inputs.shape[-1] != weight.shape[1]:
         return F.linear(inputs, weight, bias)
     product: Any = _mm_in_fp32  # torch declares custom operators without types
-    rows = inputs.reshape(-1, inputs.shape[-1])
+    rows = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
     output: Tensor = product(rows, weight.t()).view(*inputs.shape[:-1], len(weight))
     return output if bias is None else output + bias
 
@@ -82,7 +90,10 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs)
+    left, right = inputs
+    is_left_wanted, is_right_wanted = ctx.needs_input_grad[:2]
+    # As PyTorch's product: the inputs of a frozen layer are not kept.
+    ctx.save_for_backward(left if is_right_wanted else None, right if is_left_wanted else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -269,8 +269,8 @@ def _fused(
     """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal, or
     of all positions to all.
     """
-    value_dim, dtype = value.shape[-1], query.dtype
-    if is_slow(query):
+    value_dim, dtype, is_widened = value.shape[-1], query.dtype, is_slow(query)
+    if is_widened:
         query, key, value = query.float(), key.float(), value.float()
     if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
         # Zeros add nothing to the scores, and give channels of zeros.
@@ -296,7 +296,8 @@ def _fused(
         scale=scale,
         enable_gqa=is_grouped,
     )
-    return output[..., :value_dim].to(dtype)
+    output = output[..., :value_dim]
+    return output.to(dtype) if is_widened else output
 
 
 def _wants_equal_widths(query: Tensor, value_dim: int, mask: Tensor | None) -> bool:

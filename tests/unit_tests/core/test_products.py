@@ -36,16 +36,20 @@ def test_a_product_is_that_of_fp32_rounded_once(slow_dtype):
 
 @pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 0)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_linear_layer_has_the_gradients_of_one_in_fp32(slow_dtype, lead, has_bias):
+def test_a_linear_layer_has_the_gradients_of_one_in_fp32(monkeypatch, slow_dtype, lead, has_bias):
     tensors = [drawn(*lead, 9, dtype=slow_dtype, seed=0), drawn(7, 9, dtype=slow_dtype, seed=1)]
     if has_bias:
         tensors.append(drawn(7, dtype=slow_dtype, seed=2))
     grad = drawn(*lead, 7, dtype=slow_dtype, seed=3)
 
+    calls = []
+    multiply = products._multiply
+    monkeypatch.setattr(products, "_multiply", lambda *args: (calls.append(1), multiply(*args))[1])
     own = [tensor.clone().requires_grad_() for tensor in tensors]
     output = products.linear(*own)
     assert output.dtype == slow_dtype
     output.backward(grad)
+    assert len(calls) == 3, "forward, and two gradients"
 
     wide = [tensor.float().requires_grad_() for tensor in tensors]
     expected = F.linear(*wide)
@@ -78,12 +82,31 @@ def test_a_compiled_linear_layer_is_one_graph_for_all_numbers_of_rows(slow_dtype
     for num_rows in (2, 5, 8):
         inputs = drawn(num_rows, 9, dtype=slow_dtype, seed=0)
         assert torch.equal(compiled(inputs, weight), products.linear(inputs, weight))
-    assert len(graphs) == 1
+    (graph,) = graphs
+    assert any("mm_in_fp32" in str(node.target) for node in graph.graph.nodes)
 
 
-def test_dtypes_that_differ_are_an_error_as_in_pytorch(slow_dtype):
+def test_what_does_not_fit_is_an_error_as_in_pytorch(slow_dtype):
+    inputs = drawn(2, 3, dtype=slow_dtype, seed=0)
     with pytest.raises(RuntimeError, match="dtype"):
-        products.linear(drawn(2, 3, dtype=slow_dtype, seed=0), torch.ones(4, 3))
+        products.linear(inputs, torch.ones(4, 3))
+    with pytest.raises(RuntimeError, match="shape"):
+        products.linear(inputs, drawn(4, 5, dtype=slow_dtype, seed=1))
+
+
+def test_a_frozen_layer_keeps_its_weight_and_not_its_inputs(slow_dtype):
+    inputs = drawn(5, 9, dtype=slow_dtype, seed=0).requires_grad_()
+    weight, kept = drawn(7, 9, dtype=slow_dtype, seed=1), []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        products.linear(inputs, weight)
+    assert [tensor.data_ptr() for tensor in kept] == [weight.data_ptr()]
+
+
+def test_under_autocast_results_are_pytorchs(slow_dtype):  # noqa: ARG001  of a slow CPU
+    inputs, weight = drawn(5, 9, dtype=torch.float32, seed=0), torch.ones(7, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(products.linear(inputs, weight), F.linear(inputs, weight))
+        assert not products.is_slow(inputs.bfloat16())
 
 
 def test_other_dtypes_take_pytorchs_own_product(slow_dtype):  # noqa: ARG001  of a slow CPU
