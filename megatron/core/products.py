@@ -8,6 +8,7 @@ fp32 sums do. Elsewhere, and under autocast, they are PyTorch's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,18 +65,20 @@ def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    for rows in _slices(left.shape[0], _ROWS):
-        for columns in _slices(right.shape[1], _COLUMNS):
+    for rows in slices(left.shape[0], _ROWS):
+        for columns in slices(right.shape[1], _COLUMNS):
             block = out[rows, columns]
             total = torch.zeros_like(block, dtype=torch.float32)
-            for inner in _slices(left.shape[1], _INNER):
+            for inner in slices(left.shape[1], _INNER):
                 total.addmm_(left[rows, inner].float(), right[inner, columns].float())
             block.copy_(total)
     return out
 
 
-def _slices(count: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Divides `count` elements into slices of `step`, or of 1 if that is less."""
+    for start in range(0, count, max(1, step)):
+        yield slice(start, min(start + step, count))
 
 
 # An operator, so that torch.compile does not trace the loops.

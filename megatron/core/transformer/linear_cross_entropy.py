@@ -23,7 +23,6 @@ and the results multiplied by it: the gradient of a logit is a number between -1
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.autocast import without_autocast
-from megatron.core.products import is_slow, mm
+from megatron.core.products import is_slow, mm, slices
 
 
 class Sizes(NamedTuple):
@@ -183,7 +182,7 @@ class _Gradients(NamedTuple):
             else:
                 # Not at once: the product in fp32 would be as large as the gradient.
                 out = torch.empty_like(gradient, dtype=like.dtype)
-                for rows in _slices(len(out), BLOCK_NUMEL // max(1, out.shape[1])):
+                for rows in slices(len(out), BLOCK_NUMEL // max(1, out.shape[1])):
                     torch.mul(gradient[rows], factor, out=out[rows])
             found.append(out.view(like.shape))
         return found
@@ -302,7 +301,7 @@ def _pass_in_own_dtypes(
     chunk_numel = options.chunk_numel or sizes_for(hidden.device.type).chunk
     chunk = min(max(1, chunk_numel // vocab_size), num_tokens)
     buffer = hidden.new_empty(chunk, vocab_size)
-    for rows in _slices(num_tokens, chunk):
+    for rows in slices(num_tokens, chunk):
         logits = mm(hidden[rows], weight.t(), buffer[: rows.stop - rows.start])
         weights = token_weights[rows] if token_weights is not None and any(wanted) else None
         losses[rows], log_sums[rows] = _softmax(logits, labels[rows], weights, options)
@@ -321,7 +320,7 @@ def _softmax(
     """
     step = max(1, sizes_for(logits.device.type).piece // logits.shape[1])
     found = []
-    for rows in _slices(len(labels), step):
+    for rows in slices(len(labels), step):
         weights = None if token_weights is None else token_weights[rows]
         found.append(_softmax_of_piece(logits[rows], labels[rows], weights, options))
     losses, log_sums = zip(*found, strict=True)
@@ -364,18 +363,13 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
         return
     if is_slow(hidden):
         hidden = hidden.float()
-    for rows in _slices(len(total), max(1, BLOCK_NUMEL // total.shape[1])):
+    for rows in slices(len(total), max(1, BLOCK_NUMEL // total.shape[1])):
         total[rows] += logits[:, rows].t().to(hidden.dtype) @ hidden
 
 
 def sizes_for(device_kind: str) -> Sizes:
     """How much is done at a time on a device of this kind."""
     return _CPU if device_kind == "cpu" else ACCELERATOR
-
-
-def _slices(count: int, step: int) -> Iterator[slice]:
-    for start in range(0, count, max(1, step)):
-        yield slice(start, min(start + step, count))
 
 
 def _of_autocast(tensor: Tensor) -> Tensor:
