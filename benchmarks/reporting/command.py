@@ -21,19 +21,19 @@ from megatron.core.files import published
 
 COMMAND = "python -m benchmarks report"
 
-# Pages that would lose their point without a block.
+# Blocks without which a page is incomplete.
 REQUIRED = {"README.md": ("peers",), "docs/benchmarks.md": ("results",)}
 _PICTURE = "picture-"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a project's pages and pictures should be.
+    """The pages and pictures of a project, as its results require them.
 
     Attributes:
-        root: The project's folder: README.md, docs/*.md and docs/img/*.svg lie in it.
-        names: Of all benchmarks.
-        results: By benchmark.
+        root: The project's directory, with README.md, docs/*.md and docs/img/*.svg.
+        names: The names of all benchmarks.
+        results: The stored results by benchmark.
     """
 
     root: Path
@@ -42,19 +42,19 @@ class Report:
 
     @property
     def pages(self) -> list[Path]:
-        """Those that may have blocks."""
+        """The pages that may have blocks."""
         return [self.root / "README.md", *sorted((self.root / "docs").glob("*.md"))]
 
     @property
     def folder(self) -> Path:
-        """Of the pictures."""
+        """The directory of the pictures."""
         return self.root / "docs" / "img"
 
     def pictures(self) -> dict[str, Contents]:
         return pictures(self.results)
 
     def block(self, name: str, page: Path) -> str:
-        """The content of a block. MarkerError for a name that nothing stands for."""
+        """The content of a block. MarkerError for an unknown name."""
         root = "../" * (len(page.relative_to(self.root).parts) - 1)
         if name == "peers":
             return peers_block(read_comparison(), self.results, root)
@@ -75,7 +75,7 @@ class Report:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 if `--check` finds something stale, 2 for results or pages that cannot be read."""
+    """Returns 1 if `--check` finds stale content, 2 for unreadable results or pages."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument(
         "--check",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(report: Report) -> int:
-    """Names what would change."""
+    """Prints the blocks and pictures that are stale."""
     stale = [*stale_blocks(report), *stale_pictures(report)]
     for line in stale:
         print(line)
@@ -116,7 +116,7 @@ def check(report: Report) -> int:
 
 
 def stale_blocks(report: Report) -> Iterator[str]:
-    """A line for each block of Markdown that is not what would be written."""
+    """Yields a line for each stale block of Markdown."""
     for page in report.pages:
         name = str(page.relative_to(report.root))
         text = page.read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def stale_blocks(report: Report) -> Iterator[str]:
 
 
 def stale_pictures(report: Report) -> Iterator[str]:
-    """A line for each picture that would be drawn otherwise, or not at all."""
+    """Yields a line for each picture that is stale or no longer wanted."""
     wanted = report.pictures()
     for name, contents in wanted.items():
         for theme, file in file_names(name).items():
@@ -171,20 +171,20 @@ def _page_text(report: Report, page: Path) -> str:
 
 
 def _drawn(report: Report) -> dict[Path, str]:
-    """The text of each picture that is stale: one that another matplotlib drew stays as it is."""
+    """The text of each stale picture. Another version of matplotlib does not make one stale."""
     found = {}
     for name, contents in report.pictures().items():
         for theme, file in file_names(name).items():
             path = report.folder / file
             if why_stale(path, contents, theme) is not None:
-                # Imported when something is to be drawn: blocks and --check take no matplotlib.
+                # Imported only to draw: blocks and --check do not need matplotlib.
                 drawing = importlib.import_module("benchmarks.reporting.drawing.svg")
                 found[path] = with_note(drawing.svg_of(contents, theme), contents, theme)
     return found
 
 
 def _unwanted(report: Report, wanted: Mapping[str, Contents]) -> list[str]:
-    """Files that this command has drawn, of pictures that there are no results for."""
+    """Files drawn by this command whose results no longer exist."""
     expected = {file for name in wanted for file in file_names(name).values()}
     return sorted(
         path.name

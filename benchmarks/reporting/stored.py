@@ -1,4 +1,4 @@
-"""Stored results: what a benchmark found, and where and when it found it."""
+"""Stored results of benchmarks, with the machine, date and commit of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StoredResult:
     """A full run's result file.
 
     Attributes:
-        file: The file's name in the folder of results.
+        file: The file's name in the directory of results.
         date: ISO 8601, UTC.
         commit: Of the working tree that ran; `is_dirty` where that tree had been changed. None for
             both where there was no git.
@@ -42,7 +42,7 @@ class StoredResult:
 
     @property
     def machine_line(self) -> str:
-        """The machine and torch, as a caption says them."""
+        """The machine and the version of torch, for captions."""
         parts = [str(self.machine["cpu"]), f"{self.machine['cores']} cores"]
         if self.machine.get("memory_gib"):
             parts.append(f"{self.machine['memory_gib']:.0f} GiB")
@@ -58,7 +58,7 @@ class StoredResult:
 
 
 class ResultFileError(ValueError):
-    """A file in the folder of results cannot be read as a result."""
+    """A file in the directory of results cannot be read as a result."""
 
 
 def stored_results(folder: Path) -> dict[str, StoredResult]:
@@ -73,7 +73,7 @@ def stored_results(folder: Path) -> dict[str, StoredResult]:
 
 
 def provenance(results: Sequence[StoredResult]) -> list[str]:
-    """A line a machine: what it is, when the results were found on it, and at which commits."""
+    """A line for each machine, with the dates and commits of its results."""
     by_machine: dict[str, list[StoredResult]] = {}
     for result in results:
         by_machine.setdefault(result.machine_line, []).append(result)
@@ -130,7 +130,7 @@ def _stored(file: str, content: Mapping[str, Any]) -> StoredResult:
     )
     if file != f"{stored.benchmark}.json":
         raise ValueError(f"it is the result of {stored.benchmark}, got the name {file}.")
-    # A caption that cannot be written is an error of this file, not of whoever draws it.
+    # Evaluated here, so that a field of another type is an error of this file.
     _ = stored.machine_line, stored.commit_line, stored.day
     return stored
 
