@@ -211,7 +211,7 @@ def test_words_that_belong_to_no_flag_are_named():
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
         "train: expected a flag, which begins with --, or its value.",
-        "--lr: expected a number >= 0, got '1 2'.",
+        "--lr: expected one value, got 2: '1 2'. One with blanks needs quotes.",
     )
 
 
