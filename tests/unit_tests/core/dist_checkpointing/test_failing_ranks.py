@@ -44,7 +44,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     ending_of,
 )
 
-AT_ONCE = 10.0  # seconds: a sixtieth of what a rank would wait for another
+FOR_EVER = 86400.0  # seconds: a rank that waited for another would hang
 
 
 class FaultySink:
@@ -133,10 +133,7 @@ class Ranks:
 
     def endings(self, *ranks: int) -> list[str | None]:
         """The error of each rank, or of some, if there is one. All of them have it at once."""
-        start = time.monotonic()
-        found = [ending_of(self.managers[rank]) for rank in ranks or self.all]
-        assert time.monotonic() - start < AT_ONCE
-        return found
+        return [ending_of(self.managers[rank]) for rank in ranks or self.all]
 
     def save(self, iteration: int) -> list[str | None]:
         self.begin(iteration)
@@ -144,7 +141,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(root: Path, world_size: int, timeout_seconds: float = 60 * AT_ONCE) -> Iterator[Ranks]:
+def ranks_of(root: Path, world_size: int, timeout_seconds: float = FOR_EVER) -> Iterator[Ranks]:
     with ExitStack() as stack:
         yield Ranks(root, stack, world_size, timeout_seconds)
 

@@ -26,6 +26,9 @@ from megatron.training.health.rank_store import BoundedStore, StoreLostError
 from megatron.training.health.roll_call import RollCall
 from megatron.training.launch import Launch
 
+WAIT = 300.0  # seconds, for what must come
+FOR_EVER = 86400.0  # seconds: a test that waited for so long would hang
+
 
 def well(rank: int) -> Record:
     return Record(rank, "host", 100 + rank, Phase.AGREE, 3, waits=True)
@@ -54,7 +57,7 @@ def joined(store: dist.Store, world_size: int, *extra: object) -> list[RollCall]
     for call in calls:
         call.join()
     # A TCP store does not confirm what is set: another connection may see it a moment later.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT
     while not all(call.knows_all for call in calls):
         assert time.monotonic() < deadline
         for call in calls:
@@ -84,10 +87,10 @@ def numbered(calls: list[RollCall]) -> dict[int, RollCall]:
     return dict(enumerate(calls))
 
 
-def test_all_ranks_come_to_the_same_verdict_and_the_first_knows_that_it_speaks(ranks):
-    begin = time.monotonic()
+def test_all_ranks_come_to_the_same_verdict_and_the_first_knows_that_it_speaks(ranks, monkeypatch):
+    """As soon as all have answered."""
+    monkeypatch.setattr(roll_call, "_PATIENCE_SECONDS", FOR_EVER)
     verdicts = hold(numbered(ranks), [well(0), stuck(1, waits=False), stuck(2)])
-    assert time.monotonic() - begin < 1.5, "as soon as all have answered"
     assert verdicts[0] is not None
     assert verdicts == [verdicts[0]] * 3
     assert (verdicts[0].ranks, verdicts[0].code, verdicts[0].speaker) == ((1,), ExitCode.HANG, 0)
@@ -97,7 +100,7 @@ def test_who_has_called_the_others_see_it_once(ranks):
     assert not any(call.is_called() for call in ranks)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(ranks[0].hold, well(0))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT
         while not ranks[1].is_called() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert ranks[1].is_called()
@@ -118,16 +121,15 @@ def test_a_rank_that_does_not_answer_is_waited_for_and_then_counts_if_it_is_need
     assert hold(numbered(ranks), [well(0), well(1)]) == [None, None]
     begin = time.monotonic()
     verdicts = hold(numbered(ranks), [well(0), stuck(1)])
-    assert 1.5 < time.monotonic() - begin < 4.0
+    assert time.monotonic() - begin > 1.5
     assert [verdict.ranks for verdict in verdicts] == [(2,)] * 2
     assert "does not answer: it hangs" in verdicts[0].text
 
 
-def test_a_rank_that_has_finished_is_not_missed(ranks):
+def test_a_rank_that_has_finished_is_not_missed(ranks, monkeypatch):
+    monkeypatch.setattr(roll_call, "_PATIENCE_SECONDS", FOR_EVER)
     ranks[2].leave()
-    begin = time.monotonic()
     verdicts = hold(numbered(ranks), [well(0), stuck(1)])
-    assert time.monotonic() - begin < 1.5
     assert [verdict.ranks for verdict in verdicts] == [(0, 1)] * 2
 
 
@@ -151,9 +153,7 @@ def test_beyond_the_first_ranks_all_but_ask_for_the_verdict():
     calls = joined(dist.HashStore(), 11)
     verdicts = hold(numbered(calls), [well(rank) for rank in range(10)] + [stuck(10, waits=False)])
     assert [verdict.ranks for verdict in verdicts] == [(10,)] * 11
-    begin = time.monotonic()
     verdicts = hold(numbered(calls), [stuck(9), stuck(10)])
-    assert time.monotonic() - begin < 6.0
     assert [verdict.ranks for verdict in verdicts] == [tuple(range(9))] * 2, (
         "also if the first ranks are silent"
     )
@@ -181,11 +181,9 @@ def test_a_store_that_fails_or_never_answers_is_given_up_at_once(monkeypatch, bl
     monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
     broken = BrokenStore(blocks)
     store = BoundedStore(broken)
-    begin = time.monotonic()
     for _ in range(5):
         with pytest.raises(StoreLostError, match="Expected a"):
             store.call(lambda inner: inner.check(["a"]))
-    assert time.monotonic() - begin < 2.0
     assert broken.num_requests == 1
 
 
@@ -219,7 +217,7 @@ def test_a_store_that_answers_late_is_back_and_none_of_its_requests_is_lost(monk
         store.add("a", 1)
     assert store.is_lost
     held.is_open.set()
-    assert store._overdue.result(30) == 2
+    assert store._overdue.result(WAIT) == 2
     assert not store.is_lost
     assert store.add("a", 0) == 2
     store.close()
@@ -245,7 +243,7 @@ def test_a_rank_whose_store_comes_back_hears_the_verdict_that_it_missed(
     verdict = calls[0].hold(stuck(0, waits=False))
     assert verdict is not None
     held.is_open.set()
-    late._store._overdue.result(30)
+    late._store._overdue.result(WAIT)
     assert late.has_peers
     assert late.is_called()
     assert late.hold(well(1)) == verdict
@@ -292,7 +290,7 @@ def test_a_process_is_told_from_a_later_one_of_its_pid():
         assert member.silence() is Silence.SILENT
         assert replace(member, birth="1").silence() is Silence.GONE
         os.kill(process.pid, 19)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT
         while member.silence() is not Silence.STOPPED and time.monotonic() < deadline:
             time.sleep(0.01)
         assert member.silence() is Silence.STOPPED
@@ -307,21 +305,23 @@ def test_a_process_is_told_from_a_later_one_of_its_pid():
 def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_the_verdict(
     monkeypatch, agent_has_store
 ):
+    """Nobody needs the processes of the others."""
+    monkeypatch.setattr(roll_call, "_LINGER_SECONDS", FOR_EVER)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent_has_store))
     store = dist.HashStore()
     first, second = joined(store, 2)
     keys = dist.PrefixStore("watchdog", store)
     keys.set("1/record/1", signed("1/record/1", 1, record=stuck(1, waits=False).to_json()))
     assert first.hold(well(0)).ranks == (1,)
-    begin = time.monotonic()
-    reader = threading.Timer(0.4, lambda: keys.add("1/done", 1))
-    reader.start()
-    first.linger()
-    assert (0.3 < time.monotonic() - begin < 0.9) == (not agent_has_store)
-    begin = time.monotonic()
     second.linger()
-    assert time.monotonic() - begin < 0.3, "nobody needs the others' processes"
-    reader.join()
+    if not agent_has_store:
+        lingering = threading.Thread(target=first.linger)
+        lingering.start()
+        lingering.join(0.3)
+        assert lingering.is_alive()
+        keys.add("1/done", 1)
+        lingering.join()
+    first.linger()
 
 
 SIGNER = Signer(b"0123456789abcdef", "this start")
@@ -410,12 +410,10 @@ def test_a_verdict_that_is_overwritten_for_ever_leaves_each_rank_with_its_own(st
 
     attacker = threading.Thread(target=overwrite)
     attacker.start()
-    begin = time.monotonic()
     verdicts = hold(numbered(calls), [well(0), stuck(1, waits=False)])
     is_over.set()
     attacker.join()
     assert [verdict.ranks for verdict in verdicts] == [(1,)] * 2
-    assert time.monotonic() - begin < 20
 
 
 def test_a_roll_call_is_not_called_backwards(store):

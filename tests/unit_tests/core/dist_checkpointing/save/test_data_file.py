@@ -100,7 +100,7 @@ class HeldSink(MemorySink):
 
     def write(self, spans: Sequence[memoryview]) -> None:
         self.has_begun.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(300)
         super().write(spans)
 
 
@@ -361,7 +361,7 @@ def test_the_saving_thread_waits_when_all_buffers_are_on_their_way(pool, disk):
     writer, before = DataFileWriter(sink, pool, disk), bytes_of(tensor)
     saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
     saving.start()
-    assert sink.has_begun.wait(30)
+    assert sink.has_begun.wait(300)
     saving.join(0.1)
     assert saving.is_alive()
     assert writer.position <= NUM_BUFFERS * SMALL
@@ -413,7 +413,7 @@ def test_a_large_tensor_in_host_memory_is_written_from_where_it_lies(pool, disk,
     assert writer.write_tensor(tensor) == digests_of(before)
     read = writer.read_in_place()
     assert read is not None
-    assert sink.has_begun.wait(30)
+    assert sink.has_begun.wait(300)
     assert not read.is_done(), "the disk has not taken it"
     assert writer.read_in_place() is None, "nothing more since"
 
@@ -507,7 +507,7 @@ def test_where_staging_has_no_room_left_the_disk_is_waited_for(disk, monkeypatch
     writer.is_staging = True
     saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
     saving.start()
-    assert sink.has_begun.wait(30)
+    assert sink.has_begun.wait(300)
     saving.join(0.1)
     assert saving.is_alive()
     assert pool.staged_bytes == 2 * SMALL
@@ -739,7 +739,7 @@ def test_giving_up_waits_for_the_write_under_way_and_leaves_out_the_rest(pool, d
     sink = HeldSink()
     writer = DataFileWriter(sink, pool, disk)
     writer.write_tensor(random_tensor(2 * SMALL + 1))
-    assert sink.has_begun.wait(30)
+    assert sink.has_begun.wait(300)
     giving_up = threading.Thread(target=writer.abort)
     giving_up.start()
     giving_up.join(0.05)

@@ -231,7 +231,7 @@ def _of_two_ranks(
     root: str, rank: int, model: nn.Module, optimizer: FusedAdam
 ) -> CheckpointManager:
     """A manager that has begun to save, as one of two ranks in this process."""
-    manager = CheckpointManager(open_store(root), DEVICE, rank, 2, "token", timeout_seconds=20.0)
+    manager = CheckpointManager(open_store(root), DEVICE, rank, 2, "token", timeout_seconds=120.0)
     contents = collect(model, optimizer, rank=rank, world_size=2)
     if rank == 1:
         manager.save(5, contents, {})
@@ -361,10 +361,10 @@ def test_a_rank_that_is_told_to_end_looks_once_more_before_it_counts_a_failure(r
 
     def wait(_: float) -> bool:
         is_looking.set()
-        return may_look.wait(20.0)
+        return may_look.wait(300.0)
 
     monkeypatch.setattr(is_closing, "wait", wait)
-    assert is_looking.wait(20.0)
+    assert is_looking.wait(300.0)
     first.save(5, collect(model, optimizer, rank=0, world_size=2), {})
     first.finish()
     is_closing.set()
