@@ -24,7 +24,7 @@ help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
 	@echo "make generate   let the trained model write"
 	@echo "make test       install, then run the tests"
-	@echo "make test-fast  a few minutes' worth of them, from every room"
+	@echo "make test-fast  a few minutes' worth of them, from every package"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
 	@echo "make docs       build the site from docs/ and check its links"
@@ -33,7 +33,7 @@ help:
 	@echo "make report     draw the stored results, write their tables; ARGS=--check names what is stale"
 	@echo "make peer       the tests that run other projects: megatron-core, accelerate, transformers, TRL, PEFT, Fabric"
 	@echo "make peers      environments of all projects that tests and benchmarks run (DeepSpeed and torchao, too)"
-	@echo "make check      lint, format, types, import floors"
+	@echo "make check      lint, format, types, import layers"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
@@ -137,7 +137,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit_tests/test_import_floors.py
+	$(BIN)/python -m pytest -q tests/unit_tests/test_import_layers.py
 
 format: install
 	$(BIN)/ruff check --fix .
