@@ -13,6 +13,7 @@ LAYERS: list[list[str]] = [
         "megatron.installation",
         "megatron.core.log",
         "megatron.core.options",
+        "megatron.core.help_format",
         "megatron.core.parts",
         "megatron.core.dtypes",
         "megatron.core.autocast",
@@ -319,7 +320,7 @@ LAYERS: list[list[str]] = [
         "megatron.training.near_names",
         "megatron.training.hf_settings",
     ],
-    ["megatron.training.arguments", "megatron.training.pretrain"],
+    ["megatron.training.flag_help", "megatron.training.arguments", "megatron.training.pretrain"],
 ]
 ORDER = {
     module: (layer, position)
