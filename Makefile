@@ -53,7 +53,8 @@ data/stdlib.jsonl: | $(VENV)/.installed
 	$(BIN)/python tools/build_stdlib_corpus.py --output $@
 
 data/stdlib_text_document.idx: data/stdlib.jsonl | $(VENV)/.installed
-	$(BIN)/python tools/preprocess_data.py --input $< --json-keys text --output-prefix data/stdlib \
+	$(BIN)/python -m megatron_hybrid preprocess --input $< --json-keys text \
+	    --output-prefix data/stdlib \
 	    --train-tokenizer --vocab-size 4096 --tokenizer-type HuggingFaceTokenizer \
 	    --tokenizer-model data/stdlib_tokenizer.json --append-eod --workers 2
 
@@ -64,7 +65,7 @@ pretrain: data
 	    pretrain_gpt.py --config examples/gpt_cpu.yaml
 
 generate: pretrain
-	$(BIN)/python tools/generate.py --load runs/gpt_cpu
+	$(BIN)/python -m megatron_hybrid generate --load runs/gpt_cpu
 
 test: install
 	$(RUN) $(BIN)/python $(PYTEST)

@@ -1,12 +1,12 @@
 """Models between the transformers library and runs.
 
-    python tools/convert_hf.py import models/qwen3 runs/start
-    python pretrain_gpt.py --hf-model models/qwen3 --load runs/start --finetune ...
-    python tools/convert_hf.py export runs/mine exports/mine --dtype bf16
+    python -m megatron_hybrid convert-hf import models/qwen3 runs/start
+    python -m megatron_hybrid pretrain --hf-model models/qwen3 --load runs/start --finetune ...
+    python -m megatron_hybrid convert-hf export runs/mine exports/mine --dtype bf16
 
 `import` makes a checkpoint of a folder. A run that begins with the folder needs none
 (`pretrain_gpt.py --hf-model`); a store that all machines see, and tools that look at checkpoints,
-may. `export` is `megatron-hybrid checkpoint export`. One process on the CPU, no process group, no
+may. `export` is `checkpoint export`. One process on the CPU, no process group, no
 model. Exit code: 0, or 2 for errors, which leave nothing behind.
 """
 

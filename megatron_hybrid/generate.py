@@ -1,9 +1,9 @@
 """Samples text from a trained model: a run's newest checkpoint, a given one, or an exported model.
 
-    python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
-    python tools/generate.py --load imported/iter_0000001 --config run.yaml
-    python tools/generate.py --load exports/gpt --tokenizer-model other/tokenizer.json
-    python tools/generate.py --load runs/vlm --image cat.png --prompt "What is this?"
+    python -m megatron_hybrid generate --load runs/gpt_cpu --prompt "def main():"
+    python -m megatron_hybrid generate --load imported/iter_0000001 --config run.yaml
+    python -m megatron_hybrid generate --load exports/gpt --tokenizer-model other/tokenizer.json
+    python -m megatron_hybrid generate --load runs/vlm --image cat.png --prompt "What is this?"
 
 One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
 model and its tokenizer are found.

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from megatron.core.help_format import HelpFormatter
 
 
-def main(argv: Sequence[str] | None = None, program: str = "megatron-hybrid launch") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
     """Launches the ranks of this machine. Returns the status to exit with.
 
     That is 0 if all ranks ended well, else the status of the first that failed, 128 and the

@@ -1,7 +1,7 @@
 """Rewrites a launch script of Megatron-LM's for this program.
 
-    python tools/megatron_flags.py train.sh > train_here.sh
-    python tools/megatron_flags.py train.sh --in-place
+    python -m megatron_hybrid megatron-flags train.sh > train_here.sh
+    python -m megatron_hybrid megatron-flags train.sh --in-place
 
 Flags that are called otherwise here are replaced, and those without effect are deleted. Flags that
 are not supported stay, unless --remove-unsupported is given: what a run without them is worth is

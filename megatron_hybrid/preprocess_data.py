@@ -1,6 +1,6 @@
 """Tokenizes text into the token files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+    python -m megatron_hybrid preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-model data/tokenizer.json --append-eod --workers 4
 
 writes `data/corpus_text_document.bin` and `.idx`. The documents keep the order of the input,

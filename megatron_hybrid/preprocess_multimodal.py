@@ -1,6 +1,7 @@
 """Makes training files of conversations about pictures.
 
-    python tools/preprocess_multimodal.py --input captions.jsonl --output-prefix data/captions \\
+    python -m megatron_hybrid preprocess-multimodal --input captions.jsonl \\
+        --output-prefix data/captions \\
         --tokenizer-model models/qwen --processor models/qwen --workers 4
 
 writes `data/captions_text`, `data/captions_images` (`.bin` and `.idx` each) and

@@ -1,8 +1,10 @@
 """Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two
 commands.
 
-    torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
-    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 pretrain_gpt.py \\
+        --config examples/gpt_cpu.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain \\
+        --config run.yaml
 """
 
 from __future__ import annotations

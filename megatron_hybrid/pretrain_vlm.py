@@ -1,10 +1,11 @@
 """Trains a model that reads images and text. Run it alone or under torchrun.
 
-    torchrun --nproc-per-node 2 pretrain_vlm.py --config examples/qwen3_5_vl_proxy/train.yaml
-    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain-vlm --hf-model models/qwen3.5 ...
+    python -m megatron_hybrid launch --nproc-per-node 2 pretrain_vlm.py \\
+        --config examples/qwen3_5_vl_proxy/train.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain-vlm ...
 
 The flags are those of `pretrain_gpt.py`, and `--vision-...` for the tower. --data-path names what
-`tools/preprocess_multimodal.py` has written.
+`python -m megatron_hybrid preprocess-multimodal` has written.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def _checked_vision(
         )
     if images is None:
         raise ConfigError(
-            "--data-path: expected what tools/preprocess_multimodal.py has written, got text "
-            "without images."
+            "--data-path: expected files of `python -m megatron_hybrid preprocess-multimodal`, got "
+            "text without images."
         )
 
     find: Callable[[str], int | None] = lambda _: None  # noqa: E731

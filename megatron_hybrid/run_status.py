@@ -1,9 +1,9 @@
 """Says in five lines how a run is doing, from the files that it leaves: events, heartbeat and
 checkpoints.
 
-    python tools/run_status.py runs/gpt_cpu
-    python tools/run_status.py runs/gpt_cpu --json
-    python tools/run_status.py runs/gpt_cpu --html report.html --watch
+    python -m megatron_hybrid status runs/gpt_cpu
+    python -m megatron_hybrid status runs/gpt_cpu --json
+    python -m megatron_hybrid status runs/gpt_cpu --html report.html --watch
 
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
     on node1

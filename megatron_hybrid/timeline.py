@@ -1,8 +1,8 @@
 """Shows what a rank's lanes did in one iteration of a run that was recorded with --profile-lanes.
 
-    megatron-hybrid timeline runs/gpt
-    megatron-hybrid timeline runs/gpt --rank 1 --iteration 21 --output step.svg --theme dark
-    megatron-hybrid timeline runs/gpt --merge all_ranks.json
+    python -m megatron_hybrid timeline runs/gpt
+    python -m megatron_hybrid timeline runs/gpt --rank 1 --iteration 21 --output step.svg
+    python -m megatron_hybrid timeline runs/gpt --merge all_ranks.json
 
 PATH is a run's folder, of which the newest recording is taken, a recording's folder, or the files
 of some ranks. Prints for each lane how long it was busy, how much of that was hidden behind the

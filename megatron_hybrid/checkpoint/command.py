@@ -1,14 +1,14 @@
 """Looks at checkpoints, verifies, compares, converts, exports and imports them.
 
-    python -m tools.checkpoint list runs/gpt_cpu
-    python -m tools.checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
-    python -m tools.checkpoint verify runs/gpt_cpu/iter_0000300
-    python -m tools.checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
-    python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
-    python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
-    python -m tools.checkpoint export runs/gpt_cpu exports/gpt --format hf
-    python -m tools.checkpoint upgrade runs/of_version_1 runs/of_version_2
-    python -m tools.checkpoint import outputs/step-1000 runs/start --dcp-key-map table.yaml
+    python -m megatron_hybrid checkpoint list runs/gpt_cpu
+    python -m megatron_hybrid checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*'
+    python -m megatron_hybrid checkpoint verify runs/gpt_cpu/iter_0000300
+    python -m megatron_hybrid checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
+    python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
+    python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
+    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
+    python -m megatron_hybrid checkpoint upgrade runs/of_version_1 runs/of_version_2
+    python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
 fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`

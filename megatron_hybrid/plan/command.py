@@ -1,7 +1,8 @@
 """What would this run take on a machine of mine, and how long would its steps be?
 
-    python tools/plan.py --hf-model models/Llama-3.1-8B --bf16 --gpu-memory 80GB --host-memory 256GB
-    python tools/plan.py --config run.yaml --gpus 2 --measure
+    python -m megatron_hybrid plan --hf-model models/Llama-3.1-8B --bf16 --gpu-memory 80GB \\
+        --host-memory 256GB
+    python -m megatron_hybrid plan --config run.yaml --gpus 2 --measure
 
 Prints the memory of a rank by kind, the smallest offload fraction that fits, the largest that costs
 nothing, the time of a step and what bounds it, and the size of a checkpoint; see docs/planning.md.

@@ -215,7 +215,8 @@ class CheckpointConfig:
             is_folder or config.save_hf_weights is None,
             "--save",
             "a folder of a file system with --save-hf-weights, since ranks write at offsets within "
-            "one file; `python -m tools.checkpoint export` makes such a folder of any checkpoint",
+            "one file; `python -m megatron_hybrid checkpoint export` makes such a folder of any "
+            "checkpoint",
             save,
         )
         places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))

@@ -223,8 +223,8 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         (
             ["--save", "memory://run", "--save-hf-weights"],
             "--save: expected a folder of a file system with --save-hf-weights, since ranks write "
-            "at offsets within one file; `python -m tools.checkpoint export` makes such a folder "
-            "of any checkpoint, got 'memory://run'.",
+            "at offsets within one file; `python -m megatron_hybrid checkpoint export` makes such "
+            "a folder of any checkpoint, got 'memory://run'.",
         ),
         (["--lr"], "--lr: expected a number >= 0, got no value."),
     ],
