@@ -24,7 +24,7 @@ help:
 	@echo "make pretrain   install, prepare the data, train a GPT on $(RANKS) ranks (go on where it stopped)"
 	@echo "make generate   let the trained model write"
 	@echo "make test       install, then run the tests"
-	@echo "make test-fast  a few minutes' worth of them, from every room"
+	@echo "make test-fast  a few minutes' worth of them, from every package"
 	@echo "make test-all   the tests, the wide matrices and the comparisons with other projects"
 	@echo "make test-matrix  the fast tests with other versions of Python and torch (CUDA builds: 5 GB each)"
 	@echo "make docs       build the site from docs/ and check its links"
@@ -33,7 +33,7 @@ help:
 	@echo "make report     draw the stored results, write their tables; ARGS=--check names what is stale"
 	@echo "make peer       the tests that run other projects: megatron-core, accelerate, transformers, TRL, PEFT, Fabric"
 	@echo "make peers      environments of all projects that tests and benchmarks run (DeepSpeed and torchao, too)"
-	@echo "make check      lint, format, types, import floors"
+	@echo "make check      lint, format, types, import layers"
 	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
@@ -53,7 +53,8 @@ data/stdlib.jsonl: | $(VENV)/.installed
 	$(BIN)/python tools/build_stdlib_corpus.py --output $@
 
 data/stdlib_text_document.idx: data/stdlib.jsonl | $(VENV)/.installed
-	$(BIN)/python tools/preprocess_data.py --input $< --json-keys text --output-prefix data/stdlib \
+	$(BIN)/python -m megatron_hybrid preprocess --input $< --json-keys text \
+	    --output-prefix data/stdlib \
 	    --train-tokenizer --vocab-size 4096 --tokenizer-type HuggingFaceTokenizer \
 	    --tokenizer-model data/stdlib_tokenizer.json --append-eod --workers 2
 
@@ -64,7 +65,7 @@ pretrain: data
 	    pretrain_gpt.py --config examples/gpt_cpu.yaml
 
 generate: pretrain
-	$(BIN)/python tools/generate.py --load runs/gpt_cpu
+	$(BIN)/python -m megatron_hybrid generate --load runs/gpt_cpu
 
 test: install
 	$(RUN) $(BIN)/python $(PYTEST)
@@ -137,7 +138,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit_tests/test_import_floors.py
+	$(BIN)/python -m pytest -q tests/unit_tests/test_import_layers.py
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -2,9 +2,9 @@
 """Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two
 commands.
 
-torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
+python -m megatron_hybrid launch --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
 
-The program is megatron_hybrid/pretrain_gpt.py, which `megatron-hybrid pretrain` runs as well.
+Runs megatron_hybrid/pretrain_gpt.py, as does `python -m megatron_hybrid pretrain`.
 """
 
 from __future__ import annotations

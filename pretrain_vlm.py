@@ -2,9 +2,10 @@
 """Trains a model that reads images and text. Run it alone or under torchrun; `--help` lists the
 flags, examples/qwen3_5_vl_proxy/ shows all of it.
 
-torchrun --nproc-per-node 2 pretrain_vlm.py --config examples/qwen3_5_vl_proxy/train.yaml
+python -m megatron_hybrid launch --nproc-per-node 2 pretrain_vlm.py \\
+        --config examples/qwen3_5_vl_proxy/train.yaml
 
-The program is megatron_hybrid/pretrain_vlm.py, which `megatron-hybrid pretrain-vlm` runs as well.
+Runs megatron_hybrid/pretrain_vlm.py, as does `python -m megatron_hybrid pretrain-vlm`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How exact a plan is: the step time and the peak of memory that `megatron-hybrid plan` predicts,
+"""How exact a plan is: the step time and the peak of memory that the planner predicts,
 beside those of real training.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.plan_accuracy

@@ -2,7 +2,8 @@
 """Trains a Hugging Face causal LM with its optimizer in host memory: an engine in a program of your
 own.
 
-torchrun --nproc-per-node 2 examples/train_hugging_face.py --output runs/hugging_face
+python -m megatron_hybrid launch --nproc-per-node 2 examples/train_hugging_face.py \\
+    --output runs/hugging_face
 
 Without `--model` it is a tiny Qwen3 with random weights; the data is random tokens: this shows the
 calls, no more. It needs `pip install '.[hf]'` in the clone.

@@ -1,12 +1,13 @@
-"""`megatron-hybrid COMMAND ...`: the programs of this project, from any folder.
+"""`python -m megatron_hybrid COMMAND ...`: the programs of this project, from any folder.
 
-    megatron-hybrid preprocess --input texts/ --output-prefix data/mine --train-tokenizer ...
-    megatron-hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
-    megatron-hybrid status runs/mine
-    megatron-hybrid checkpoint export runs/mine exports/mine --format hf
-    megatron-hybrid generate --load exports/mine --prompt "def main():"
+    python -m megatron_hybrid preprocess --input texts/ --output-prefix data/mine ...
+    python -m megatron_hybrid launch -m megatron_hybrid pretrain --config run.yaml
+    python -m megatron_hybrid status runs/mine
+    python -m megatron_hybrid checkpoint export runs/mine exports/mine --format hf
+    python -m megatron_hybrid generate --load exports/mine --prompt "def main():"
 
-Each program has its own `--help`, exit codes and messages, those of its script in a clone.
+Each program has its own `--help`, exit codes and messages. An installation has the same commands as
+`megatron-hybrid COMMAND ...`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Models between the transformers library and runs.
 
-    python tools/convert_hf.py import models/qwen3 runs/start
-    python pretrain_gpt.py --hf-model models/qwen3 --load runs/start --finetune ...
-    python tools/convert_hf.py export runs/mine exports/mine --dtype bf16
+    python -m megatron_hybrid convert-hf import models/qwen3 runs/start
+    python -m megatron_hybrid pretrain --hf-model models/qwen3 --load runs/start --finetune ...
+    python -m megatron_hybrid convert-hf export runs/mine exports/mine --dtype bf16
 
 `import` makes a checkpoint of a folder. A run that begins with the folder needs none
 (`pretrain_gpt.py --hf-model`); a store that all machines see, and tools that look at checkpoints,
-may. `export` is `megatron-hybrid checkpoint export`. One process on the CPU, no process group, no
+may. `export` is `checkpoint export`. One process on the CPU, no process group, no
 model. Exit code: 0, or 2 for errors, which leave nothing behind.
 """
 
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
@@ -65,27 +66,33 @@ def export_folder(arguments: argparse.Namespace) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Converts models between the transformers library and runs."
-    )
+    parser = ProgramParser(description="Converts models between the transformers library and runs.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    imported = commands.add_parser("import", help=import_folder.__doc__)
+    imported = commands.add_parser(
+        "import", help=import_folder.__doc__, description=import_folder.__doc__
+    )
     imported.set_defaults(command=import_folder)
-    imported.add_argument("folder", metavar="HF_DIR", help="config.json, weights and a tokenizer")
-    imported.add_argument("root", metavar="ROOT", help="folder of checkpoints, without any yet")
+    imported.add_argument(
+        "folder", metavar="HF_DIR", help="directory with config.json, weights and a tokenizer"
+    )
+    imported.add_argument(
+        "root", metavar="ROOT", help="directory for the checkpoint, without others"
+    )
     imported.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="a tokenizer.json, or the folder of a Hugging Face tokenizer; default: the folder's",
+        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: HF_DIR's)",
     )
     imported.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens of a sample; default: all it takes"
+        "--seq-length", type=int, help="tokens per training sample (default: the model's longest)"
     )
 
-    exported = commands.add_parser("export", help=export_folder.__doc__)
+    exported = commands.add_parser(
+        "export", help=export_folder.__doc__, description=export_folder.__doc__
+    )
     exported.set_defaults(command=export_folder)
-    exported.add_argument("run", metavar="RUN", help="folder of checkpoints, or one checkpoint")
-    exported.add_argument("out", metavar="HF_DIR", help="folder to write, absent or empty")
+    exported.add_argument("run", metavar="RUN", help="directory of checkpoints, or one checkpoint")
+    exported.add_argument("out", metavar="HF_DIR", help="directory to write, absent or empty")
     add_export_flags(exported)
     return parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """Samples text from a trained model: a run's newest checkpoint, a given one, or an exported model.
 
-    python tools/generate.py --load runs/gpt_cpu --prompt "def main():"
-    python tools/generate.py --load imported/iter_0000001 --config run.yaml
-    python tools/generate.py --load exports/gpt --tokenizer-model other/tokenizer.json
-    python tools/generate.py --load runs/vlm --image cat.png --prompt "What is this?"
+    python -m megatron_hybrid generate --load runs/gpt_cpu --prompt "def main():"
+    python -m megatron_hybrid generate --load imported/iter_0000001 --config run.yaml
+    python -m megatron_hybrid generate --load exports/gpt --tokenizer-model other/tokenizer.json
+    python -m megatron_hybrid generate --load runs/vlm --image cat.png --prompt "What is this?"
 
 One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
 model and its tokenizer are found.
@@ -21,6 +21,7 @@ import torch
 
 from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
 from megatron.core.models.hugging_face import OwnModel, build_model
@@ -198,38 +199,48 @@ def _choose(
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Samples text from a checkpoint.")
+    parser = ProgramParser(description="Samples text from a checkpoint.")
     parser.add_argument(
         "--load",
         required=True,
-        help="folder of a run's checkpoints, one checkpoint, or a folder in Hugging Face's format",
+        metavar="DIR",
+        help="directory of a run's checkpoints, one checkpoint, or a directory in Hugging Face's "
+        "format",
     )
     add_model_flags(parser)
     parser.add_argument(
-        "--prompt", action="append", help="text to continue; may be given several times"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; may be given several times",
     )
     parser.add_argument(
         "--image",
         action="append",
         type=Path,
+        metavar="FILE",
         help="a picture that the prompt is about; may be given several times",
     )
     parser.add_argument(
         "--processor",
-        metavar="FOLDER",
-        help="whose preprocessor_config.json says how pictures are made; default: as in training",
+        metavar="DIR",
+        help="directory with a preprocessor_config.json, which says how pictures are resized "
+        "(default: as in training)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to generate")
     parser.add_argument(
-        "--temperature", type=float, default=0.5, help="0 takes the likeliest token every time"
+        "--temperature",
+        type=float,
+        default=0.5,
+        help="sampling temperature; 0: always the likeliest token",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=50,
-        help="draw from so many of the likeliest tokens; 0: from all",
+        help="sample from this many of the likeliest tokens; 0: from all",
     )
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling")
     arguments = parser.parse_args(argv)
     for name in ("max_new_tokens", "temperature", "top_k"):
         if not getattr(arguments, name) >= 0:

@@ -19,8 +19,10 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from megatron.core.help_format import HelpFormatter
 
-def main(argv: Sequence[str] | None = None, program: str = "megatron-hybrid launch") -> int:
+
+def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
     """Launches the ranks of this machine. Returns the status to exit with.
 
     That is 0 if all ranks ended well, else the status of the first that failed, 128 and the
@@ -30,7 +32,9 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron-hybrid laun
         argv: torchrun's arguments; default: the command line's.
         program: the name that messages begin with.
     """
-    arguments = torchrun.parse_args(list(sys.argv[1:] if argv is None else argv))
+    parser = torchrun.get_args_parser()
+    parser.formatter_class = HelpFormatter
+    arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
     if "LOGLEVEL" not in os.environ:
         # The agent warns of every process that it passes a signal on to, and its error report
         # repeats what is known: the ranks' own words would scroll out of sight.

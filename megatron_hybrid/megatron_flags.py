@@ -1,7 +1,7 @@
 """Rewrites a launch script of Megatron-LM's for this program.
 
-    python tools/megatron_flags.py train.sh > train_here.sh
-    python tools/megatron_flags.py train.sh --in-place
+    python -m megatron_hybrid megatron-flags train.sh > train_here.sh
+    python -m megatron_hybrid megatron-flags train.sh --in-place
 
 Flags that are called otherwise here are replaced, and those without effect are deleted. Flags that
 are not supported stay, unless --remove-unsupported is given: what a run without them is worth is
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.files import published
+from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
 from megatron.training.flag_report import Entry, Group, laid_out
 from megatron_hybrid.megatron_scripts.rewrite import Outcome, Rewritten, left_over, rewrite
@@ -90,22 +91,25 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Rewrites a launch script of Megatron-LM's for this program, and says what it "
-        "has changed and what is left to decide.",
+    parser = ProgramParser(
+        description="Rewrites a launch script of Megatron-LM's for this program. Reports what it\n"
+        "changed and what is left to decide.",
         epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
         allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a bash script")
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
-        "--output", metavar="FILE", type=Path, help="where to write it (default: stdout)"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="file for the rewritten script (default: standard output)",
     )
-    target.add_argument("--in-place", action="store_true", help="write it over SCRIPT")
+    target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
     parser.add_argument(
         "--remove-unsupported",
         action="store_true",
-        help="delete flags that are not supported here, too",
+        help="also delete flags that are not supported here",
     )
     return parser.parse_args(argv)
 

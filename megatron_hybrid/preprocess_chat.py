@@ -1,6 +1,6 @@
 """`preprocess_data.py --chat`: makes training files of conversations.
 
-    python tools/preprocess_data.py --chat --input chats.jsonl --output-prefix data/chats \\
+    python -m megatron_hybrid preprocess --chat --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-model models/qwen --workers 4
 
 writes `data/chats_chat_document.bin` and `.idx`, and the same of `data/chats_chat_document_mask`,

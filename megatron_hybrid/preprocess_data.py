@@ -1,6 +1,6 @@
 """Tokenizes text into the token files that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+    python -m megatron_hybrid preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-model data/tokenizer.json --append-eod --workers 4
 
 writes `data/corpus_text_document.bin` and `.idx`. The documents keep the order of the input,
@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megatron.core.files import UnusableFileError, open_regular, read_regular
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.core.options import Field, expect, options_of
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
@@ -191,32 +192,40 @@ def _tokenize(
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program, description="Tokenizes text into .bin/.idx token files."
-    )
+    parser = ProgramParser(prog=program, description="Tokenizes text into .bin/.idx token files.")
     parser.add_argument(
         "--input",
         nargs="+",
         type=Path,
         required=True,
-        help="text files, .jsonl and .json files (a JSON object a line), and folders of such files",
+        metavar="PATH",
+        help="text files, .jsonl and .json files (a JSON object per line), and directories of them",
     )
     parser.add_argument(
         "--suffix",
         nargs="+",
-        help="only files with these suffixes are read from folders, e.g. .py .md; by default all "
-        "that are UTF-8 text",
+        metavar=".EXT",
+        help="suffixes of the files to read from directories, e.g. .py .md (default: all files of "
+        "UTF-8 text)",
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=[_PLAIN_TEXT_KEY], help="keys to tokenize of JSON lines"
+        "--json-keys",
+        nargs="+",
+        default=[_PLAIN_TEXT_KEY],
+        metavar="KEY",
+        help=f"keys of JSON lines to tokenize (default: {_PLAIN_TEXT_KEY})",
     )
     parser.add_argument(
-        "--output-prefix", required=True, help="files are PREFIX_KEY_document.bin and .idx"
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX_KEY_document.bin and .idx",
     )
     parser.add_argument(
         "--train-tokenizer",
         action="store_true",
-        help="train a BPE of --vocab-size on the input first",
+        help="first train a BPE tokenizer with --vocab-size tokens on the input, and save it as "
+        "--tokenizer-model",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
@@ -224,17 +233,16 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help='lines are conversations ({"messages": [...]}), rendered by the tokenizer\'s chat '
-        "template, of which the assistant's answers are to be learned; files are "
-        "PREFIX_chat_document and PREFIX_chat_document_mask",
+        help='tokenize conversations, lines with {"messages": [...]}, by the chat template; write '
+        "PREFIX_chat_document, and PREFIX_chat_document_mask, which marks the assistant's answers",
     )
     parser.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own"
+        "--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)"
     )
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="with --chat: leave out lines that are no conversation to learn from, and count them",
+        help="with --chat: leave out lines that are no valid conversation, and report how many",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():
@@ -243,6 +251,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
             type=option.scalar,
             default=option.default,
             choices=option.option.choices,
+            metavar=option.metavar,
             help=option.option.help,
         )
 

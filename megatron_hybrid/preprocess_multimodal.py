@@ -1,6 +1,7 @@
 """Makes training files of conversations about pictures.
 
-    python tools/preprocess_multimodal.py --input captions.jsonl --output-prefix data/captions \\
+    python -m megatron_hybrid preprocess-multimodal --input captions.jsonl \\
+        --output-prefix data/captions \\
         --tokenizer-model models/qwen --processor models/qwen --workers 4
 
 writes `data/captions_text`, `data/captions_images` (`.bin` and `.idx` each) and
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.conversations import (
@@ -177,7 +179,7 @@ def _processing(arguments: argparse.Namespace) -> ImageProcessing:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         prog=program, description="Makes training files of conversations about pictures."
     )
     add: Callable[..., object] = parser.add_argument
@@ -186,32 +188,54 @@ def _parser(program: str) -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         required=True,
-        help="files of JSON lines: messages as OpenAI has them, or conversations as LLaVA has them",
+        metavar="FILE",
+        help="files of JSON lines: messages in OpenAI's form, or conversations in LLaVA's",
     )
-    add("--output-prefix", required=True, help="files are PREFIX_text, PREFIX_images, PREFIX.json")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX_text, PREFIX_images and PREFIX.json",
+    )
     add(
         "--tokenizer-model",
         required=True,
-        help="a tokenizer.json, or the folder of a Hugging Face tokenizer, with the tokens of "
+        metavar="PATH",
+        help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of "
         "Qwen's chat template",
     )
     add(
         "--processor",
-        metavar="FOLDER",
-        help="of a Hugging Face model, whose preprocessor_config.json says how pictures are "
-        "resized and normalised; the flags below change that",
+        metavar="DIR",
+        help="directory with a preprocessor_config.json, which says how pictures are resized and "
+        "normalized; the flags below override it",
     )
-    add("--image-folder", type=Path, help="default: the folder of the file that names a picture")
-    add("--patch-size", type=int, help="pixels of a patch in each direction (default: 16)")
-    add("--merge-size", type=int, help="patches of a token in each direction (default: 2)")
-    add("--min-pixels", type=int, help="of a resized picture (default: 65536)")
-    add("--max-pixels", type=int, help="of a resized picture (default: 16777216)")
-    add("--image-mean", dest="mean", type=_numbers, metavar="R,G,B", help="default: 0.5,0.5,0.5")
-    add("--image-std", dest="std", type=_numbers, metavar="R,G,B", help="default: 0.5,0.5,0.5")
+    add(
+        "--image-folder",
+        type=Path,
+        metavar="DIR",
+        help="directory of the pictures (default: that of the input file)",
+    )
+    add("--patch-size", type=int, help="side of a patch in pixels (default: 16)")
+    add(
+        "--merge-size",
+        type=int,
+        help="side of the square of patches of a token, in patches (default: 2)",
+    )
+    add("--min-pixels", type=int, help="least pixels of a resized picture (default: 65536)")
+    add("--max-pixels", type=int, help="most pixels of a resized picture (default: 16777216)")
+    for name, what in (("mean", "mean"), ("std", "standard deviation")):
+        add(
+            f"--image-{name}",
+            dest=name,
+            type=_numbers,
+            metavar="R,G,B",
+            help=f"{what} by which colors are normalized, from 0 to 1 (default: 0.5,0.5,0.5)",
+        )
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out lines with broken pictures or texts, and count them",
+        help="leave out lines with broken pictures or text, and report their number",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser

@@ -1,8 +1,10 @@
 """Trains a GPT. Run it alone or under torchrun; `--help` lists the flags, README.md shows the two
 commands.
 
-    torchrun --nproc-per-node 2 pretrain_gpt.py --config examples/gpt_cpu.yaml
-    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain --config run.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 pretrain_gpt.py \\
+        --config examples/gpt_cpu.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain \\
+        --config run.yaml
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.options import ConfigError
+from megatron.core.models.multimodal.vision_config import VisionConfig
+from megatron.core.options import ConfigError, options_of
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
+from megatron.training.flag_help import show_if_asked
 from megatron.training.health.exits import (
     ExitCode,
     ExitError,
@@ -43,6 +47,7 @@ from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
+REJECTED = {field.name for field in options_of(VisionConfig)}
 
 
 def forward_step_of(spec: ModelSpec) -> ForwardStep:
@@ -70,6 +75,7 @@ def run(argv: Sequence[str]) -> Outcome:
     """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
     honoured.
     """
+    show_if_asked(argv, "Trains a GPT on text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config

@@ -1,10 +1,11 @@
 """Trains a model that reads images and text. Run it alone or under torchrun.
 
-    torchrun --nproc-per-node 2 pretrain_vlm.py --config examples/qwen3_5_vl_proxy/train.yaml
-    torchrun --nproc-per-node 2 -m megatron_hybrid pretrain-vlm --hf-model models/qwen3.5 ...
+    python -m megatron_hybrid launch --nproc-per-node 2 pretrain_vlm.py \\
+        --config examples/qwen3_5_vl_proxy/train.yaml
+    python -m megatron_hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain-vlm ...
 
 The flags are those of `pretrain_gpt.py`, and `--vision-...` for the tower. --data-path names what
-`tools/preprocess_multimodal.py` has written.
+`python -m megatron_hybrid preprocess-multimodal` has written.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.conversations import IMAGE, VIDEO, VISION_BEGIN, VISION_END
+from megatron.training.flag_help import show_if_asked
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch
 from megatron.training.model_loss import ModelLoss, loss_of, mean_of
@@ -50,6 +52,15 @@ _TOKENS = {
     "vision_start_token_id": VISION_BEGIN,
     "vision_end_token_id": VISION_END,
     "video_token_id": VIDEO,
+}
+# Samples with images never see each other, and there are no made-up ones.
+REJECTED = {
+    "sft",
+    "sft_truncate",
+    "reset_attention_mask",
+    "reset_position_ids",
+    "eod_mask_loss",
+    "mock_data",
 }
 _OF_PICTURES = ("min_pixels", "max_pixels", "mean", "std")
 
@@ -89,6 +100,7 @@ def run(argv: Sequence[str]) -> Outcome:
     """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
     honoured.
     """
+    show_if_asked(argv, "Trains a model that reads images and text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config
@@ -137,8 +149,8 @@ def _checked_vision(
         )
     if images is None:
         raise ConfigError(
-            "--data-path: expected what tools/preprocess_multimodal.py has written, got text "
-            "without images."
+            "--data-path: expected files of `python -m megatron_hybrid preprocess-multimodal`, got "
+            "text without images."
         )
 
     find: Callable[[str], int | None] = lambda _: None  # noqa: E731

@@ -1,9 +1,9 @@
 """Says in five lines how a run is doing, from the files that it leaves: events, heartbeat and
 checkpoints.
 
-    python tools/run_status.py runs/gpt_cpu
-    python tools/run_status.py runs/gpt_cpu --json
-    python tools/run_status.py runs/gpt_cpu --html report.html --watch
+    python -m megatron_hybrid status runs/gpt_cpu
+    python -m megatron_hybrid status runs/gpt_cpu --json
+    python -m megatron_hybrid status runs/gpt_cpu --html report.html --watch
 
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
     on node1
@@ -47,6 +47,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.training.health.events import EventKind, read_events, read_heartbeat
 from megatron_hybrid.run_history import (
@@ -431,20 +432,23 @@ def _count(number: int, noun: str) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument(
+        "dir", metavar="DIR", help="the run's directory: that of --events-dir or --save"
     )
-    parser.add_argument("dir", metavar="DIR", help="the run's folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--stale-seconds",
         type=float,
         default=STALE_SECONDS,
-        metavar="S",
-        help=f"age of a heartbeat whose run counts as dead; default {STALE_SECONDS:.0f}",
+        metavar="SECONDS",
+        help="age of the heartbeat from which on a run counts as dead",
     )
     parser.add_argument(
-        "--html", type=_page_path, metavar="FILE", help="write a page about the run, NAME.html"
+        "--html",
+        type=_page_path,
+        metavar="FILE",
+        help="also write a page about the run into this .html file",
     )
     parser.add_argument(
         "--watch",
@@ -452,7 +456,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="?",
         const=WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"look again until the run has ended; default: every {WATCH_SECONDS:.0f} s",
+        help="repeat until the run has ended, every so many seconds (default: "
+        f"{WATCH_SECONDS:.0f})",
     )
     return parser.parse_args(argv)
 

@@ -65,13 +65,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with the model's and the tokenizer's settings; default: the run's own",
+        help="YAML file with the model's and the tokenizer's settings (default: the run's)",
     )
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
+    parser.add_argument(
+        "--ckpt-step", type=int, help="iteration of the checkpoint to load (default: the newest)"
+    )
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="a tokenizer.json, or the folder of a Hugging Face tokenizer; default: the run's own",
+        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: the run's)",
     )
 
 

@@ -1,8 +1,8 @@
 """Shows what a rank's lanes did in one iteration of a run that was recorded with --profile-lanes.
 
-    megatron-hybrid timeline runs/gpt
-    megatron-hybrid timeline runs/gpt --rank 1 --iteration 21 --output step.svg --theme dark
-    megatron-hybrid timeline runs/gpt --merge all_ranks.json
+    python -m megatron_hybrid timeline runs/gpt
+    python -m megatron_hybrid timeline runs/gpt --rank 1 --iteration 21 --output step.svg
+    python -m megatron_hybrid timeline runs/gpt --merge all_ranks.json
 
 PATH is a run's folder, of which the newest recording is taken, a recording's folder, or the files
 of some ranks. Prints for each lane how long it was busy, how much of that was hidden behind the
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.files import Sync, published, read_regular
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.core.trace_file import Trace, merged
 from megatron_hybrid.timeline_shares import LaneShare, StepShares, shares_of
@@ -258,16 +259,30 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ProgramParser(description=__doc__)
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a run's directory, a recording's directory, or trace files of some ranks",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="a folder, or ranks' files")
-    parser.add_argument("--rank", type=int, help="whose timeline; default: the lowest there is")
-    parser.add_argument("--iteration", type=int, help="default: the last that was recorded")
-    parser.add_argument("--output", type=Path, help="draw the iteration in this .svg or .png")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--rank", type=int, help="rank to show (default: the lowest one recorded)")
+    parser.add_argument(
+        "--iteration", type=int, help="iteration to show (default: the last one recorded)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="draw the iteration into this .svg or .png (default: print a table only)",
+    )
+    parser.add_argument(
+        "--theme", choices=("light", "dark"), default="light", help="colors of the drawing"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--merge", type=Path, help="write all ranks to one file for Perfetto")
+    parser.add_argument(
+        "--merge", type=Path, metavar="FILE", help="write all ranks into one file for Perfetto"
+    )
     return parser.parse_args(argv)
 
 

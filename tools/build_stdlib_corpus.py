@@ -10,7 +10,6 @@ the same file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 from megatron.core.files import published
+from megatron.core.help_format import ProgramParser
 
 # Installed packages, tests (broken sources on purpose, generated tables) and the file the topics
 # come from.
@@ -35,8 +35,10 @@ _LEFT_OUT = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes the corpus and prints its size."""
-    parser = argparse.ArgumentParser(description="Writes the standard library as a JSONL corpus.")
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
+    parser = ProgramParser(description="Writes the standard library as a JSONL corpus.")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
+    )
     arguments = parser.parse_args(argv)
     output: Path = arguments.output
     output.parent.mkdir(parents=True, exist_ok=True)

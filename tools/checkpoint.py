@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid checkpoint` from a clone: python -m tools.checkpoint --help."""
+"""`python -m megatron_hybrid checkpoint`, as a script of a clone."""
 
 import sys
 from pathlib import Path

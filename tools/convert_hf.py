@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid convert-hf` from a clone: python tools/convert_hf.py --help."""
+"""`python -m megatron_hybrid convert-hf`, as a script of a clone."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid generate` from a clone: python tools/generate.py --help."""
+"""`python -m megatron_hybrid generate`, as a script of a clone."""
 
 import sys
 from pathlib import Path

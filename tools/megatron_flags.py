@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid megatron-flags` from a clone: python tools/megatron_flags.py --help."""
+"""`python -m megatron_hybrid megatron-flags`, as a script of a clone."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,6 @@ those of Megatron's tool of this name without `--multimodal`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 
 _SUFFIXES = (".bin", ".idx")
@@ -35,15 +35,20 @@ class InputError(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Merges what the command line names."""
-    parser = argparse.ArgumentParser(description="Merges .bin/.idx token files into one pair.")
+    parser = ProgramParser(description="Merges .bin/.idx token files into one pair.")
     parser.add_argument(
-        "--input", type=Path, required=True, help="folder of the token files to merge"
+        "--input",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of the token files to merge",
     )
     parser.add_argument(
         "--output-prefix",
         type=Path,
         required=True,
-        help="path of the merged files without .bin and .idx",
+        metavar="PREFIX",
+        help="write PREFIX.bin and PREFIX.idx",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid plan` from a clone: python tools/plan.py --help."""
+"""`python -m megatron_hybrid plan`, as a script of a clone."""
 
 import sys
 from pathlib import Path

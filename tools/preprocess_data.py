@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid preprocess` from a clone: python tools/preprocess_data.py --help."""
+"""`python -m megatron_hybrid preprocess`, as a script of a clone."""
 
 import sys
 from pathlib import Path

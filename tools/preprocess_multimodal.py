@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid preprocess-multimodal` from a clone.
-
-python tools/preprocess_multimodal.py --help
-"""
+"""`python -m megatron_hybrid preprocess-multimodal`, as a script of a clone."""
 
 import sys
 from pathlib import Path

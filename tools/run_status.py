@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid status` from a clone: python tools/run_status.py --help."""
+"""`python -m megatron_hybrid status`, as a script of a clone."""
 
 import sys
 from pathlib import Path

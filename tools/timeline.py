@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-hybrid timeline` from a clone: python tools/timeline.py --help."""
+"""`python -m megatron_hybrid timeline`, as a script of a clone."""
 
 import sys
 from pathlib import Path

@@ -33,12 +33,12 @@ class DeviceConfig:
 
     device: str = option(
         "auto",
-        "device to compute on: auto (a GPU, if there is one), cpu, "
-        f"{', '.join(kinds_of_accelerators())}",
+        "device to compute on; auto: a GPU if there is one, otherwise cpu",
+        metavar=f"{{auto,cpu,{','.join(kinds_of_accelerators())}}}",
     )
     numa_binding: bool = option(
         True,
-        "keep host memory, and the threads that work on it, on the NUMA node of a rank's GPU",
+        "keep a rank's host memory and threads on the NUMA node of its GPU",
         off_flag="--no-numa-binding",
     )
 

@@ -23,23 +23,23 @@ class ExecutionConfig:
     """How layers run."""
 
     activation_offload: bool = option(
-        False, "keep what layers save for backward in host memory until backward comes"
+        False, "keep activations in host memory from forward until backward"
     )
     activation_offload_gib: float = option(
         8.0,
-        "GiB of host memory a rank, at most, for activations; others stay on the device",
+        "most GiB of host memory per rank for activations; further ones stay on the device",
         more_than=0,
         ceiling=2**20,
         no_effect_unless="activation_offload",
     )
     activation_offload_min_kib: float = option(
         64.0,
-        "KiB that tensors share at least to be moved; others cost more to move than they take",
+        "least KiB of an activation that is moved; smaller ones stay on the device",
         more_than=0,
         ceiling=2**30,
         no_effect_unless="activation_offload",
     )
-    compile_layers: bool = option(False, "compile the bodies of layers by torch.compile")
+    compile_layers: bool = option(False, "compile the transformer layers with torch.compile")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -120,6 +120,7 @@ class Option:
     less_than: float | None = None
     ceiling: float | None = None
     noun: str | None = None
+    metavar: str | None = None
     requires: str | None = None
     no_effect_unless: tuple[tuple[str, Any], ...] = ()
     is_pattern: bool = False
@@ -141,6 +142,7 @@ def option(
     less_than: float | None = None,
     ceiling: float | None = None,
     noun: str | None = None,
+    metavar: str | None = None,
     requires: str | None = None,
     no_effect_unless: str | Mapping[str, Any] | None = None,
     is_pattern: bool = False,
@@ -159,6 +161,7 @@ def option(
         at_least, more_than, at_most, less_than: bounds of a number.
         ceiling: a bound far beyond any use, named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
+        metavar: the value's name in `--help`, which a text without choices must have.
         requires: the option that must have a value where this one is given: is not the default.
         no_effect_unless: the switch that must be on where this one is given, since it would change
             nothing otherwise; or the values that other options must have.
@@ -183,6 +186,7 @@ def option(
         less_than=less_than,
         ceiling=ceiling,
         noun=noun,
+        metavar=metavar,
         requires=requires,
         no_effect_unless=tuple((no_effect_unless or {}).items()),
         is_pattern=is_pattern,
@@ -215,6 +219,15 @@ class Field:
     def flag_for(self, value: Any) -> str:
         """The flag that sets this value: for a bool that is false, the one that turns it off."""
         return self.off_flag if value is False else self.flag
+
+    @property
+    def metavar(self) -> str:
+        """The values this field admits, as `--help` shows them next to the flag."""
+        if self.option.choices is not None:
+            return "{%s}" % ",".join(map(str, self.option.choices))  # noqa: UP031  braces
+        if self.option.is_pattern:
+            return "N|LIST"
+        return self.option.metavar or self.scalar.__name__.upper()
 
     @property
     def expected(self) -> str:

@@ -13,12 +13,10 @@ written.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import logging
 import re
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, section_classes
 from megatron.training.flag_report import RefusedSettings
 from megatron.training.flag_rows import Given, Ruling
 from megatron.training.hf_settings import read_folder, take_settings
@@ -87,9 +85,6 @@ def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLin
         ConfigError: for each thing that is wrong a line that names the flag or key, what was
             expected and what was got, or what to do.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        build_parser().parse_args(["--help"])
-
     given, stray = _split(argv)
     settings = _Settings()
     for word in stray:
@@ -110,7 +105,7 @@ def build_config(values: dict[str, Any]) -> RunConfig:
     """An unresolved configuration from converted values by field name, and defaults."""
     sections: dict[str, Any] = {}
     errors: list[str] = []
-    for name, config_class in _section_classes().items():
+    for name, config_class in section_classes().items():
         is_optional = name in _optional_sections()
         if is_optional and not any(field.name in values for field in options_of(config_class)):
             continue
@@ -374,22 +369,6 @@ def known_flags() -> dict[str, Field]:
     return {flag: switch.field for flag, switch in _switches().items()}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line: one group of flags for each owner."""
-    parser = argparse.ArgumentParser(description="Trains a GPT.", allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="YAML file with any of these flags",
-    )
-    for name, config_class in _section_classes().items():
-        group = parser.add_argument_group(name)
-        for field in options_of(config_class):
-            _add_flags(group, field)
-    return parser
-
-
 def describe(config: RunConfig) -> str:
     """The effective configuration, one setting a line, by owner."""
     lines = ["effective configuration:"]
@@ -401,34 +380,6 @@ def describe(config: RunConfig) -> str:
                 f"{getattr(section, field.name)}"
             )
     return "\n".join(lines)
-
-
-def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
-    default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
-    text = (field.option.help + default).replace("%", "%%")
-    if field.scalar is bool:
-        for flag, value, line in (
-            (field.flag, True, text),
-            (field.off_flag, False, "the opposite"),
-        ):
-            group.add_argument(
-                flag,
-                dest=field.name,
-                action="store_const",
-                const=value,
-                default=argparse.SUPPRESS,
-                help=line,
-            )
-        return
-
-    group.add_argument(
-        field.flag,
-        dest=field.name,
-        nargs="+" if field.is_list else "?" if field.option.bare is not None else None,
-        metavar=field.scalar.__name__.upper(),
-        default=argparse.SUPPRESS,
-        help=text,
-    )
 
 
 def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
@@ -463,15 +414,6 @@ def _cut(errors: Sequence[str]) -> Sequence[str]:
     return errors
 
 
-def _section_classes() -> dict[str, type[Any]]:
-    hints = typing.get_type_hints(RunConfig)
-    found = {}
-    for field in dataclasses.fields(RunConfig):
-        given = [one for one in typing.get_args(hints[field.name]) if one is not type(None)]
-        found[field.name] = given[0] if given else hints[field.name]
-    return found
-
-
 def _optional_sections() -> set[str]:
     """Sections of parts that a model may lack, if no flag of theirs is given."""
     return {
@@ -483,7 +425,7 @@ def _optional_sections() -> set[str]:
 
 def _all_fields() -> list[Field]:
     return [
-        field for config_class in _section_classes().values() for field in options_of(config_class)
+        field for config_class in section_classes().values() for field in options_of(config_class)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,16 @@ from megatron.training.tokenizer import TokenizerConfig
 class TrainingConfig:
     """The run itself: how long, in what batches, in what precision."""
 
-    train_iters: int = option(help="iterations to train", at_least=1, ceiling=2**32)
+    train_iters: int = option(
+        help="iterations (optimizer steps) to train", at_least=1, ceiling=2**32
+    )
     micro_batch_size: int = option(
-        help="sequences in one forward pass of one rank", at_least=1, ceiling=2**20
+        help="sequences per rank in one forward pass", at_least=1, ceiling=2**20
     )
     global_batch_size: int | None = option(
         None,
-        "sequences in one iteration; default: micro-batch-size x data-parallel size",
+        "sequences per iteration over all ranks (default: --micro-batch-size x data-parallel "
+        "ranks)",
         at_least=1,
         ceiling=2**28,
     )
@@ -56,26 +60,27 @@ class TrainingConfig:
         False, "compute in bf16, with main weights, reductions and optimizer in fp32"
     )
     fp16: bool = option(
-        False, "compute in fp16 with a scaled loss; main weights and optimizer in fp32"
+        False, "compute in fp16 with a scaled loss; main weights and optimizer states stay fp32"
     )
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
     seed: int = option(
-        1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1
+        1234, "seed of initial weights, data order and dropout", at_least=0, at_most=2**32 - 1
     )
     eval_interval: int | None = option(
         None,
-        "iterations between evaluations on the validation split (default: only after the training)",
+        "iterations between evaluations on the validation data (default: only after training)",
         at_least=1,
     )
     eval_iters: int = option(
-        100, "global batches in an evaluation; 0 evaluates nothing", at_least=0, ceiling=2**32
+        100, "global batches per evaluation; 0: no evaluation", at_least=0, ceiling=2**32
     )
     skip_train: bool = option(False, "evaluate only")
-    check_for_nan_in_loss: bool = option(False, "end the run at a loss that is not finite")
+    check_for_nan_in_loss: bool = option(False, "end the run if the loss is NaN or infinite")
     freeze: tuple[str, ...] | None = option(
         None,
-        "parts of the model that are not trained: vision, projector and decoder of one that reads "
-        "images, or the beginnings of parameters' names",
+        "parts of the model to leave untrained: vision, projector or decoder of a model that "
+        "reads images, or the start of parameter names (default: none)",
+        metavar="NAME",
     )
 
     def __post_init__(self) -> None:
@@ -94,21 +99,21 @@ class RecoverConfig:
 
     recover_mode: str = option(
         "auto",
-        "auto: go on from the newest intact checkpoint in --save, if there is one; on: there must "
-        "be one; off: begin as --load says, and refuse a --save that holds newer ones",
+        "auto: resume from the newest intact checkpoint in --save, if there is one; on: require"
+        " one; off: start as --load says, and reject a --save with newer checkpoints",
         choices=("on", "auto", "off"),
         may_change=True,
     )
     recover_retries: int = option(
         3,
-        "relaunches by torchrun or Slurm from one checkpoint before the run gives up",
+        "restarts by torchrun or Slurm from one checkpoint before the run gives up",
         at_least=0,
         may_change=True,
     )
     hang_timeout_seconds: float | None = option(
         None,
-        "end the run when a rank makes no progress for so long; default: "
-        "--distributed-timeout-minutes",
+        "end the run if a rank makes no progress for this many seconds (default: "
+        "--distributed-timeout-minutes)",
         more_than=0,
         ceiling=YEAR_SECONDS,
         may_change=True,
@@ -389,3 +394,13 @@ class RunConfig:
             "fp32 with --fp16 and another optimizer than our own Adam",
             dtype,
         )
+
+
+def section_classes() -> dict[str, type[Any]]:
+    """The config class of each section of `RunConfig`, by the section's name."""
+    hints = typing.get_type_hints(RunConfig)
+    found = {}
+    for field in dataclasses.fields(RunConfig):
+        given = [one for one in typing.get_args(hints[field.name]) if one is not type(None)]
+        found[field.name] = given[0] if given else hints[field.name]
+    return found

@@ -87,7 +87,7 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
         "--mlp-chunks-for-prefill --mlp-chunks-for-training --nccl-all-reduce-for-prefill "
         "--no-inference-* --num-speculative-tokens --refit-method --use-legacy-static-engine "
         "--onnx-safe",
-        "It is for inference; tools/generate.py samples from a checkpoint.",
+        "It is for inference; python -m megatron_hybrid generate samples from a checkpoint.",
     ),
     remove(
         "--langrl-* --no-rl-* --use-same-sampling-seed-across-dp-ranks",
@@ -151,7 +151,8 @@ OTHER_FLAGS: tuple[MegatronFlags, ...] = (
     remove(
         "--override-ckpt-iteration --dump-param-to-param-group-map --replication "
         "--replication-factor --replication-jump",
-        "Checkpoints have one form; `python -m tools.checkpoint` lists and converts them.",
+        "Checkpoints have one form; `python -m megatron_hybrid checkpoint` lists and converts "
+        "them.",
     ),
     # Recovery and reports.
     no_effect(

@@ -152,7 +152,9 @@ RUN_FLAGS: tuple[MegatronFlags, ...] = (
         "--non-persistent-*",
         "--save-interval-seconds, --async-save and --save-keep-last take their place.",
     ),
-    remove("--ckpt-convert-*", "`python -m tools.checkpoint convert` converts checkpoints."),
+    remove(
+        "--ckpt-convert-*", "`python -m megatron_hybrid checkpoint convert` converts checkpoints."
+    ),
     # Recovery and reports.
     no_effect(
         "--no-check-for-nan-in-loss-and-grad",

@@ -50,58 +50,69 @@ class LoggingConfig:
     log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
     log_format: str | None = option(
         None,
-        "long: Megatron's line; short: 100 columns, with memory and the time left; default: short "
-        "where the output is a terminal",
+        "long: Megatron-LM's log line; short: a line of 100 columns with memory and the time "
+        "left (default: short on a terminal, otherwise long)",
         choices=("short", "long"),
         may_change=True,
     )
     timing_log_level: int = option(
         0,
-        "1: report at each log line how long the offloaded optimizer's lanes took",
+        "1: log how long the offloaded optimizer's copies and updates took",
         choices=(0, 1),
     )
     moe_per_layer_logging: bool = option(
         False,
-        "report the load of each expert in the JSONL, and how even each layer's are in TensorBoard",
+        "report each expert's load in --metrics-jsonl, and each layer's balance in TensorBoard",
         requires="num_experts",
         may_change=True,
     )
     progress_bar: bool = option(
-        True, "show a progress bar, where the output is a terminal", may_change=True
+        True, "show a progress bar if the output is a terminal", may_change=True
     )
     metrics_jsonl: str | None = option(
         None,
-        "file that gets one JSON object for each iteration and evaluation; none: no file; default: "
-        f"{METRICS_FILE} in the folder of --events-dir",
+        "file for a JSON object per iteration and evaluation; none: no file (default: "
+        f"{METRICS_FILE} in --events-dir)",
+        metavar="FILE",
         may_change=True,
     )
     events_dir: str | None = option(
         None,
-        "folder for events.jsonl and heartbeat.json; default: the folder of --save, if it is no "
-        "remote store",
+        "directory for events.jsonl and heartbeat.json (default: --save, unless it is a URL)",
+        metavar="DIR",
         may_change=True,
     )
     profile_lanes: str | None = option(
         None,
-        "record a timeline of lanes and phases in these iterations, as in a Python slice: 20:23 is "
-        "20, 21 and 22 (docs/timeline.md)",
+        "record a timeline of copies and computation in these iterations, as a Python slice: "
+        "20:23 is 20, 21 and 22 (docs/timeline.md)",
+        metavar="FIRST:END",
         may_change=True,
     )
     profile_lanes_dir: str | None = option(
         None,
-        "folder for timelines; default: timelines/ in that of the event log",
+        "directory for timelines (default: timelines/ in --events-dir)",
+        metavar="DIR",
         requires="profile_lanes",
         may_change=True,
     )
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard", may_change=True)
+    tensorboard_dir: str | None = option(
+        None, "directory for TensorBoard's files (default: none)", metavar="DIR", may_change=True
+    )
     wandb_project: str | None = option(
-        None, "Weights & Biases project; needs the extra wandb", noun="a name"
+        None,
+        "project in Weights & Biases; needs the package wandb (default: none)",
+        metavar="NAME",
+        noun="a name",
     )
     wandb_exp_name: str | None = option(
-        None, "name of the run in Weights & Biases", requires="wandb_project"
+        None, "name of the run in Weights & Biases", metavar="NAME", requires="wandb_project"
     )
     wandb_save_dir: str | None = option(
-        None, "folder for Weights & Biases' local files", requires="wandb_project"
+        None,
+        "directory for local files of Weights & Biases",
+        metavar="DIR",
+        requires="wandb_project",
     )
 
     def __post_init__(self) -> None:

@@ -30,19 +30,20 @@ class StopConfig:
     """When to end before the last iteration. Names are Megatron's, but for the grace period."""
 
     exit_interval: int | None = option(
-        None, "save and exit after the iterations divisible by this", more_than=0, may_change=True
+        None, "save and exit after an iteration divisible by this", more_than=0, may_change=True
     )
     exit_duration_in_mins: float | None = option(
         None, "save and exit after this many minutes", more_than=0, may_change=True
     )
     exit_signal_handler: bool = option(
         False,
-        "on SIGTERM, SIGUSR1 or Ctrl-C (SIGINT) finish the iteration, save and exit",
+        "on SIGTERM, SIGUSR1 or Ctrl-C, finish the iteration, save and exit",
         may_change=True,
     )
     exit_signal_grace_seconds: float | None = option(
         None,
-        "after such a signal, exit within these: without saving if a save takes longer; None: save",
+        "seconds from the signal in which the run must exit: if a save would take longer, exit "
+        "without saving (default: always save)",
         more_than=0,
         no_effect_unless="exit_signal_handler",
         may_change=True,

@@ -54,17 +54,18 @@ class TokenizerConfig:
 
     tokenizer_type: str = option(
         "HuggingFaceTokenizer",
-        "kind of tokenizer",
+        "HuggingFaceTokenizer reads --tokenizer-model, ByteTokenizer has a token per byte, "
+        "NullTokenizer takes token IDs and no text",
         choices=("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )
     tokenizer_model: str | None = option(
-        None, "a tokenizer.json, or the folder of a Hugging Face tokenizer"
+        None, "tokenizer.json, or the directory of a Hugging Face tokenizer", metavar="PATH"
     )
     vocab_size: int | None = option(
-        None, "size of the vocabulary before padding; by default the tokenizer's own", at_least=1
+        None, "size of the vocabulary before padding (default: the tokenizer's)", at_least=1
     )
     make_vocab_size_divisible_by: int = option(
-        128, "the embedding has a multiple of this many rows", at_least=1, ceiling=2**24
+        128, "pad the embedding to a multiple of this many rows", at_least=1, ceiling=2**24
     )
 
     def __post_init__(self) -> None:

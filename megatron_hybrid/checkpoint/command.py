@@ -1,14 +1,14 @@
 """Looks at checkpoints, verifies, compares, converts, exports and imports them.
 
-    python -m tools.checkpoint list runs/gpt_cpu
-    python -m tools.checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*' --chunks
-    python -m tools.checkpoint verify runs/gpt_cpu/iter_0000300
-    python -m tools.checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
-    python -m tools.checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
-    python -m tools.checkpoint convert gpt.safetensors runs/imported/iter_0000300
-    python -m tools.checkpoint export runs/gpt_cpu exports/gpt --format hf
-    python -m tools.checkpoint upgrade runs/of_version_1 runs/of_version_2
-    python -m tools.checkpoint import outputs/step-1000 runs/start --dcp-key-map table.yaml
+    python -m megatron_hybrid checkpoint list runs/gpt_cpu
+    python -m megatron_hybrid checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*'
+    python -m megatron_hybrid checkpoint verify runs/gpt_cpu/iter_0000300
+    python -m megatron_hybrid checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
+    python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
+    python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
+    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
+    python -m megatron_hybrid checkpoint upgrade runs/of_version_1 runs/of_version_2
+    python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
 fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`
@@ -54,6 +54,7 @@ from megatron.core.dist_checkpointing.load.small_files import (
 )
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, Store, open_store
+from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
@@ -83,6 +84,22 @@ class Location(NamedTuple):
     @property
     def path(self) -> str:
         return path_of(self.store, self.name)
+
+
+# The arguments of commands. A directory may be a URL that fsspec opens.
+_PLACES = {
+    "root": "directory of checkpoints",
+    "checkpoint": "directory of one checkpoint",
+    "a": "directory of one checkpoint",
+    "b": "directory of another checkpoint",
+    "source": "directory of one checkpoint, or a .safetensors or torch.save file",
+    "target": "file to write, or iter_NNNNNNN to write a checkpoint",
+    "old": "a checkpoint of format version 1, or a directory of them",
+    "new": "directory to write",
+    "run": "directory of a run's checkpoints, or one checkpoint",
+    "out": "directory to write, absent or empty",
+    "path": "directory that torch.distributed.checkpoint saved",
+}
 
 
 def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
@@ -444,7 +461,7 @@ def _print_json(value: object) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         description="Looks at checkpoints, verifies, compares, converts, exports and imports them."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -455,26 +472,36 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         added = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         added.set_defaults(command=command)
         for place in places:
-            added.add_argument(place, metavar=place.upper())
+            added.add_argument(place, metavar=place.upper(), help=_PLACES[place])
         added.add_argument("--json", action="store_true", help="print JSON")
         return added
 
     add("list", list_checkpoints, "root")
     shown = add("show", show, "checkpoint")
-    shown.add_argument("--chunks", action="store_true", help="a line for every chunk, too")
+    shown.add_argument(
+        "--chunks", action="store_true", help="also show a line for each chunk of a tensor"
+    )
     add("verify", verify, "checkpoint")
     compared = add("diff", diff, "a", "b")
     for each in (shown, compared):
         each.add_argument(
-            "--key", nargs="+", metavar="PATTERN", help="only keys like these, as in a shell"
+            "--key",
+            nargs="+",
+            metavar="PATTERN",
+            help="only keys that match these patterns, as in a shell",
         )
     converted = add("convert", convert, "source", "target")
     converted.add_argument(
-        "--prefix", default="", help="put before every key of a file, e.g. model."
+        "--prefix",
+        default="",
+        metavar="TEXT",
+        help="text before each key of a file, e.g. model. (default: none)",
     )
     add("upgrade", upgrade, "old", "new")
     exported = add("export", export, "run", "out")
-    exported.add_argument("--format", choices=("hf",), default="hf", help="default: hf")
+    exported.add_argument(
+        "--format", choices=("hf",), default="hf", help="hf: the format of the transformers library"
+    )
     add_export_flags(exported)
     add_import_flags(add("import", import_folder, "path", "root"))
     return parser.parse_args(argv)

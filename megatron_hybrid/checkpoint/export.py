@@ -55,15 +55,15 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
-        help="of the weights; default: bf16 for those in fp32, and others as they are. fp16 has no "
-        "values beyond 65504",
+        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
+        "fp32, others unchanged)",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_num_bytes,
         default=MAX_SHARD_BYTES,
         metavar="SIZE",
-        help="of the tensors in one file: bytes, or 500MB, 5GB; default: 5GB",
+        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
     )
     add_model_flags(parser)
 

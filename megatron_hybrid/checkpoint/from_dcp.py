@@ -32,11 +32,16 @@ from megatron_hybrid.checkpoint.progress import progress_bar
 def add_import_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `import_dcp`, which has PATH and ROOT besides."""
     parser.add_argument(
-        FLAG, required=True, metavar="TABLE", help="YAML: which tensors are which of ours"
+        FLAG,
+        required=True,
+        metavar="TABLE",
+        help="YAML file that maps the other program's tensors to this model's",
     )
     for name in COUNTS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help="for a table that asks"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help="as in pretrain; must be given for a TABLE that uses it",
         )
 
 

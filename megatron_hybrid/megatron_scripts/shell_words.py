@@ -68,7 +68,7 @@ def tokens_of(text: str, start: int = 0, end: int | None = None) -> list[Token]:
 
 
 def words_in_quotes(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """The words into which bash splits what stands between two quotes, when it expands the
+    """The words into which bash splits the text between two quotes, when it expands the
     variable that holds it: quotes in there are letters.
 
     Args:

@@ -1,1 +1,1 @@
-"""`megatron-hybrid plan`: what a run will take and how long its steps will be, before it runs."""
+"""The planner: what a run will take and how long its steps will be, before it runs."""

@@ -1,7 +1,8 @@
 """What would this run take on a machine of mine, and how long would its steps be?
 
-    python tools/plan.py --hf-model models/Llama-3.1-8B --bf16 --gpu-memory 80GB --host-memory 256GB
-    python tools/plan.py --config run.yaml --gpus 2 --measure
+    python -m megatron_hybrid plan --hf-model models/Llama-3.1-8B --bf16 --gpu-memory 80GB \\
+        --host-memory 256GB
+    python -m megatron_hybrid plan --config run.yaml --gpus 2 --measure
 
 Prints the memory of a rank by kind, the smallest offload fraction that fits, the largest that costs
 nothing, the time of a step and what bounds it, and the size of a checkpoint; see docs/planning.md.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from megatron.core.device import DeviceConfig
 from megatron.core.drivers import kinds_of_accelerators
+from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
@@ -38,46 +40,69 @@ _RATES = ("flops", "link", "host_bandwidth")  # without which there is no time o
 
 def build_parser(program: str) -> argparse.ArgumentParser:
     """The plan's own flags; those of a run are not among them."""
-    parser = argparse.ArgumentParser(
+    parser = ProgramParser(
         prog=program,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Any flag of a run may follow: pretrain_gpt.py --help lists them.",
+        epilog="Flags of a run may follow: python -m megatron_hybrid pretrain --help lists them.",
     )
-    parser.add_argument("--gpus", default="1", metavar="N", help="ranks, on one machine (1)")
+    parser.add_argument("--gpus", default="1", metavar="N", help="ranks, all on one machine")
     parser.add_argument(
-        "--gpu-memory", metavar="SIZE", help="of each device, to hold the plan against"
-    )
-    parser.add_argument("--host-memory", metavar="SIZE", help="of the machine, for all ranks")
-    parser.add_argument(
-        "--flops", metavar="RATE", help="of a device in training, such as 400TFLOP/s"
-    )
-    parser.add_argument("--link", metavar="RATE", help="between device and host, each way: 50GB/s")
-    parser.add_argument(
-        "--host-bandwidth", metavar="RATE", help="of the machine's memory, for all ranks"
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of each device, e.g. 80GB (default: not checked)",
     )
     parser.add_argument(
-        "--gpu-bandwidth", metavar="RATE", help="of a device's memory; default: not counted"
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory for all ranks of the machine, e.g. 256GB (default: not checked)",
+    )
+    parser.add_argument(
+        "--flops",
+        metavar="RATE",
+        help="speed of a device in training, e.g. 400TFLOP/s (default: no step time)",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help="bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
+    )
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="RATE",
+        help="bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
+    )
+    parser.add_argument(
+        "--gpu-bandwidth",
+        metavar="RATE",
+        help="bandwidth of a device's memory (default: not counted)",
     )
     parser.add_argument(
         "--interconnect",
         metavar="RATE",
-        help="that a device sends and receives in collectives; default: not counted",
+        help="bandwidth at which a device sends and receives in collectives (default: not counted)",
     )
-    parser.add_argument("--disk", metavar="RATE", help="of checkpoints, all ranks together")
     parser.add_argument(
-        "--tokens-per-step", metavar="N", help="sets --global-batch-size, in tokens"
+        "--disk",
+        metavar="RATE",
+        help="bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
+    )
+    parser.add_argument(
+        "--tokens-per-step",
+        metavar="N",
+        help="--global-batch-size in tokens instead of sequences (default: that of the run)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="take every rate that is not given from this machine, in some seconds",
+        help="measure on this machine all rates that are not given; takes some seconds",
     )
     parser.add_argument(
-        "--measure-disk", metavar="DIR", help="with --measure: a folder to write a file to"
+        "--measure-disk",
+        metavar="DIR",
+        help="with --measure: directory in which to measure --disk (default: not measured)",
     )
-    parser.add_argument("--json", action="store_true", help="the same as plain data")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -40,7 +40,7 @@ class Report:
 
     Attributes:
         name: of the run's folder.
-        status, lines: what `megatron-hybrid status` says, as data and as five lines.
+        status, lines: what `python -m megatron_hybrid status` says, as data and as five lines.
         now: unix seconds.
         metrics: by table of `metrics_file`.
         metrics_note: why there are no metrics, or not all; empty if there is nothing to say.

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def pick(draw: st.DrawFn, choices: Sequence[T]) -> T:
-    """One of several; what stands twice comes twice as often."""
+    """One of several; an entry listed twice is chosen twice as often."""
     return draw(st.sampled_from(choices))
 
 

@@ -242,7 +242,7 @@ def called(tool: Any, arguments: list[str]) -> int:
 
 
 class SingleFile(Target):
-    """`python -m tools.checkpoint convert` from a file to a checkpoint."""
+    """`python -m megatron_hybrid checkpoint convert` from a file to a checkpoint."""
 
     def __init__(self, name: str, suffix: str) -> None:
         super().__init__(name)

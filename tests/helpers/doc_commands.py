@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+_PROGRAM = re.compile(r"(?:pretrain_gpt\.py|python -m megatron_hybrid pretrain) ")
 _RANKS = re.compile(r"--nproc-per-node (\d+)")
 
 
 class Command(NamedTuple):
-    """`pretrain_gpt.py` as a page shows it."""
+    """A training run as a page shows it."""
 
     num_ranks: int
     argv: list[str]
@@ -29,13 +30,12 @@ def bash_blocks(path: Path) -> list[str]:
 
 
 def commands_in(text: str) -> list[Command]:
-    """The calls of `pretrain_gpt.py` in a text's blocks of bash."""
+    """The training runs in a text's blocks of bash."""
     found = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.S):
         for line in block.replace("\\\n", " ").splitlines():
-            launcher, program, arguments = line.partition("pretrain_gpt.py ")
-            if program:
-                ranks = _RANKS.search(launcher)
-                argv = shlex.split(arguments, comments=True)
+            if program := _PROGRAM.search(line):
+                ranks = _RANKS.search(line[: program.start()])
+                argv = shlex.split(line[program.end() :], comments=True)
                 found.append(Command(int(ranks[1]) if ranks else 1, argv))
     return found

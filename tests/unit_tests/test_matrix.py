@@ -11,7 +11,7 @@ from tests import matrix
 from tests.matrix import Pair, constraints_for, find_python, lines_of
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
-ROOMS = [
+PACKAGES = [
     path
     for path in (matrix.ROOT / "tests" / "unit_tests").rglob("*")
     if list(path.glob("test_*.py"))
@@ -118,7 +118,7 @@ def test_the_torch_that_all_tests_run_with_takes_all_tested_versions():
     assert constraints_for(torch.partition("==")[2]).splitlines() == tested
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_every_room_has_a_fast_test(room):
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_package_has_a_fast_test(package):
     files = [matrix.ROOT / line.partition("::")[0] for line in lines_of(matrix.FAST_TESTS)]
-    assert any(room in (file, file.parent) for file in files)
+    assert any(package in (file, file.parent) for file in files)

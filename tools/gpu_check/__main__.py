@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.help_format import ProgramParser
 from tools.gpu_check.folder import ResultFolder
 from tools.gpu_check.page import line_of, page_of
 from tools.gpu_check.runner import STAGE_FAILED, Outcome, Runner
@@ -22,25 +22,38 @@ _INSTALL_SECONDS = 120.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the stages. Returns 1 if one failed, 2 for a command line that cannot be honoured."""
-    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
-    parser.add_argument("--stages", metavar="A,B", help="these alone")
+    parser = ProgramParser(
+        prog="python -m tools.gpu_check",
+        description="Checks this project on a GPU: correctness, speed and limits (docs/gpu.md).",
+    )
+    parser.add_argument("--stages", metavar="A,B", help="stages to run (default: all)")
     parser.add_argument(
-        "--list", action="store_true", help="name the stages and their limits, and run nothing"
+        "--list", action="store_true", help="list the stages and their time limits, and exit"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpu_check"), help="the folder of results"
+        "--out",
+        type=Path,
+        default=Path("runs/gpu_check"),
+        metavar="DIR",
+        help="directory for the results",
     )
     parser.add_argument(
-        "--simulate", action="store_true", help="on the simulated accelerator, with tiny sizes"
+        "--simulate", action="store_true", help="run on a simulated accelerator, with tiny sizes"
     )
     parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="for all of it; default: 480"
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="time for all stages together (default: 480; 1800 with --simulate)",
     )
     parser.add_argument(
-        "--jobs", type=int, help="stages side by side, of those that measure no time"
+        "--jobs", type=int, help="stages to run at a time, of those that measure no time"
     )
     parser.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="wheels of packages that are not installed"
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="directory of wheels of packages that are not installed",
     )
     arguments = parser.parse_args(argv)
     if arguments.list:

@@ -4,7 +4,7 @@ docs/gpu.md.
     python3 -m tools.gpu_check.prediction       prints the tables of that page
 
 Standard library only, as the stages that compare runs are. The time of a step is that of
-`megatron-hybrid plan`; here are the model that the stages train and the machine that is expected.
+the planner; here are the model that the stages train and the machine that is expected.
 Bytes an element are those of docs/offload.md, for bf16 compute with bf16 main gradients.
 """
 

@@ -1,1 +1,1 @@
-"""What draws with matplotlib. No other room of the report imports it."""
+"""Drawing with matplotlib. No other package of the report imports it."""

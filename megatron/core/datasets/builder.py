@@ -205,7 +205,7 @@ def _check_ends(indexed: IndexedDataset, eod: int | None) -> None:
         raise ConfigError(
             f"--data-path: expected documents that end with token {eod}, the tokenizer's end of "
             f"document, got documents of {indexed.prefix} that end with {last[:3]}. "
-            "tools/preprocess_data.py adds it with --append-eod."
+            "python -m megatron_hybrid preprocess adds it with --append-eod."
         )
 
 

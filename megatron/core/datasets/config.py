@@ -27,29 +27,34 @@ class GPTDatasetConfig:
 
     seq_length: int = option(help="tokens per training sample", at_least=1, ceiling=2**26)
     data_path: tuple[str, ...] | None = option(
-        None, "token files without .bin/.idx: PREFIX, or a blend WEIGHT PREFIX WEIGHT PREFIX ..."
+        None,
+        "token files PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
+        metavar="PREFIX",
     )
     split: str = option(
         "969,30,1",
-        "shares of the documents for training, validation and test, in any unit; those left out "
-        "are 0",
+        "shares of the documents for training, validation and test, in any unit; omitted shares"
+        " are 0",
+        metavar="A,B,C",
     )
     data_cache_path: str | None = option(
-        None, "folder for sample indices; by default cache/GPTDataset_indices beside the data"
+        None,
+        "directory for sample indices (default: cache/GPTDataset_indices next to the data)",
+        metavar="DIR",
     )
-    mock_data: bool = option(False, "train on a synthetic language instead of --data-path")
+    mock_data: bool = option(False, "train on generated text instead of --data-path")
     reset_attention_mask: bool = option(
         False,
-        "tokens see those of their own document only, which an end-of-document token ends",
+        "let tokens attend to their own document only; an end-of-document token ends one",
     )
-    reset_position_ids: bool = option(
-        False, "positions are counted from the beginning of each document"
+    reset_position_ids: bool = option(False, "count positions from the start of each document")
+    eod_mask_loss: bool = option(
+        False, "leave the prediction of the token after an end-of-document token out of the loss"
     )
-    eod_mask_loss: bool = option(False, "what follows an end-of-document token is not learned")
     sft: bool = option(
         False,
-        "train on conversations, of which tools/preprocess_data.py --chat has marked the answers; "
-        "each document of a row sees itself alone",
+        "train on conversations tokenized by `preprocess --chat`: only answers count in the "
+        "loss, and conversations that share a row do not attend to each other",
     )
     sft_truncate: bool = option(
         False,
@@ -58,7 +63,7 @@ class GPTDatasetConfig:
     )
     num_workers: int = option(
         2,
-        "processes per rank that read samples ahead; 0 reads in the training process",
+        "processes per rank that read samples ahead; 0: the training process reads them",
         at_least=0,
         ceiling=2**10,
     )

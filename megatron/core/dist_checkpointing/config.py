@@ -19,46 +19,52 @@ class CheckpointConfig:
     """Saving and loading. Names and defaults are Megatron's."""
 
     save: str | None = option(
-        None, "folder to save checkpoints in", noun="a folder", may_change=True
+        None,
+        "directory or URL to save checkpoints in (default: save none)",
+        metavar="DIR",
+        noun="a folder",
+        may_change=True,
     )
     save_interval: int | None = option(
         None,
-        "iterations between checkpoints; the end of a run always saves",
+        "iterations between checkpoints; a run also saves at its end (default: only at the end)",
         more_than=0,
         requires="save",
         may_change=True,
     )
     save_interval_seconds: float | None = option(
         None,
-        "seconds between checkpoints, besides --save-interval: whichever comes first",
+        "seconds between checkpoints, in addition to --save-interval (default: none)",
         more_than=0,
         requires="save",
         may_change=True,
     )
     save_interval_epochs: float | None = option(
         None,
-        "passes through the training data between checkpoints, besides the others",
+        "epochs (passes through the training data) between checkpoints, in addition to "
+        "--save-interval (default: none)",
         more_than=0,
         requires="save",
         may_change=True,
     )
     async_save: bool = option(
         False,
-        "write checkpoints while training goes on",
+        "write checkpoints in the background while training continues",
         requires="save",
         no_effect_unless=_OUR_FORMAT,
         may_change=True,
     )
     async_save_busy: str = option(
         "wait",
-        "when a save is due and the one before is still being written: wait, or skip",
+        "if a save is due while the previous one is still being written: wait for it, or skip "
+        "this one",
         choices=("wait", "skip"),
         no_effect_unless="async_save",
     )
     save_staging_share: float = option(
         0.5,
-        "share of the free host memory to which --async-save copies a GPU's states, so that "
-        "training waits for no disk",
+        "share of the free host memory, below 1, to which --async-save copies a GPU's states so"
+        " that training does not wait for the disk",
         at_least=0,
         less_than=1,
         requires="save",
@@ -66,15 +72,15 @@ class CheckpointConfig:
     )
     save_keep_last: int | None = option(
         None,
-        "published checkpoints to keep, the newest; default: all, or one with "
-        "--save-retain-interval",
+        "how many of the newest checkpoints to keep (default: all; 1 with --save-retain-interval)",
         at_least=1,
         requires="save",
         no_effect_unless=_OUR_FORMAT,
     )
     save_retain_interval: int | None = option(
         None,
-        "keep the checkpoints of the iterations divisible by this, besides the newest",
+        "keep checkpoints of iterations divisible by this, in addition to the newest (default: "
+        "all)",
         at_least=1,
         requires="save",
         no_effect_unless=_OUR_FORMAT,
@@ -89,13 +95,14 @@ class CheckpointConfig:
     )
     exit_on_save_failure: bool = option(
         False,
-        "end the run when a checkpoint could not be saved",
+        "end the run if a checkpoint cannot be saved, instead of continuing without it",
         requires="save",
         no_effect_unless=_OUR_FORMAT,
     )
     save_hf_weights: str | None = option(
         None,
-        "save a folder hf/ in each checkpoint, for from_pretrained; its weights in bf16, or fp32",
+        "also save each checkpoint in Hugging Face's format, in its directory hf/, with weights"
+        " of this dtype; bf16 if none is named (default: not saved)",
         choices=("bf16", "fp32"),
         bare="bf16",
         requires="save",
@@ -104,69 +111,86 @@ class CheckpointConfig:
     )
     save_hf_interval: int = option(
         1,
-        "of how many saves one has hf/; the one at the end of a run always has it",
+        "saves between those with hf/; the save at the end of a run always has it",
         at_least=1,
         requires="save_hf_weights",
         may_change=True,
     )
-    save_optim: bool = option(True, "save the optimizer's state", requires="save")
+    save_optim: bool = option(True, "save the optimizer's states", requires="save")
     load: str | None = option(
         None,
-        "folder to load the newest checkpoint from; fresh start if it holds none",
+        "directory or URL of checkpoints, of which the newest is loaded; a run starts afresh if"
+        " there is none",
+        metavar="DIR",
         noun="a folder",
         may_change=True,
     )
-    load_optim: bool = option(True, "load the optimizer's state", requires="load")
-    load_rng: bool = option(True, "load the state of the random generators", requires="load")
-    finetune: bool = option(False, "load weights only, and begin at iteration 0", requires="load")
+    load_optim: bool = option(True, "load the optimizer's states", requires="load")
+    load_rng: bool = option(
+        True, "load the states of the random number generators", requires="load"
+    )
+    finetune: bool = option(
+        False, "load only the weights, and start at iteration 0", requires="load"
+    )
     exit_on_missing_checkpoint: bool = option(
-        False, "end the run if --load holds no checkpoint", requires="load"
+        False, "end the run if --load has no checkpoint", requires="load"
     )
     ckpt_step: int | None = option(
-        None, "iteration to load instead of the newest", at_least=0, requires="load"
+        None,
+        "iteration of the checkpoint to load (default: the newest)",
+        at_least=0,
+        requires="load",
     )
     verify_checkpoint: bool = option(
-        True, "hold what is loaded against the digests that were saved with it", requires="load"
+        True, "check loaded data against the checksums saved with it", requires="load"
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
-        "raise_all: the checkpoint has the model's keys and no others; raise_unexpected: it may "
-        "have others",
+        "raise_all: the checkpoint must have the model's keys and no others; raise_unexpected: "
+        "it may have others",
         choices=STRICTNESS,
         requires="load",
     )
     load_skip_keys: tuple[str, ...] = option(
-        (), "patterns of keys that are neither loaded nor missed", requires="load"
+        (),
+        "patterns of checkpoint keys, as in a shell, that are not loaded and may be missing "
+        "(default: none)",
+        metavar="PATTERN",
+        requires="load",
     )
     hf_model: str | None = option(
         None,
-        "folder of a Hugging Face model: its architecture and tokenizer, and the weights that a "
-        "run without a checkpoint begins with",
+        "directory of a Hugging Face model: sets architecture and tokenizer, and gives the "
+        "initial weights of a run that loads no checkpoint",
+        metavar="DIR",
         noun="a folder",
         may_change=True,
     )
     hf_init_random: bool = option(
-        False, "draw the initial weights instead of taking those of --hf-model", requires="hf_model"
+        False, "initialize the weights at random instead of from --hf-model", requires="hf_model"
     )
     load_dcp: str | None = option(
         None,
-        "folder that another program wrote with torch.distributed.checkpoint: the weights, and "
-        "moments if there are any, that a run without a checkpoint begins with",
+        "directory that another program saved with torch.distributed.checkpoint: gives the "
+        "initial weights, and moments if it has them, of a run that loads no checkpoint",
+        metavar="DIR",
         noun="a folder",
         requires="dcp_key_map",
         may_change=True,
     )
     dcp_key_map: str | None = option(
         None,
-        "YAML file that says which tensors of --load-dcp are this model's",
+        "YAML file that maps the tensors of --load-dcp to this model's",
+        metavar="FILE",
         noun="a table",
         requires="load_dcp",
         may_change=True,
     )
     ckpt_format: str | None = option(
         None,
-        "fsdp_dtensor: written without communication; torch_dcp: by PyTorch; default: "
-        "fsdp_dtensor, torch_dcp with --use-torch-fsdp2. What is loaded may have either",
+        "format of saved checkpoints: fsdp_dtensor is written without communication, torch_dcp "
+        "by PyTorch; both can be loaded (default: fsdp_dtensor; torch_dcp with "
+        "--use-torch-fsdp2)",
         choices=(FSDP_DTENSOR, TORCH_DCP),
         may_change=True,
     )
@@ -191,7 +215,8 @@ class CheckpointConfig:
             is_folder or config.save_hf_weights is None,
             "--save",
             "a folder of a file system with --save-hf-weights, since ranks write at offsets within "
-            "one file; `python -m tools.checkpoint export` makes such a folder of any checkpoint",
+            "one file; `python -m megatron_hybrid checkpoint export` makes such a folder of any "
+            "checkpoint",
             save,
         )
         places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))

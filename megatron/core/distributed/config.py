@@ -15,19 +15,19 @@ class DataParallelConfig:
 
     use_megatron_fsdp: bool | None = option(
         None,
-        "shard with Megatron-FSDP, the default unless --use-torch-fsdp2 is given; with neither, "
-        "the model is not sharded and runs in one process, in fp32",
+        "shard the model with Megatron-FSDP; without it and --use-torch-fsdp2 a run has one "
+        "process, in fp32 (default: on unless --use-torch-fsdp2 is given)",
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params",
-        "what Megatron-FSDP shards: nothing, or optimizer states, or gradients too, or parameters "
-        "too (ZeRO-1, 2, 3)",
+        "what ranks shard: nothing (no_shard), optimizer states (optim, ZeRO-1), also gradients"
+        " (optim_grads, ZeRO-2), also parameters (optim_grads_params, ZeRO-3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
         no_effect_unless="use_megatron_fsdp",
     )
     num_distributed_optimizer_instances: int = option(
         1,
-        "groups of ranks among each of which the model is sharded, side by side (HSDP)",
+        "HSDP: number of groups of ranks, each of which shards a complete copy of the model",
         at_least=1,
         no_effect_unless={
             "use_megatron_fsdp": True,
@@ -36,12 +36,13 @@ class DataParallelConfig:
     )
     outer_dp_sharding_strategy: str = option(
         "no_shard",
-        "what is sharded over those groups besides: nothing (HSDP), or optimizer states (HFSDP)",
+        "what is also sharded over the groups of HSDP: nothing (no_shard), or optimizer states "
+        "(optim, HFSDP)",
         choices=("no_shard", "optim"),
     )
     expert_model_parallel_size: int = option(
         1,
-        "ranks that divide the experts of each mixture among themselves and exchange tokens",
+        "expert parallelism: ranks that divide the experts of each layer among them",
         at_least=1,
         requires="num_experts",
         no_effect_unless="use_megatron_fsdp",
@@ -60,20 +61,24 @@ class DataParallelConfig:
     )
     megatron_fsdp_reshard_after_forward: bool = option(
         True,
-        "free a layer's full weights after its forward and gather them again for its backward",
+        "free a layer's gathered weights after its forward and gather them again for its "
+        "backward; off takes more memory and less communication",
         off_flag="--megatron-fsdp-no-reshard-after-forward",
         no_effect_unless="use_megatron_fsdp",
     )
-    use_torch_fsdp2: bool = option(False, "shard with PyTorch FSDP2, the reference engine")
+    use_torch_fsdp2: bool = option(
+        False, "shard the model with PyTorch FSDP2 instead of Megatron-FSDP, for comparison"
+    )
     torch_fsdp2_reshard_after_forward: bool = option(
         True,
-        "free a layer's full weights after its forward and gather them again for its backward",
+        "free a layer's gathered weights after its forward and gather them again for its "
+        "backward; off takes more memory and less communication",
         off_flag="--torch-fsdp2-no-reshard-after-forward",
         no_effect_unless="use_torch_fsdp2",
     )
     distributed_timeout_minutes: float = option(
         10.0,
-        "how long a collective may take before the run ends",
+        "minutes after which a collective that does not complete ends the run",
         more_than=0,
         ceiling=YEAR_SECONDS / 60,
     )

@@ -19,31 +19,33 @@ class OptimizerConfig:
     """Which optimizer updates the weights, and its constants. Names and defaults are Megatron's."""
 
     optimizer: str = option(
-        "adam", "adam is AdamW: weight decay is decoupled", choices=("adam", "sgd")
+        "adam",
+        "adam: AdamW, with decoupled weight decay; sgd: SGD with momentum",
+        choices=("adam", "sgd"),
     )
     weight_decay: float = option(
         0.01,
-        "weight decay of matrices; biases and norms have none",
+        "weight decay of matrices; biases and normalization weights have none",
         at_least=0,
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
     adam_beta1: float = option(
         0.9,
-        "decay of Adam's first moment",
+        "decay rate of Adam's first moment",
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
     adam_beta2: float = option(
         0.999,
-        "decay of Adam's second moment",
+        "decay rate of Adam's second moment",
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
     adam_eps: float = option(
         1e-8,
-        "term added to Adam's denominator",
+        "epsilon added to Adam's denominator",
         more_than=0,
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
@@ -56,97 +58,103 @@ class OptimizerConfig:
     )
     lr_multipliers: tuple[str, ...] | None = option(
         None,
-        "NAME=FACTOR ...: factors of the learning rate of parts of the model: vision, projector "
-        "and decoder of one that reads images, or the beginnings of parameters' names",
+        "factors of the learning rate of parts of the model: vision, projector or decoder of a "
+        "model that reads images, or the start of parameter names (default: none)",
+        metavar="NAME=FACTOR",
     )
     clip_grad: float = option(
-        1.0, "global norm to which gradients are clipped; 0 clips nothing", at_least=0
+        1.0, "global norm to which gradients are clipped; 0: no clipping", at_least=0
     )
     log_num_zeros_in_grad: bool = option(
-        False, "count the zeros among the gradients' elements, and report them"
+        False, "log the number of zeros among the gradients' elements"
     )
     loss_scale: float | None = option(
         None,
-        "with --fp16: scale of the loss, which stays; default: one that adapts",
+        "constant scale of the loss (default: a dynamic scale)",
         more_than=0,
         no_effect_unless="fp16",
     )
     # Megatron's value: the first steps overflow, and are skipped while the scale comes down.
     initial_loss_scale: float = option(
-        2.0**32, "first value of a loss scale that adapts", more_than=0, no_effect_unless="fp16"
+        2.0**32, "first value of the dynamic loss scale", more_than=0, no_effect_unless="fp16"
     )
     min_loss_scale: float = option(
         1.0,
-        "value below which a loss scale that adapts is not halved",
+        "least value of the dynamic loss scale",
         more_than=0,
         no_effect_unless="fp16",
     )
     loss_scale_window: int = option(
         1000,
-        "finite steps in a row after which the loss scale is doubled",
+        "steps in a row without overflow after which the dynamic loss scale is doubled",
         at_least=1,
         no_effect_unless="fp16",
     )
     hysteresis: int = option(
         2,
-        "steps that are not finite until the loss scale is halved; counted anew once it is doubled",
+        "steps with overflow after which the dynamic loss scale is halved; counted anew once it"
+        " is doubled",
         at_least=1,
         no_effect_unless="fp16",
     )
     gpu_optimizer: str = option(
         "auto",
-        "whose Adam steps what is on the device: native is ours, auto takes it; "
-        "TransformerEngine's and Apex's need their packages and a GPU",
+        "Adam for states on the device: this project's (auto, native), TransformerEngine's "
+        "(te), Apex's (apex), or PyTorch's (torch); te and apex need their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
     use_precision_aware_optimizer: bool = option(
-        False, "allow the optimizer's weights and states to have other dtypes than fp32"
+        False, "allow other dtypes than fp32 for main weights and moments"
     )
-    main_params_dtype: str = option("fp32", "dtype of the main weights", choices=_WEIGHT_DTYPES)
-    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moments", choices=_MOMENT_DTYPES)
-    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moments", choices=_MOMENT_DTYPES)
+    main_params_dtype: str = option(
+        "fp32", "dtype of the main weights, which the optimizer updates", choices=_WEIGHT_DTYPES
+    )
+    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=_MOMENT_DTYPES)
+    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=_MOMENT_DTYPES)
     optimizer_cpu_offload: bool = option(
-        False, "keep optimizer states and main weights in host memory, updated there"
+        False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
     optimizer_offload_fraction: float = option(
         1.0,
-        "share of the elements that is offloaded, in whole layers from the network's end",
+        "share of the optimizer's elements to offload, from 0 to 1, in whole layers from the "
+        "last one on",
         at_least=0,
         at_most=1,
         no_effect_unless="optimizer_cpu_offload",
     )
     optimizer_offload_experts_first: bool = option(
         False,
-        "offload the experts of mixtures before anything else, from the last layer on",
+        "offload the experts before all other parameters, from the last layer on",
         requires="num_experts",
         no_effect_unless="optimizer_cpu_offload",
     )
     overlap_cpu_optimizer_d2h_h2d: bool = option(
         False,
-        "move gradients down during backward, and weights up, beside the update of others",
+        "copy gradients to the host during backward, and updated weights back during the update"
+        " of others",
         no_effect_unless="optimizer_cpu_offload",
     )
     overlap_optimizer_with_forward: bool = option(
         False,
-        "begin the next forward at once; each layer waits for its own weights",
+        "start the next forward during the update; each layer waits for its own weights only",
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
     pin_cpu_grads: bool = option(
         True,
-        "page-locked host memory for gradients on their way down",
+        "copy gradients to page-locked host memory, which is faster than pageable memory",
         off_flag="--no-pin-cpu-grads",
         no_effect_unless="optimizer_cpu_offload",
     )
     pin_cpu_params: bool = option(
         True,
-        "page-locked host memory for weights on their way up",
+        "copy weights from page-locked host memory, which is faster than pageable memory",
         off_flag="--no-pin-cpu-params",
         no_effect_unless="optimizer_cpu_offload",
     )
     host_threads: int | None = option(
         None,
-        "threads that step Adam on the CPU; default: a rank's share of the cores, less two that "
-        "launch a GPU's kernels",
+        "threads per rank that run Adam on the CPU (default: the rank's share of the cores, "
+        "minus two for a GPU's kernel launches)",
         at_least=1,
         ceiling=2**12,
     )

@@ -25,35 +25,39 @@ class LRScheduleConfig:
     """The learning rate over the iterations. Names and defaults are Megatron's."""
 
     lr: float = option(help="peak learning rate", at_least=0)
-    min_lr: float = option(
-        0.0, "learning rate at the end of the decay and from there on", at_least=0
+    min_lr: float = option(0.0, "learning rate at the end of the decay and afterwards", at_least=0)
+    lr_decay_style: str = option(
+        "linear",
+        "shape of the decay after the warm-up; WSD: constant until the last phase",
+        choices=_STYLES,
     )
-    lr_decay_style: str = option("linear", "shape of the decay", choices=_STYLES)
     lr_decay_iters: int | None = option(
-        None, "iterations until min-lr is reached; default: train-iters", more_than=0
+        None,
+        "iterations until --min-lr is reached, warm-up included (default: --train-iters)",
+        more_than=0,
     )
     lr_warmup_iters: int = option(0, "iterations of linear warm-up", at_least=0)
     lr_warmup_fraction: float | None = option(
         None,
-        "warm-up as a fraction of lr-decay-iters, instead of lr-warmup-iters",
+        "warm-up as a fraction of --lr-decay-iters, instead of --lr-warmup-iters (default: none)",
         at_least=0,
         at_most=1,
     )
-    lr_warmup_init: float = option(0.0, "learning rate at which the warm-up begins", at_least=0)
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", at_least=0)
     lr_wsd_decay_style: str = option(
         "exponential", "shape of the last phase of WSD", choices=_WSD_STYLES
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "iterations of the last phase of WSD", more_than=0
+        None, "iterations of the last phase of WSD; must be given with WSD", more_than=0
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "on load, take this run's schedule where it differs from the checkpoint's",
+        "on load, use this run's schedule where it differs from the checkpoint's",
         requires="load",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "on load, take the checkpoint's schedule where it differs from this run's",
+        "on load, use the checkpoint's schedule where it differs from this run's",
         requires="load",
     )
 

@@ -32,180 +32,197 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
 
     num_layers: int = option(help="number of transformer layers", at_least=1, ceiling=2**16)
     hidden_size: int = option(
-        help="width of the residual stream", at_least=1, ceiling=_MOST_CHANNELS
+        help="channels of each token's hidden state", at_least=1, ceiling=_MOST_CHANNELS
     )
     num_attention_heads: int = option(
-        help="number of query heads", at_least=1, ceiling=_MOST_CHANNELS
+        help="query heads of each attention layer", at_least=1, ceiling=_MOST_CHANNELS
     )
     ffn_hidden_size: int | None = option(
         None,
-        "width inside the MLP (default: 4 x hidden; with --swiglu 2/3 of it, cut to a multiple of "
-        "64)",
+        "channels inside the MLP (default: 4 x --hidden-size; 8/3 x --hidden-size for a gated "
+        "MLP, rounded down to a multiple of 64)",
         at_least=1,
         ceiling=4 * _MOST_CHANNELS,
     )
     kv_channels: int | None = option(
         None,
-        "channels of one attention head (default: hidden / heads)",
+        "channels of one attention head (default: --hidden-size / --num-attention-heads)",
         at_least=1,
         ceiling=_MOST_CHANNELS,
     )
     group_query_attention: bool = option(
-        False, "share key and value heads among query heads: --num-query-groups of them"
+        False, "grouped-query attention: query heads share --num-query-groups key and value heads"
     )
     num_query_groups: int | None = option(
         None,
-        "number of key and value heads (default: 1 with --group-query-attention, otherwise one per "
-        "query head)",
+        "key and value heads of each layer (default: 1 with --group-query-attention, otherwise "
+        "one per query head)",
         at_least=1,
     )
     max_position_embeddings: int | None = option(
-        None, "longest sequence the model accepts (default: no limit of its own)", at_least=1
+        None, "longest sequence that the model accepts, in tokens (default: no limit)", at_least=1
     )
     window_size: tuple[int, ...] | None = option(
         None,
-        "positions before and after each one that it attends to, as in 1023,0 (default: all before "
-        "it)",
+        "sliding-window attention: how many earlier tokens each token attends to, then 0 for "
+        "later ones, as in 1023,0 (default: all earlier tokens)",
         at_least=-1,
         ceiling=2**31,
     )
     window_attn_skip_freq: str | None = option(
         None,
-        "N: every N-th layer attends without the window; or a list with 1 for each layer that has "
-        "the window",
+        "layers with the sliding window: N is all but every N-th layer; a list such as "
+        "([1]*3+[0])*6 has 1 for each layer with it (default: all layers)",
         requires="window_size",
         noun=PATTERN_NOUN,
         is_pattern=True,
     )
     softmax_type: str = option(
         Sinks.NONE.value,
-        "what the attention's softmax adds to its denominator: nothing, 1, or a learned value for "
-        "each head",
+        "term added to the denominator of the attention's softmax: none (vanilla), 1 "
+        "(off-by-one), or a learned value per head (learnable)",
         choices=tuple(kind.value for kind in Sinks),
     )
     softmax_scale: float | None = option(
         None,
-        "what products of queries and keys are multiplied by (default: 1 / sqrt(kv-channels))",
+        "factor of the products of queries and keys (default: 1 / sqrt(--kv-channels))",
         more_than=0.0,
     )
     attn_logit_softcapping: float | None = option(
-        None, "bound of the attention's logits, reached by a tanh", more_than=0.0
+        None,
+        "cap of the attention's logits: they become cap * tanh(logits / cap) (default: no cap)",
+        more_than=0.0,
     )
     attention_output_gate: bool = option(
-        False, "multiply the heads' outputs by the sigmoid of a projection of the layer's input"
+        False,
+        "multiply the output of attention by a sigmoid gate, a learned projection of the "
+        "layer's input",
     )
     linear_attention_freq: str | None = option(
         None,
-        "N: all layers but every N-th have a gated delta net instead of attention; or a list with "
-        "1 for each layer that has one",
+        "layers with linear attention (gated delta net) instead of softmax attention: N is all "
+        "but every N-th layer; a list such as ([1]*3+[0])*6 has 1 for each layer with it "
+        "(default: none)",
         noun=PATTERN_NOUN,
         is_pattern=True,
     )
     linear_conv_kernel_dim: int = option(
         4,
-        "positions that a delta net's convolution covers",
+        "tokens covered by the convolution in linear attention",
         at_least=1,
         ceiling=2**10,
         requires="linear_attention_freq",
     )
     linear_key_head_dim: int = option(
         128,
-        "channels of a delta net's query and key heads",
+        "channels of a query or key head in linear attention",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         requires="linear_attention_freq",
     )
     linear_value_head_dim: int = option(
         128,
-        "channels of a delta net's value heads",
+        "channels of a value head in linear attention",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         requires="linear_attention_freq",
     )
     linear_num_key_heads: int = option(
         16,
-        "a delta net's query and key heads",
+        "query heads, and key heads, in linear attention",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         requires="linear_attention_freq",
     )
     linear_num_value_heads: int = option(
         32,
-        "a delta net's value heads, a multiple of its key heads",
+        "value heads in linear attention, a multiple of --linear-num-key-heads",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         requires="linear_attention_freq",
     )
     normalization: str = option(
-        "LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm")
+        "LayerNorm", "type of the normalization layers", choices=("LayerNorm", "RMSNorm")
     )
     norm_epsilon: float = option(
-        1e-5, "added to the variance before its root is taken", more_than=0.0
+        1e-5, "epsilon that normalization layers add to the variance", more_than=0.0
     )
     layernorm_zero_centered_gamma: bool = option(
         False,
-        "store the weights of norms, but for those inside delta nets, as differences from one",
+        "store the weight of a normalization layer as its difference from 1, except in linear "
+        "attention",
         flag="--apply-layernorm-1p",
     )
     post_norm: bool = option(
-        False, "normalize what attention and MLP add to the residual stream, too"
+        False,
+        "also normalize the outputs of attention and MLP before they are added to the hidden state",
     )
-    qk_layernorm: bool = option(False, "normalize each head's queries and keys before the rotation")
+    qk_layernorm: bool = option(
+        False, "normalize the queries and keys of each head before the rotary embedding"
+    )
     qk_layernorm_across_heads: bool = option(
         False,
-        "normalize all heads' queries as one vector, and so the keys",
+        "normalize the queries of all heads as one vector, and likewise the keys",
         requires="qk_layernorm",
     )
-    swiglu: bool = option(False, "gated MLP, silu(gate) * up, in place of GELU")
-    gated_linear_unit: bool = option(False, "gated MLP, activation(gate) * up")
+    swiglu: bool = option(False, "gated MLP with SiLU: silu(gate) * up instead of gelu(up)")
+    gated_linear_unit: bool = option(
+        False, "gated MLP with --activation-func: activation(gate) * up"
+    )
     activation_func: str | None = option(
         None,
-        "the MLP's activation (default: gelu; silu with --swiglu)",
+        "activation of the MLP (default: gelu; silu with --swiglu)",
         choices=tuple(kind.value for kind in Activation),
     )
     activation_func_clamp_value: float | None = option(
         None,
-        "bound of a gated MLP's gate from above and of its other half from both sides",
+        "limit of a gated MLP: clamp the gate to at most this value, and up to plus or minus "
+        "this value (default: no limit)",
         more_than=0.0,
     )
     glu_linear_offset: float = option(
-        0.0, "added to the half of a gated MLP that the gate multiplies, after that bound"
+        0.0, "constant added to the up projection of a gated MLP, after clamping"
     )
-    embedding_multiplier: float = option(
-        1.0, "what word embeddings are multiplied by", more_than=0.0
-    )
+    embedding_multiplier: float = option(1.0, "factor of the word embeddings", more_than=0.0)
     final_logit_softcapping: float | None = option(
-        None, "bound of the model's logits, reached by a tanh", more_than=0.0
+        None,
+        "cap of the output logits: they become cap * tanh(logits / cap) (default: no cap)",
+        more_than=0.0,
     )
     z_loss_coeff: float | None = option(
         None,
-        "weight of the loss that keeps the log of the sum of all exp(logit) of a token near zero",
+        "weight of the z loss, the squared log of the output softmax's denominator, which keeps"
+        " logits small (default: no z loss)",
         more_than=0.0,
     )
     add_bias_linear: bool = option(
         True, "biases in the linear layers", off_flag="--disable-bias-linear"
     )
-    add_qkv_bias: bool = option(
-        False, "bias in the QKV projection even under --disable-bias-linear"
-    )
+    add_qkv_bias: bool = option(False, "bias in the QKV projection even with --disable-bias-linear")
     hf_architecture: str | None = option(
         None,
-        "model_type of the transformers library's architecture whose names weights get in its "
-        "format, where several compute the same (default: that of --hf-model, or the first)",
+        "model_type to export as, where several architectures of the transformers library "
+        "compute the same (default: that of --hf-model, or the first one)",
+        metavar="NAME",
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "give the output layer a weight of its own"
+        False, "use separate weights for word embeddings and output layer"
     )
     attention_dropout: float = option(
-        0.1, "dropout of the attention probabilities", at_least=0.0, less_than=1.0
+        0.1, "dropout probability of the attention weights", at_least=0.0, less_than=1.0
     )
     hidden_dropout: float = option(
-        0.1, "dropout of embeddings and residual branches", at_least=0.0, less_than=1.0
+        0.1,
+        "dropout probability of embeddings and of the outputs of attention and MLP",
+        at_least=0.0,
+        less_than=1.0,
     )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", at_least=0.0)
     recompute_granularity: str | None = option(
         None,
-        "recompute in backward: whole layers, or the attention core only",
+        "recompute activations in backward instead of keeping them: full recomputes whole "
+        "layers and needs the least memory, selective recomputes only the attention between its"
+        " projections (default: keep all activations)",
         choices=("full", "selective"),
     )
 

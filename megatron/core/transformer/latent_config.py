@@ -33,62 +33,60 @@ class LatentAttentionOptions:
 
     multi_latent_attention: bool = option(
         False,
-        "attention whose keys and values are computed from a small latent; --qk-layernorm "
-        "normalizes its latents",
+        "compute keys and values from a low-rank latent (MLA); --qk-layernorm then normalizes "
+        "the latents",
     )
     q_lora_rank: int | None = option(
         None,
-        "channels of the latent that queries are computed from (default: they are computed from "
-        "the layer's input)",
+        "channels of the latent of queries (default: queries have no latent)",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",
     )
     kv_lora_rank: int = option(
         32,
-        "channels of the latent that keys and values are computed from",
+        "channels of the latent of keys and values",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",
     )
     qk_head_dim: int = option(
         128,
-        "channels of a head's query and key besides those that are rotated",
+        "channels of a query or key head that are not rotated",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",
     )
     qk_pos_emb_head_dim: int = option(
         64,
-        "channels of a head's query and key that are rotated; those of the key are one for all "
-        "heads",
+        "channels of a query head that are rotated; all heads share those of the key",
         at_least=2,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",
     )
     v_head_dim: int = option(
         128,
-        "channels of a head's value",
+        "channels of a value head",
         at_least=1,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",
     )
     latent_norm_epsilon: float | None = option(
         None,
-        "as --norm-epsilon, in the norms of latents (default: the same)",
+        "epsilon of the normalization of latents (default: --norm-epsilon)",
         more_than=0.0,
         no_effect_unless={"multi_latent_attention": True, "qk_layernorm": True},
     )
     mscale: float = option(
         1.0,
-        "with YaRN's factor f and m(x) = 1 + x log(f) / 10: multiply cosines and sines by "
-        "m(mscale) / m(mscale-all-dim)",
+        "YaRN: multiply rotary cosines and sines by m(mscale) / m(mscale-all-dim), where m(x) ="
+        " 1 + x log(scaling factor) / 10",
         at_least=0.0,
         no_effect_unless={"multi_latent_attention": True, "position_embedding_type": "yarn"},
     )
     mscale_all_dim: float = option(
         0.0,
-        "and products of queries and keys by m(mscale-all-dim) squared besides",
+        "YaRN: also multiply products of queries and keys by the square of m(mscale-all-dim)",
         at_least=0.0,
         no_effect_unless={"multi_latent_attention": True, "position_embedding_type": "yarn"},
     )

@@ -18,58 +18,63 @@ class MoeOptions:
 
     num_experts: int | None = option(
         None,
-        "experts of each mixture (default: the model has none)",
+        "experts of each mixture-of-experts layer (default: a dense model)",
         at_least=1,
         ceiling=_MOST_EXPERTS,
     )
     moe_layer_freq: str | None = option(
         None,
-        "N: every N-th layer, from the first on, has experts in place of its MLP; or a list with 1 "
-        "for each layer that does (default: all layers)",
+        "layers with experts instead of an MLP: N is every N-th layer, starting with the first;"
+        " a list such as [0]*3+[1]*24 has 1 for each of them (default: all layers)",
         requires="num_experts",
         noun='a number, or zeros and ones such as "[0]*3+[1]*24"',
         is_pattern=True,
     )
     moe_ffn_hidden_size: int | None = option(
         None,
-        "width inside an expert (default: --ffn-hidden-size)",
+        "channels inside an expert (default: --ffn-hidden-size)",
         at_least=1,
         ceiling=2**26,
         requires="num_experts",
     )
     moe_router_topk: int = option(
-        2, "experts that compute each token", at_least=1, requires="num_experts"
+        2, "experts that process each token", at_least=1, requires="num_experts"
     )
     moe_router_score_function: str = option(
         Scores.SOFTMAX.value,
-        "how a router's logits become the weights of experts",
+        "function that turns the router's logits into scores",
         choices=tuple(kind.value for kind in Scores),
         requires="num_experts",
     )
     moe_router_pre_softmax: bool = option(
         False,
-        "take the softmax over all experts before the choice, not over the chosen ones after it",
+        "apply the softmax to all experts before the top-k choice, instead of to the chosen "
+        "ones after it",
         requires="num_experts",
     )
     moe_router_norm_topk: bool | None = option(
         None,
-        "divide a token's weights by their sum (default: sigmoids, if there are several; a softmax "
-        "after the choice adds up to one without it)",
+        "divide the scores of a token's chosen experts by their sum (default: on for sigmoid "
+        "scores with --moe-router-topk above 1)",
         off_flag="--moe-router-no-norm-topk",
         requires="num_experts",
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, "multiply a token's weights by this", more_than=0.0, requires="num_experts"
+        None,
+        "factor of the scores of a token's chosen experts (default: none)",
+        more_than=0.0,
+        requires="num_experts",
     )
     moe_router_num_groups: int | None = option(
         None,
-        "divide the experts into so many groups, of which each token first chooses some",
+        "groups of experts, from some of which each token takes its experts (default: no groups)",
         at_least=1,
         requires="num_experts",
     )
     moe_router_group_topk: int | None = option(
         None,
-        "groups that each token chooses: those with the largest sums of their two best scores",
+        "groups that each token takes its experts from: those with the largest sums of their "
+        "two best scores; must be given with groups",
         at_least=1,
         requires="moe_router_num_groups",
     )
@@ -81,20 +86,20 @@ class MoeOptions:
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "balance experts by a bias that counts in their choice only, moved after each step without "
-        "gradients",
+        "balance experts without a loss: each expert has a bias, used in the top-k choice only,"
+        " that is adjusted after each step",
         requires="num_experts",
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
-        "by how much that bias moves in a step",
+        "change of an expert's bias in a step",
         at_least=0.0,
         no_effect_unless="moe_router_enable_expert_bias",
     )
     moe_router_load_balancing_type: str = option(
         Balancing.MICROBATCH.value,
-        "over which tokens the auxiliary loss balances experts: a rank's microbatch, or each "
-        "sequence by itself",
+        "tokens over which the auxiliary loss balances experts: a rank's microbatch (aux_loss),"
+        " each sequence (seq_aux_loss), or none",
         choices=tuple(kind.value for kind in Balancing),
         requires="num_experts",
     )
@@ -106,39 +111,42 @@ class MoeOptions:
     )
     moe_z_loss_coeff: float | None = option(
         None,
-        "weight of the loss that keeps a router's logits small",
+        "weight of the z loss that keeps router logits small (default: no z loss)",
         more_than=0.0,
         requires="num_experts",
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
-        "width inside the shared experts, together, which compute every token",
+        "channels inside all shared experts together, which process every token (default: no "
+        "shared experts)",
         at_least=1,
         ceiling=2**26,
         requires="num_experts",
     )
     moe_shared_expert_gate: bool = option(
         False,
-        "multiply what shared experts give by the sigmoid of a projection of the token",
+        "multiply the output of shared experts by a sigmoid gate, a learned projection of the "
+        "token",
         requires="moe_shared_expert_intermediate_size",
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "bound of an expert's tokens in a rank's microbatch, in units of an even share; those "
-        "beyond it are dropped (default: no token is)",
+        "most tokens of a rank's microbatch that an expert takes, as a multiple of an even "
+        "share; others are dropped (default: no limit)",
         more_than=0.0,
         requires="num_experts",
     )
     moe_token_drop_policy: str = option(
         DropPolicy.PROBS.value,
-        "which tokens an expert keeps: those with the largest weights, or the first ones",
+        "tokens that a full expert keeps: those with the highest scores (probs), or the first "
+        "ones (position)",
         choices=tuple(kind.value for kind in DropPolicy),
         requires="moe_expert_capacity_factor",
     )
     moe_expert_rows: str = option(
         "outputs",
-        "what the rows of an expert's stored matrices are: its output channels, or its input "
-        "channels, with columns in which gate and up alternate",
+        "how a checkpoint stores an expert's matrices: with a row per output channel (outputs),"
+        " or per input channel, gate and up in alternating columns (inputs)",
         choices=("outputs", "inputs"),
         requires="num_experts",
     )

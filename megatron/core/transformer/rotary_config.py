@@ -16,93 +16,101 @@ class RotaryOptions:
 
     position_embedding_type: str = option(
         "rope",
-        "how positions enter attention: rotary, rotary scaled by YaRN, or not at all",
+        "rope: rotary embedding; yarn: rotary embedding, scaled by YaRN for longer sequences; "
+        "none: no position embedding",
         choices=("rope", "yarn", "none"),
     )
-    rotary_base: float = option(10000.0, "base of the rotary wavelengths", more_than=1.0)
+    rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", more_than=1.0)
     rotary_percent: float = option(
-        1.0, "share of each head's channels that is rotated", more_than=0.0, at_most=1.0
+        1.0, "share of each head's channels that is rotated, up to 1", more_than=0.0, at_most=1.0
     )
     window_rotary_base: float | None = option(
         None,
-        "base of the rotary wavelengths in layers with a window, which are not scaled then "
-        "(default: as in the others)",
+        "base of the rotary frequencies in layers with a sliding window, which are not scaled "
+        "then (default: as in the other layers)",
         more_than=1.0,
         requires="window_size",
     )
     rotary_interleaved: bool | None = option(
         None,
-        "turn neighbouring channels together, not those of the first half against those of the "
-        "second (default: with --multi-latent-attention only)",
+        "rotate pairs of adjacent channels, instead of pairing the first half of a head with "
+        "the second half (default: on with --multi-latent-attention, otherwise off)",
     )
     no_rope_freq: str | None = option(
         None,
-        "N: every N-th layer leaves queries and keys unrotated; or a list with 1 for each layer "
-        "that does",
+        "layers without rotary embedding: N is every N-th layer; a list such as ([0]*3+[1])*6 "
+        "has 1 for each of them (default: none)",
         noun=PATTERN_NOUN,
         is_pattern=True,
     )
     rotary_seq_len_interpolation_factor: float | None = option(
-        None, "divide positions by this (linear scaling)", at_least=1.0
+        None,
+        "linear interpolation of positions: divide them by this factor (default: no interpolation)",
+        at_least=1.0,
     )
-    use_rope_scaling: bool = option(False, "stretch long rotary wavelengths as Llama 3.1 does")
+    use_rope_scaling: bool = option(
+        False, "scale low rotary frequencies for longer sequences, as Llama 3.1 does"
+    )
     rope_scaling_factor: float = option(
         8.0,
-        "by how much --use-rope-scaling stretches them",
+        "factor by which low rotary frequencies are divided",
         at_least=1.0,
         no_effect_unless="use_rope_scaling",
     )
     rope_scaling_low_freq_factor: float = option(
         1.0,
-        "wavelengths are long above the original length divided by this",
+        "scale frequencies in full if their wavelength is longer than the original sequence "
+        "length divided by this",
         more_than=0.0,
         no_effect_unless="use_rope_scaling",
     )
     rope_scaling_high_freq_factor: float = option(
         4.0,
-        "wavelengths are short below the original length divided by this",
+        "keep frequencies if their wavelength is shorter than the original sequence length "
+        "divided by this",
         more_than=0.0,
         no_effect_unless="use_rope_scaling",
     )
     rope_scaling_original_max_position_embeddings: int = option(
         8192,
-        "positions that the model was trained with before it was extended",
+        "sequence length before the extension, in tokens",
         at_least=1,
         no_effect_unless="use_rope_scaling",
     )
     yarn_rotary_scaling_factor: float | None = option(
         None,
-        "stretch rotary wavelengths by this",
+        "factor by which YaRN extends the sequence length; must be given with yarn",
         at_least=1.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_original_max_position_embeddings: int | None = option(
         None,
-        "positions that the model was trained with before it was extended",
+        "sequence length before the extension, in tokens; must be given with yarn",
         at_least=1,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_beta_fast: float = option(
         32.0,
-        "wavelengths that turn more often than this over the original length are kept",
+        "keep frequencies with more rotations than this over the original sequence length",
         more_than=0.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_beta_slow: float = option(
         1.0,
-        "wavelengths that turn less often than this over the original length are stretched in full",
+        "scale frequencies in full with fewer rotations than this over the original sequence "
+        "length",
         more_than=0.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_attention_factor: float | None = option(
         None,
-        "multiply cosines and sines by this (default: 1 + log(factor) / 10)",
+        "factor of the rotary cosines and sines (default: 1 + log(scaling factor) / 10)",
         more_than=0.0,
         no_effect_unless={"position_embedding_type": "yarn"},
     )
     yarn_correction_range_round_to_int: bool = option(
         True,
-        "begin and end the blending of wavelengths at whole channels",
+        "round the channels between which scaling sets in to whole numbers",
         no_effect_unless={"position_embedding_type": "yarn"},
     )
 

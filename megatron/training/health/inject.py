@@ -130,8 +130,9 @@ class InjectConfig:
 
     inject: tuple[str, ...] = option(
         (),
-        "faults for tests and drills, KIND:key=value,...: kill, hang, nan, slow, disk-full or "
-        "kill-in-save; e.g. kill:rank=1,step=17",
+        "faults to inject, as KIND:KEY=VALUE,...: kill, hang, nan, slow, disk-full or "
+        "kill-in-save, e.g. kill:rank=1,step=17",
+        metavar="FAULT",
         may_change=True,
     )
 

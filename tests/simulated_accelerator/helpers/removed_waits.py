@@ -23,7 +23,7 @@ from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 
 
 class Removal(NamedTuple):
-    """A wait of a method: patterns that are in its source once, and what stands in their places
+    """A wait of a method: patterns that are in its source once, and their replacements
     without it.
     """
 

@@ -48,7 +48,23 @@ def test_every_command_has_its_help_under_its_name(
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: {PROGRAM} {command} [-h]")
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: {PROGRAM} {command} [options]")
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"launch"}))
+def test_every_flag_of_a_command_says_what_it_takes_and_does(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for entry in re.split(r"\n(?=  --)", text.partition("\noptions:")[2])[1:]:
+        words = entry.split()
+        assert len(words) > 2, f"{words[0]} has no help"
+        own_name = words[0].lstrip("-").replace("-", "_").upper()
+        assert words[1].strip("[]") != own_name, f"{words[0]} names its value by its own name"
 
 
 @pytest.mark.parametrize(

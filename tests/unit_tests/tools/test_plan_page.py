@@ -34,7 +34,7 @@ def test_the_page_shows_what_its_commands_print(tmp_path, monkeypatch, capsys, t
     monkeypatch.chdir(tmp_path)
 
     section = section_of("planning.md", title)
-    (command,) = re.findall(r"```bash\npython tools/plan.py (.*?)```", section, re.S)
+    (command,) = re.findall(r"```bash\npython -m megatron_hybrid plan (.*?)```", section, re.S)
     (shown,) = re.findall(r"```\n\n```\n(.*?)```", section, re.S)
     assert main(shlex.split(command.replace("\\\n", " "))) == 0
     assert capsys.readouterr().out == shown

@@ -80,7 +80,8 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_load_refuses_version_1_and_names_the_tool(old: Path):
-    wanted = r"version 2 in .*published.json, got 1. `python -m tools.checkpoint upgrade OLD NEW`"
+    tool = "`python -m megatron_hybrid checkpoint upgrade OLD NEW`"
+    wanted = rf"version 2 in .*published.json, got 1. {tool}"
     with pytest.raises(CheckpointError, match=wanted) as caught:
         PublishedCheckpoint.open(LocalStore(old.parent), NAME)
     assert type(caught.value) is CheckpointError  # not damage: no older one is to be tried

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.json_reading import parse_json
 
 FORMAT_VERSION = 2
-UPGRADE = "python -m tools.checkpoint upgrade OLD NEW"
+UPGRADE = "python -m megatron_hybrid checkpoint upgrade OLD NEW"
 
 _MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")

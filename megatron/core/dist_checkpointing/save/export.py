@@ -3,7 +3,7 @@
 An `Export` says by arithmetic, and the same on every rank, where the rows of our tensors lie in
 files that other programs read. A save writes them while it writes the tensors themselves: the rank
 that writes a chunk of an entry also writes that chunk's rows, so nothing is sent and nothing is
-read twice from a device. What the files are for, this room does not know.
+read twice from a device. This package does not know what the files are for.
 """
 
 from __future__ import annotations

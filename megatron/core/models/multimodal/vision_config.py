@@ -34,26 +34,24 @@ class VisionConfig:
 
     vision_num_layers: int = option(help="layers of the vision tower", at_least=1, ceiling=2**12)
     vision_hidden_size: int = option(
-        help="width of the vision tower's residual stream", at_least=1, ceiling=_MOST_CHANNELS
+        help="channels of the vision tower's hidden states", at_least=1, ceiling=_MOST_CHANNELS
     )
     vision_ffn_hidden_size: int = option(
-        help="width inside the vision tower's MLPs", at_least=1, ceiling=4 * _MOST_CHANNELS
+        help="channels inside the vision tower's MLPs", at_least=1, ceiling=4 * _MOST_CHANNELS
     )
     vision_num_attention_heads: int = option(
         help="attention heads of the vision tower", at_least=1, ceiling=_MOST_CHANNELS
     )
-    vision_patch_size: int = option(
-        16, "pixels of a patch in each direction", at_least=1, ceiling=2**10
-    )
+    vision_patch_size: int = option(16, "side of a patch in pixels", at_least=1, ceiling=2**10)
     vision_temporal_patch_size: int = option(
         2,
-        "frames that a patch takes together; a picture counts as that many equal ones",
+        "frames in a patch; a picture counts as this many equal frames",
         at_least=1,
         ceiling=2**8,
     )
     vision_merge_size: int = option(
         2,
-        "patches in each direction that the projector makes one token of",
+        "side of the square of patches that becomes one token, in patches",
         at_least=1,
         ceiling=2**8,
     )
@@ -63,22 +61,22 @@ class VisionConfig:
         at_least=1,
         ceiling=2**24,
     )
-    vision_in_channels: int = option(3, "colours of a pixel", at_least=1, ceiling=2**10)
+    vision_in_channels: int = option(3, "color channels of a pixel", at_least=1, ceiling=2**10)
     vision_activation: str = option(
         Activation.GELU_TANH.value,
-        "activation inside the vision tower's MLPs",
+        "activation of the vision tower's MLPs",
         choices=tuple(one.value for one in Activation),
     )
     vision_rotary_base: float = option(
-        10000.0, "base of the vision tower's rotary wavelengths", more_than=1.0
+        10000.0, "base of the vision tower's rotary frequencies", more_than=1.0
     )
     vision_norm_epsilon: float = option(
-        1e-6, "added to variances in the vision tower and the projector", more_than=0.0
+        1e-6, "epsilon of the normalization in vision tower and projector", more_than=0.0
     )
     vision_deepstack_layers: tuple[int, ...] | None = option(
         None,
-        "layers of the vision tower, counted from 0, whose output is projected, too, and added "
-        "behind the first layers of the decoder, one each",
+        "vision layers, counted from 0, whose output is also projected and added to the output "
+        "of the first decoder layers, one each (default: none)",
         at_least=0,
     )
     vision_init_method_std: float = option(
@@ -86,42 +84,43 @@ class VisionConfig:
     )
     mrope_section: tuple[int, ...] | None = option(
         None,
-        "planes of the decoder's rotation that turn by the time, the row and the column of a token "
-        "(default: a third each)",
+        "how many of the decoder's rotary frequencies follow a token's time, row and column, "
+        "three numbers (default: a third each)",
         at_least=0,
         ceiling=_MOST_CHANNELS,
     )
     image_token_id: int | None = option(
         None,
-        "token in the place of each block of an image's patches (default: the tokenizer's "
-        "<|image_pad|>)",
+        "ID of the token that marks an image's patches (default: the tokenizer's <|image_pad|>)",
         at_least=0,
     )
     vision_start_token_id: int | None = option(
-        None, "token before an image (default: the tokenizer's <|vision_start|>)", at_least=0
+        None,
+        "ID of the token before an image (default: the tokenizer's <|vision_start|>)",
+        at_least=0,
     )
     vision_end_token_id: int | None = option(
-        None, "token behind an image (default: the tokenizer's <|vision_end|>)", at_least=0
+        None, "ID of the token after an image (default: the tokenizer's <|vision_end|>)", at_least=0
     )
     video_token_id: int | None = option(
         None,
-        "token in the place of a video's patches; kept for other programs, since models here take "
-        "pictures only (default: the tokenizer's <|video_pad|>)",
+        "ID of the token that marks a video's patches; only exported, since models take no "
+        "videos here (default: the tokenizer's <|video_pad|>)",
         at_least=0,
     )
 
     image_min_pixels: int | None = option(
-        None, "pixels that a picture is enlarged to (default: as the data has it)", at_least=1
+        None, "pixels to which smaller pictures are enlarged (default: as in the data)", at_least=1
     )
     image_max_pixels: int | None = option(
-        None, "pixels that a picture is reduced to (default: as the data has it)", at_least=1
+        None, "pixels to which larger pictures are reduced (default: as in the data)", at_least=1
     )
     image_mean: tuple[float, ...] | None = option(
-        None, "mean of pixels from 0 to 1, by colour (default: as the data has it)"
+        None, "mean of each color channel, from 0 to 1 (default: as in the data)"
     )
     image_std: tuple[float, ...] | None = option(
         None,
-        "standard deviation of pixels from 0 to 1, by colour (default: as the data has it)",
+        "standard deviation of each color channel, from 0 to 1 (default: as in the data)",
         more_than=0.0,
     )
 

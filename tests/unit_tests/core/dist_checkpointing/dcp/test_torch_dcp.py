@@ -370,7 +370,7 @@ def test_no_bit_of_a_blob_can_change_what_is_loaded_without_being_found(tmp_path
             )
     assert (
         num_found > place.length // 28
-    )  # the rest is padding, and copies of what stands elsewhere
+    )  # the rest is padding, and copies of data stored elsewhere
 
 
 def test_ranks_share_the_checking_and_sizes_are_checked_first(tmp_path):

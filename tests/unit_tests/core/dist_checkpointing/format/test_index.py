@@ -391,7 +391,7 @@ def test_a_checkpoint_of_version_1_is_refused_with_what_to_do():
     assert not isinstance(caught.value, CheckpointDamagedError), "an older one is as old"
     message = str(caught.value)
     assert message.startswith(f"Expected format version 2 in {SOURCE}, got 1.")
-    assert "`python -m tools.checkpoint upgrade" in message
+    assert "`python -m megatron_hybrid checkpoint upgrade" in message
     assert message.isprintable()
 
 

@@ -265,7 +265,7 @@ def test_another_version_of_the_format_is_no_damage(read: Any, content: Any):
     with pytest.raises(CheckpointError, match="Expected format version 2 in here, got 1") as caught:
         read(content(format_version=1), "here")
     assert not isinstance(caught.value, CheckpointDamagedError)
-    assert "`python -m tools.checkpoint upgrade" in str(caught.value)
+    assert "`python -m megatron_hybrid checkpoint upgrade" in str(caught.value)
 
     for wrong in (None, True, -1, "2", 2.0):
         with pytest.raises(CheckpointDamagedError, match="Expected a format version in here"):

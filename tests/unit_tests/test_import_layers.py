@@ -1,6 +1,4 @@
-"""The house has floors: a file imports only from floors below its own, or from files listed before
-it.
-"""
+"""Import layering: files import only from lower layers, or from files listed before them."""
 
 from __future__ import annotations
 
@@ -9,12 +7,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the ground up. Within a floor, a file may import from those listed before it.
-FLOORS: list[list[str]] = [
+# From the lowest layer up. Within a layer, a file may import from the files listed before it.
+LAYERS: list[list[str]] = [
     [
         "megatron.installation",
         "megatron.core.log",
         "megatron.core.options",
+        "megatron.core.help_format",
         "megatron.core.parts",
         "megatron.core.dtypes",
         "megatron.core.autocast",
@@ -321,12 +320,12 @@ FLOORS: list[list[str]] = [
         "megatron.training.near_names",
         "megatron.training.hf_settings",
     ],
-    ["megatron.training.arguments", "megatron.training.pretrain"],
+    ["megatron.training.flag_help", "megatron.training.arguments", "megatron.training.pretrain"],
 ]
 ORDER = {
-    module: (floor, place)
-    for floor, names in enumerate(FLOORS)
-    for place, module in enumerate(names)
+    module: (layer, position)
+    for layer, names in enumerate(LAYERS)
+    for position, module in enumerate(names)
 }
 
 
@@ -358,26 +357,26 @@ def project_imports(tree: ast.AST) -> list[str]:
 
 
 def forbidden_imports(module: str, tree: ast.AST) -> list[str]:
-    """What `module` imports from its own height or above."""
+    """Imports of `module` from files listed after it, in its layer or above."""
     return [name for name in project_imports(tree) if ORDER[name] >= ORDER[module]]
 
 
-def test_every_file_has_its_place_in_the_list():
+def test_every_file_is_in_the_list():
     assert set(project_files()) == set(ORDER)
 
 
-def test_files_import_only_from_below():
+def test_files_import_only_from_files_listed_before_them():
     for module, path in project_files().items():
         assert forbidden_imports(module, ast.parse(path.read_text())) == [], module
 
 
-def test_an_import_from_above_would_be_found():
+def test_an_import_from_a_higher_layer_would_be_found():
     tree = ast.parse("def f():\n    from megatron.training.loop import Loop\n")
     assert forbidden_imports("megatron.core.log", tree) == ["megatron.training.loop"]
 
 
 # The packages whose users import from the package itself.
-FACES = {
+PUBLIC_PACKAGES = {
     "megatron.core.distributed.fsdp",
     "megatron.core.optimizer",
     "megatron.core.optimizer.cpu_offloading",
@@ -387,12 +386,12 @@ GUARDS = {"megatron", "megatron.training"}
 GUARD = "from megatron.installation import check_installation\n\ncheck_installation()"
 
 
-def test_packages_hold_no_code_but_the_names_of_a_public_face():
+def test_packages_have_no_code_but_the_names_that_they_export():
     for path in (ROOT / "megatron").rglob("__init__.py"):
         docstring, *rest = ast.parse(path.read_text()).body
         assert isinstance(docstring, ast.Expr), path
         package = ".".join(path.parent.relative_to(ROOT).parts)
-        if package in FACES:
+        if package in PUBLIC_PACKAGES:
             *imports, names = rest
             assert all(isinstance(statement, ast.ImportFrom) for statement in imports)
             assert all(
@@ -405,7 +404,7 @@ def test_packages_hold_no_code_but_the_names_of_a_public_face():
             assert not rest, path
 
 
-def test_no_project_import_stands_inside_a_function():
+def test_no_project_import_is_inside_a_function():
     for module, path in project_files().items():
         functions = [
             node

@@ -1,0 +1,85 @@
+"""Documents and messages start a program in one way: `python -m megatron_hybrid COMMAND`.
+
+Several ranks are launched by `python -m megatron_hybrid launch`, with torchrun's arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_hybrid.command_line import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+_NAMES = "|".join(map(re.escape, sorted(COMMANDS, key=len, reverse=True)))
+# Scripts of a clone that are commands, too.
+_SCRIPTS = "|".join(
+    sorted(
+        path.stem
+        for path in (ROOT / "tools").glob("*.py")
+        if re.search(r"^from megatron_hybrid\S* import main$", path.read_text(), re.MULTILINE)
+    )
+)
+OTHER_SPELLINGS = {
+    "a script of tools/": rf"(?:python3? |`)tools/(?:{_SCRIPTS})\.py",
+    "a module of tools/": rf"python3? -m tools\.(?:{_SCRIPTS})\b",
+    "the console script": rf"(?<![\w./-])megatron-hybrid (?:{_NAMES})(?![\w-])(?!:)",
+    "a training script by python": r"python3? pretrain_(?:gpt|vlm)\.py",
+    "torchrun": r"torchrun (?:[^`\n]|\\\n)*?(?:pretrain_(?:gpt|vlm)\.py|-m megatron_hybrid)",
+}
+
+
+def documents() -> Iterator[Path]:
+    """What users read. Decisions tell of the past, and the changelog of what was at its time."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile"):
+        yield ROOT / name
+    for folder, suffixes in (
+        ("docs", {".md"}),
+        ("examples", {".md", ".py", ".yaml", ".sbatch"}),
+        ("megatron", {".py"}),
+        ("megatron_hybrid", {".py"}),
+        (".github", {".md", ".yml"}),
+    ):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in suffixes and path.parent.name != "decisions":
+                yield path
+
+
+@pytest.mark.parametrize("kind", OTHER_SPELLINGS)
+def test_no_document_starts_a_program_in_another_way(kind: str) -> None:
+    pattern = re.compile(OTHER_SPELLINGS[kind])
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in documents()
+        for match in pattern.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("a script of tools/", "`tools/generate.py --load runs/x` samples"),
+        ("a module of tools/", "python -m tools.checkpoint list runs/x"),
+        ("the console script", "run `megatron-hybrid checkpoint list`"),
+        ("a training script by python", "$ python pretrain_vlm.py --config x.yaml"),
+        ("torchrun", "torchrun --nnodes 2 \\\n    --rdzv-id 7 \\\n    pretrain_gpt.py --lr 1"),
+    ],
+)
+def test_each_other_spelling_would_be_found(kind: str, text: str) -> None:
+    assert re.search(OTHER_SPELLINGS[kind], text)
+
+
+def test_every_command_that_a_document_names_exists() -> None:
+    named = {
+        (path.name, command)
+        for path in documents()
+        for command in re.findall(
+            r"python -m megatron_hybrid ([a-z][\w-]*)", path.read_text(encoding="utf-8")
+        )
+    }
+    assert len(named) > 20
+    assert {command for _, command in named} <= set(COMMANDS)
