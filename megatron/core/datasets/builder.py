@@ -119,7 +119,7 @@ def build_answer_datasets(
         filler: the token that fills up rows.
 
     Raises:
-        ConfigError: for conversations that are too long, or a split without any.
+        ConfigError: for conversations that are too long, a split without any, or text alone.
         IndexedDatasetError: files that cannot be used.
     """
 
@@ -136,6 +136,13 @@ def build_answer_datasets(
         )
 
     opened = [AnswerFiles(part.prefix) for part in config.blend]
+    if all(files.mask is None for files in opened):
+        prefixes = ", ".join(files.prefix for files in opened)
+        raise ConfigError(
+            "--sft: expected a mask of answers, PREFIX_mask.bin and PREFIX_mask.idx, for at least "
+            f"one part of --data-path, got none for {prefixes}. If its mask is lost, prepare it "
+            "again by tools/preprocess_data.py --chat; text alone is trained without --sft."
+        )
     return _build_packed(config, opened, num_samples, seed, build)
 
 
