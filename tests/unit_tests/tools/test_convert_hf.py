@@ -99,6 +99,7 @@ def test_an_export_does_not_need_the_folder_that_the_run_began_with(folder, tmp_
     assert line.startswith(f"export: {folder}, which training began with, is not there any more")
     assert names_in(tmp_path / "out") == [
         "config.json",
+        "generation_config.json",
         WEIGHTS,
         "tokenizer.json",
         "tokenizer_config.json",
