@@ -23,7 +23,7 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
-from megatron.core.models.hugging_face import OwnModel, build_model
+from megatron.core.models.hugging_face import OwnModel, build_model, description_of
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
 from megatron.training.tokenizer import Tokenizer
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
         questions = _questions(arguments, model, tokenizer, seq_length)
+        _check_ids(questions, description_of(model).vocab_size)
         generator = torch.Generator().manual_seed(arguments.seed)
         for question in questions:
             tokens = sample(
@@ -122,6 +123,18 @@ def _questions(
         )
         for prompt in arguments.prompt or _PROMPTS
     ]
+
+
+def _check_ids(questions: Sequence[_Question], num_rows: int) -> None:
+    """ValueError for a token without an embedding. Tokenizers may have more ids than a model has
+    rows, such as one for padding.
+    """
+    for question in questions:
+        if (most := max(question.tokens)) >= num_rows:
+            raise ValueError(
+                f"--prompt: expected token ids below the {num_rows} rows of the model's embedding, "
+                f"got {most}."
+            )
 
 
 def load_model(

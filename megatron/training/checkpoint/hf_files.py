@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,10 @@ class WeightFiles:
         folder: where they are.
         config: the content of config.json; empty if there is none.
         names: of the tensors.
+
+    [Note: added rows] A vocabulary may get more rows than its files have: `add_rows`. Readers see
+    the tensors with these rows. Each is the mean of the rows in the file, which is also the mean of
+    those that the transformers library draws.
     """
 
     def __init__(self, folder: Path, files: dict[str, WeightFile], config: dict[str, Any]) -> None:
@@ -124,6 +128,8 @@ class WeightFiles:
         self.config = config
         self.names = list(files)
         self._files = files  # by the name of the tensor
+        self._num_rows: dict[str, int] = {}  # of tensors with added rows
+        self._means: dict[str, torch.Tensor] = {}
 
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
@@ -151,8 +157,15 @@ class WeightFiles:
         path = folder / CONFIG_FILE
         return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
+    def add_rows(self, names: Collection[str], num_rows: int) -> None:
+        """Shows matrices of the vocabulary with `num_rows` rows, see [Note: added rows]."""
+        self._num_rows |= dict.fromkeys(names, num_rows)
+        section = self.config.get("text_config", self.config)
+        section["vocab_size"] = num_rows
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].slice(name).get_shape())
+        there = tuple(self._files[name].slice(name).get_shape())
+        return (self._num_rows[name], *there[1:]) if name in self._num_rows else there
 
     def dtype(self, name: str) -> torch.dtype | None:
         """A tensor's dtype; None for one that is unknown here."""
@@ -173,12 +186,33 @@ class WeightFiles:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
         with self._reading(name):
-            return self._files[name].read(name, box)
+            file = self._files[name]
+            there = file.slice(name).get_shape()[0] if name in self._num_rows else None
+            if there is None or box.offsets[0] + box.sizes[0] <= there:
+                return file.read(name, box)
+
+            num_kept = max(0, there - box.offsets[0])
+            rows, columns = box.sizes
+            added = self._mean_row(name)[box.slices()[1]].expand(rows - num_kept, -1)
+            if num_kept == 0:
+                return added.clone()
+            return torch.cat([file.read(name, Box(box.offsets, (num_kept, columns))), added])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor over its mapped file, which must not change: it is read where it is used."""
+        """A tensor over its mapped file, which must not change: it is read where it is used. One
+        with added rows is a copy.
+        """
+        if name in self._num_rows:
+            shape = self.shape(name)
+            return self.read(name, Box((0,) * len(shape), shape))
         with self._reading(name):
             return self._files[name].mapped(name)
+
+    def _mean_row(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            there = self._files[name].mapped(name)
+            self._means[name] = there.mean(0, dtype=torch.float32).to(there.dtype)
+        return self._means[name]
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:

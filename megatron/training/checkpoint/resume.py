@@ -120,7 +120,8 @@ class Resumer:
             # --hf-model, beside it, has said what the model is.
             load_dcp(folder, table, self._config.model, engine.state)
         elif checkpoint.hf_model is not None and not checkpoint.hf_init_random:
-            engine.load(SaveLoadMeta(checkpoint.hf_model, "hf"))
+            # As many rows as --vocab-size asks for, which the folder's settings are held against.
+            engine.load(SaveLoadMeta(checkpoint.hf_model, "hf", adds_rows=True))
 
     def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run: damaged checkpoints that were passed
