@@ -160,7 +160,7 @@ def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list
             ]
         values["tokenizer_model"] = folder
 
-    lines = []
+    lines: list[str] = []
     fields = {field.name: field for field in options_of(TokenizerConfig)}
     # The end of a document is an id of NullTokenizer's beyond those that --vocab-size counts.
     vocab_size = num_rows - (kind == "NullTokenizer")

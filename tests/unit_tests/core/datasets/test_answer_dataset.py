@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles, mask_prefix
-from megatron.core.datasets.builder import build_answer_datasets
+from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -190,6 +190,18 @@ def test_text_beside_conversations_is_named_in_the_log(
         assert AnswerFiles(tmp_path / "out_chat_document").mask is not None
     (line,) = caplog.messages
     assert "news_text_document" in line
+
+
+def test_conversations_that_are_learned_whole_without_sft_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_chats(tmp_path / "out_chat_document", [8] * 50)
+    config = GPTDatasetConfig(seq_length=16, data_path=(str(tmp_path / "out_chat_document"),))
+    with caplog.at_level("INFO"):
+        build_gpt_datasets(config, (4, 0, 0), VOCAB, seed=1)
+    (line,) = [line for line in caplog.messages if "mask" in line]
+    assert "out_chat_document" in line
+    assert "--sft" in line
 
 
 def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> None:
