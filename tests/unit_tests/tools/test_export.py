@@ -108,6 +108,8 @@ def chat_tokenizer(folder: Path) -> Path:
     config |= {"eos_token": "<|im_end|>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: " + TEMPLATE)
     return folder
 
 
@@ -121,7 +123,13 @@ def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewh
     before = transformers.AutoTokenizer.from_pretrained(source)
     for folder in ("gpt", "runs/mine/iter_0000002/hf"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        assert tokenizer.apply_chat_template(TALK) == before.apply_chat_template(TALK)
+        for template in (None, "tool_use"):
+            texts = [
+                each.apply_chat_template(TALK, chat_template=template, tokenize=False)
+                for each in (tokenizer, before)
+            ]
+            assert texts[0] == texts[1]
+            assert texts[0].startswith("tools: <s>" if template else "<s>")
         assert tokenizer.special_tokens_map == before.special_tokens_map
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         for config in (model.config, model.generation_config):
