@@ -51,6 +51,7 @@ def import_folder(arguments: argparse.Namespace) -> str:
         arguments.folder,
         arguments.root,
         tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
         seq_length=arguments.seq_length,
     )
     with progress_bar("import", checked.num_bytes) as progress:
@@ -85,7 +86,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: HF_DIR's)",
     )
     imported.add_argument(
-        "--seq-length", type=int, help="tokens per training sample (default: the model's longest)"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding, if there are to be more than HF_DIR has (default: HF_DIR's)",
+    )
+    imported.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="tokens per training sample (default: the model's longest)",
     )
 
     exported = commands.add_parser(

@@ -106,6 +106,7 @@ class HuggingFaceTokenizer:
 
     Attributes:
         backend: the library's own tokenizer.
+        path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
 
     Raises:
@@ -124,6 +125,7 @@ class HuggingFaceTokenizer:
             )
 
         self.name = f"HuggingFaceTokenizer({path})"
+        self.path = Path(path).absolute()
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
         self.num_tokens = len(vocabulary)
@@ -246,7 +248,8 @@ def _check_vocab_size(
     if config.vocab_size is not None and rows_of is not None and size > config.vocab_size:
         raise ConfigError(
             f"--tokenizer-model: expected at most {config.vocab_size} ids, as many as the "
-            f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}."
+            f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}. Rows are "
+            f"added by --vocab-size {size}, in a run with --hf-model or in `convert_hf.py import`."
         )
     if config.vocab_size is not None:
         expected = f"at least the {size} ids of {tokenizer.name}"
@@ -311,7 +314,7 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
     with _one_line(file):
         content = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a tokenizer.json")
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    return tokenizer, _find_eos(file.parent)
+    return tokenizer, special_tokens(file.parent).get("eos_token")
 
 
 @contextmanager
@@ -329,24 +332,23 @@ def _one_line(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _find_eos(folder: Path) -> str | None:
-    """The `eos_token` that the files beside a tokenizer.json name."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = folder / name
-        if os.path.lexists(file):
-            token = _read_object(file).get("eos_token")
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the files beside a tokenizer.json name, such as `eos_token`.
+
+    ConfigError for files that cannot be read, and for an `eos_token` that is no text.
+    """
+    found: dict[str, str] = {}
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        content = _read_object(file) if os.path.lexists(file) else {}
+        for name, token in content.items():
             if isinstance(token, dict):
                 token = token.get("content")
-            if token is not None:
-                expect(
-                    isinstance(token, str),
-                    "--tokenizer-model",
-                    f"a string as eos_token in {file}",
-                    token,
-                )
-                return str(token)
-
-    return None
+            if isinstance(token, str) and name.endswith("_token"):
+                found.setdefault(name, token)
+            elif name == "eos_token" and token is not None:
+                expected = f"a string as eos_token in {file}"
+                raise ConfigError(f"--tokenizer-model: expected {expected}, got {shown(token)}.")
+    return found
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
 # Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")
 _OUR_FORMAT = {"ckpt_format": FSDP_DTENSOR}
+_LOADS = ("load", "save")  # a run may resume from either
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class CheckpointConfig:
         noun="a folder",
         may_change=True,
     )
-    load_optim: bool = option(True, "load the optimizer's states", requires="load")
+    load_optim: bool = option(True, "load the optimizer's states", requires=_LOADS)
     load_rng: bool = option(
-        True, "load the states of the random number generators", requires="load"
+        True, "load the states of the random number generators", requires=_LOADS
     )
     finetune: bool = option(
         False, "load only the weights, and start at iteration 0", requires="load"
@@ -142,21 +143,21 @@ class CheckpointConfig:
         requires="load",
     )
     verify_checkpoint: bool = option(
-        True, "check loaded data against the checksums saved with it", requires="load"
+        True, "check loaded data against the checksums saved with it", requires=_LOADS
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
         "raise_all: the checkpoint must have the model's keys and no others; raise_unexpected: "
         "it may have others",
         choices=STRICTNESS,
-        requires="load",
+        requires=_LOADS,
     )
     load_skip_keys: tuple[str, ...] = option(
         (),
         "patterns of checkpoint keys, as in a shell, that are not loaded and may be missing "
         "(default: none)",
         metavar="PATTERN",
-        requires="load",
+        requires=_LOADS,
     )
     hf_model: str | None = option(
         None,
