@@ -15,14 +15,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
-from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.conversations import (
     ConversationError,
@@ -31,14 +29,9 @@ from megatron.training.conversations import (
 )
 from megatron.training.images import ImageProcessing
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
-from megatron_hybrid.sample_lines import (
-    MAX_MESSAGE,
-    SampleError,
-    Skipped,
-    check_files,
-    lines_of,
-    make_samples,
-)
+from megatron_hybrid.endings import one_line_errors
+from megatron_hybrid.input_files import lines_of
+from megatron_hybrid.sample_lines import SampleError, Skipped, check_files, make_samples
 
 
 @dataclasses.dataclass
@@ -128,6 +121,7 @@ def preprocess(
                 f"--input: expected at least one sample, got none and {len(skipped.reasons)} bad "
                 "line(s)."
             )
+        skipped.check(writer.num_samples)
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
 
 
@@ -141,7 +135,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     parser = _parser(program)
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
-    try:
+    with one_line_errors(parser.prog):
         files = check_files(arguments.input)
         summary = preprocess(
             files,
@@ -151,9 +145,6 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
             skip_bad_samples=arguments.skip_bad_samples,
             num_workers=arguments.workers,
         )
-    except (ValueError, OSError, BrokenProcessPool) as error:
-        # In one line, even if the names of files contain control characters.
-        parser.exit(1, f"{parser.prog}: error: {printable(str(error), MAX_MESSAGE)}\n")
 
     summary.skipped.tell()
     print(
@@ -211,7 +202,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out lines with broken pictures or texts, and count them",
+        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser
