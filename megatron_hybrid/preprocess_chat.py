@@ -24,7 +24,8 @@ from megatron.core.options import ConfigError, shown
 from megatron.training.chat_template import ChatTemplate
 from megatron.training.conversations import ROLES, ConversationError, Rendered, encode_answers
 from megatron.training.tokenizer import HuggingFaceTokenizer
-from megatron_hybrid.sample_lines import SampleError, Skipped, lines_of, make_samples
+from megatron_hybrid.input_files import lines_of
+from megatron_hybrid.sample_lines import SampleError, Skipped, make_samples
 
 
 class ChatMaker:
@@ -78,8 +79,9 @@ def _messages_of(record: object) -> tuple[list[Mapping[str, Any]], Sequence[Any]
 
     messages: list[Mapping[str, Any]] = []
     for number, turn in enumerate(said, start=1):
-        if isinstance(turn, Mapping) and turn.get("from") in ROLES and "value" in turn:
-            turn = {"role": ROLES[turn["from"]], "content": turn["value"]}
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if isinstance(speaker, str) and speaker in ROLES and "value" in turn:
+            turn = {"role": ROLES[speaker], "content": turn["value"]}
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             raise ConversationError(
                 f"turn {number}: expected an object with a role, got {shown(turn)}"
@@ -137,6 +139,8 @@ def write_chats(
                 f"--input: expected at least one conversation, got none and "
                 f"{len(skipped.reasons)} bad line(s)."
             )
+        skipped.check(tokens.num_documents)
+        tokens.complete()  # before the mask is published
     return ChatSummary(prefix, tokens.num_documents, tokens.num_tokens, num_answer_tokens, skipped)
 
 

@@ -1,4 +1,4 @@
-"""Samples of lines: JSON lines read in their order, and made into samples by several processes."""
+"""Samples of JSON lines, made in their order by several processes, and the lines that make none."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
+from megatron_hybrid.input_files import Line
 
-MAX_MESSAGE = 2000  # characters
 _MOST_TOLD = 10  # skipped samples that are named
+_MOST_SKIPPED = 0.1  # of all lines
 _CHUNK = 16  # samples that a worker makes at a time
 
 Sample = TypeVar("Sample", covariant=True)
@@ -24,19 +25,6 @@ Sample = TypeVar("Sample", covariant=True)
 
 class SampleError(ValueError):
     """A line that makes no sample. The message names the file, the line, and what is wrong."""
-
-
-class Line(NamedTuple):
-    """A line of the input.
-
-    Attributes:
-        place: for messages.
-        folder: that relative paths begin in.
-    """
-
-    place: str
-    content: str
-    folder: Path
 
 
 class Maker(Protocol[Sample]):
@@ -55,24 +43,10 @@ def check_files(inputs: Sequence[Path]) -> list[Path]:
     return list(inputs)
 
 
-def lines_of(files: Sequence[Path], folder: Path | None = None) -> Iterator[Line]:
-    """The lines of files, without blank ones.
-
-    Args:
-        folder: that relative paths begin in; default: the folder of their file.
-    """
-    for path in files:
-        own = path.parent if folder is None else folder
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Line(f"{path}, line {number}", line, own)
-
-
 def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:
     """The sample of a line, or why there is none."""
     try:
-        record = parse_json(line.content)
+        record = parse_json(line.text())
     except ValueError as error:
         return SampleError(f"{line.place}: expected a JSON object, got {error}.")
     try:
@@ -138,10 +112,25 @@ class Skipped:
         self.reasons: list[str] = []
 
     def add(self, error: SampleError) -> None:
-        """Counts a line in, or raises its error."""
+        """Counts a line, or raises its error."""
         if not self._is_allowed:
             raise error
         self.reasons.append(str(error))
+
+    def check(self, num_kept: int) -> None:
+        """Raises SampleError, after the first reasons are printed, if more than a tenth of all
+        lines were left out. To be called before anything is published.
+
+        Args:
+            num_kept: lines that made samples.
+        """
+        num_lines = num_kept + len(self.reasons)
+        if len(self.reasons) > _MOST_SKIPPED * num_lines:
+            self.tell()
+            raise SampleError(
+                f"--skip-bad-samples: expected at most {_MOST_SKIPPED:.0%} bad lines, got "
+                f"{len(self.reasons)} of {num_lines}. Repair the input, or take these lines out."
+            )
 
     def tell(self) -> None:
         """Prints the first ones, and how many more there are."""

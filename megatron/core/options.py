@@ -161,6 +161,7 @@ def option(
         at_least, more_than, at_most, less_than: bounds of a number.
         ceiling: a bound far beyond any use, named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
+        metavar: the value's name in `--help`, which a text without choices must have.
         requires: the option that must have a value where this one is given: is not the default; or
             several, of which one must have a value.
         no_effect_unless: the switch that must be on where this one is given, since it would change

@@ -92,8 +92,8 @@ def parse_conversation(record: object) -> Conversation:
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {shown(record)}")
     listed = record.get("images", record.get("image"))
-    pictures = [listed] if isinstance(listed, str) else list(listed or [])
-    if not all(isinstance(one, str) for one in pictures):
+    pictures = [listed] if isinstance(listed, str) else listed or []
+    if not isinstance(pictures, list) or not all(isinstance(one, str) for one in pictures):
         raise ConversationError(f"expected images as paths, got {shown(listed)}")
 
     if "messages" in record:
@@ -114,7 +114,7 @@ def parse_conversation(record: object) -> Conversation:
     turns = []
     for number, turn in enumerate(said, start=1):
         role = turn.get(speaker) if isinstance(turn, Mapping) else None
-        if not isinstance(turn, Mapping) or role not in roles:
+        if not isinstance(turn, Mapping) or not isinstance(role, str) or role not in roles:
             raise ConversationError(
                 f"turn {number}: expected {speaker} as one of {', '.join(roles)}, got {shown(role)}"
             )

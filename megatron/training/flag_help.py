@@ -195,7 +195,9 @@ def _help_line(field: Field) -> str:
 def _needed_flags(field: Field) -> list[str]:
     """Flags without which this one is an error, but for values that are the default."""
     fields = _fields_by_name()
-    needed = [] if field.option.requires is None else [fields[field.option.requires].flag]
+    needed = []
+    if field.option.requires:
+        needed.append(" or ".join(fields[name].flag for name in field.option.requires))
     for name, wanted in field.option.no_effect_unless:
         other = fields[name]
         # None: resolved to what most runs have.
