@@ -252,7 +252,7 @@ class ChatTemplate:
         if prompt.strip():
             prompts.append(prompt)
         parts[0] = (begin, first_end)
-        parts[-1] = (parts[-1][0], self._end_of_answer(text, parts[-1][0], last_end))
+        parts[-1] = (parts[-1][0], self._end_of_answer(text, parts[-1][0], last_end, prompts))
         return [(begin, end) for begin, end in parts if begin < end]
 
     def _prompt(
@@ -269,12 +269,12 @@ class ChatTemplate:
             return None
         return asked.text[_num_common(asked.text, unasked) :]
 
-    def _end_of_answer(self, text: str, begin: int, end: int) -> int:
+    def _end_of_answer(self, text: str, begin: int, end: int, prompts: Sequence[str]) -> int:
         answer = text[begin:end].rstrip()
         end = begin + len(answer)
-        if not self._ends or answer.endswith(self._ends):
-            return end
         following = text[end:].lstrip()
+        if not self._ends or answer.endswith(self._ends) or following.startswith(tuple(prompts)):
+            return end
         # The longest: `<|user|>` before a token `<`.
         token = max((t for t in self._ends if following.startswith(t)), key=len, default="")
         return len(text) - len(following) + len(token) if token else end
