@@ -132,6 +132,15 @@ PROMPTS = (
 )
 # TRL changes the text of these, so their answers are written down here.
 _THOUGHT = "<think>\n\n</think>\n\n"
+_CALL = '{"name": "add", "arguments": {"a": 1, "b": "größe"}}'
+_FUNCTION = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ngröße\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+_ARGUMENTS = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>größe</arg_value>\n</tool_call>"
+)
 BY_HAND: dict[tuple[str, str], list[str]] = {
     ("qwen3", "one turn"): [_THOUGHT + "It is one.<|im_end|>"],
     ("qwen3", "two turns"): [
@@ -175,6 +184,28 @@ BY_HAND: dict[tuple[str, str], list[str]] = {
     ("glm4moe", "inline thinking"): [
         "\n<think></think>\nIt is one.<|user|>",
         "\n<think>I count again.</think>\nTwo.",
+    ],
+    ("qwen3", "tools"): [
+        f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>",
+        "It is one.<|im_end|>",
+        f"I add.\n<tool_call>\n{_CALL}\n</tool_call><|im_end|>",
+        _THOUGHT + "Two.<|im_end|>",
+    ],
+    ("qwen3_5_think", "tools"): [
+        _FUNCTION + "<|im_end|>",
+        "It is one.<|im_end|>",
+        "\n</think>\n\nI add.\n\n" + _FUNCTION + "<|im_end|>",
+        "\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3_6", "inline thinking"): [
+        "It is one.<|im_end|>",
+        "I count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("glm4moe", "tools"): [
+        f"\n<think></think>\n{_ARGUMENTS}<|observation|>",
+        "\n<think></think>\nIt is one.<|user|>",
+        f"\n<think></think>\nI add.\n{_ARGUMENTS}<|observation|>",
+        "\n<think></think>\nTwo.",
     ],
     # The output of tools is written into the turn of the assistant.
     ("gemma4", "tools"): [
@@ -308,5 +339,5 @@ def test_all_templates_of_the_peer_are_compared(peer: Peer) -> None:
     assert others == {
         *("idefics3", "idefics3_training", "llava_next", "llava_next_training"),
         *("smolvlm", "smolvlm_training", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
-        *("llama3_1", "llama3_2", "qwen3_6"),
+        *("llama3_1", "llama3_2"),
     }
