@@ -230,6 +230,10 @@ class ChatTemplate:
             for message, begin, end in whole.segments
             if message == index and not text[begin:end].isspace()
         ]
+        is_behind = not parts and bool(whole.segments) and index + 1 == len(messages)
+        if is_behind:
+            # Some templates write the last answer behind their loop.
+            parts = [(whole.segments[-1].end, len(text))]
         if not parts:
             raise ConversationError(
                 f"turn {index + 1}: expected a template that writes each turn in a loop over the "
@@ -243,7 +247,7 @@ class ChatTemplate:
             # Some templates ask for no answer to a tool's output, but begin a turn with it later.
             prompt = next((one for one in prompts if text.startswith(one, first)), prompt)
         begin = None if prompt is None else _after_prompt(text, first, first_end, prompt)
-        if begin is None:
+        if begin is None or (is_behind and begin == first):
             raise ConversationError(
                 f"turn {index + 1}: expected a template that writes its generation prompt before "
                 f"each answer, or marks answers with {{% generation %}}, got {self.name}"
@@ -296,15 +300,16 @@ def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
     """Where an answer begins in what was written for its message; None if that cannot be told."""
-    common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
-    parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
-    if kept := max((one for one in parts if one <= common), default=0):
-        return begin + kept
     # Without a prompt, or where the turn before ends with it.
     if not prompt.strip() or text.endswith(prompt, 0, begin):
         return begin
-    found = text.find(prompt, begin, end)
-    return None if found < 0 else found + len(prompt)
+    # White space between turns may belong to the one or to the other.
+    begin = end - len(text[begin:end].lstrip())
+    prompt = prompt.lstrip()
+    common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
+    parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
+    kept = max((one for one in parts if one <= common), default=0)
+    return begin + kept if kept else None
 
 
 def _num_common(first: str, second: str) -> int:

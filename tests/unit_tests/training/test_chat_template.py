@@ -204,12 +204,16 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
             r"turn 3: .* generation prompt",
         ),
         (
+            "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ messages[2].content }}",
+            r"turn 3: .* in a loop",
+        ),
+        (
             "{% macro say(m) %}a{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
             "{% for m in messages %}{{ m.role + say(m) }}{% endfor %}",
             r"marks answers where it writes them",
         ),
     ],
-    ids=["no loop", "a macro", "no prompt", "marks in a macro"],
+    ids=["no loop", "a macro", "no prompt", "not in the loop", "marks in a macro"],
 )
 def test_templates_that_do_not_say_what_answers_are_are_refused(source: str, told: str) -> None:
     with pytest.raises(ConversationError, match=told):
@@ -249,6 +253,20 @@ INSIDE = (
     "{{- message.content + '</turn>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<turn>assistant\\n' }}{%- endif %}"
 )
+# Nemotron Nano writes the last answer behind its loop.
+BEHIND = (
+    "{%- set others = messages[:-1] if messages[-1].role == 'assistant' else messages %}"
+    "{%- for message in others %}{{- '<turn>' + message.role + '\\n' + message.content }}"
+    "{{- '<end>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt or messages[-1].role == 'assistant' %}"
+    "{{- '<turn>assistant\\n<think>\\n' }}{%- endif %}"
+    "{%- if messages[-1].role == 'assistant' %}{{- messages[-1].content + '<end>\\n' }}{%- endif %}"
+)
+# White space before each turn.
+SPACED = (
+    "{% for message in messages %}\n\n  ### {{ message.role }}:\n{{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}\n### assistant:\n{% endif %}"
+)
 CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "What is 1 + 1?"},
     {"role": "assistant", "content": "I ask.", "tool_calls": [{"name": "add"}, {"name": "see"}]},
@@ -272,8 +290,10 @@ CALLS: list[dict[str, Any]] = [
         ),
         (BY_INDEX, ["I ask.<|tool|>", "Two.<|user|>", "Yes."]),
         (INSIDE, ["<call>add<call>see", "I ask.</turn>", "Two.</turn>", "Yes.</turn>"]),
+        (BEHIND, ["I ask.<end>", "Two.<end>", "Yes.<end>"]),
+        (SPACED, ["I ask.</s>", "Two.</s>", "Yes.</s>"]),
     ],
-    ids=["opening", "by index", "inside"],
+    ids=["opening", "by index", "inside", "behind", "spaced"],
 )
 def test_answers_are_located_in_the_whole_conversation(source: str, expected: list[str]) -> None:
     template = ChatTemplate(source, ends=["<|user|>", "<|tool|>", "<|end|>"])
