@@ -31,7 +31,7 @@ from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
-from megatron.training.conversations import IMAGE, VIDEO, VISION_BEGIN, VISION_END
+from megatron.training.conversation_tokenizer import IMAGE, VIDEO, VISION_BEGIN, VISION_END
 from megatron.training.flag_help import show_if_asked
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch

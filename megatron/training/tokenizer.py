@@ -105,6 +105,7 @@ class HuggingFaceTokenizer:
             library.
 
     Attributes:
+        path: where it was read from.
         backend: the library's own tokenizer.
         path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
@@ -115,7 +116,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.backend, eos = _load(Path(path))
+        self.path = Path(path)
+        self.backend, eos = _load(self.path)
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)

@@ -154,7 +154,8 @@ def build_answer_datasets(
         raise ConfigError(
             "--sft: expected a mask of answers, PREFIX_mask.bin and PREFIX_mask.idx, for at least "
             f"one part of --data-path, got none for {prefixes}. If its mask is lost, prepare it "
-            "again by preprocess-data --chat; text alone is trained without --sft."
+            "again by `python -m megatron_hybrid preprocess --chat`; text alone is trained "
+            "without --sft."
         )
     return _build_packed(config, opened, num_samples, seed, build)
 
