@@ -36,7 +36,7 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all, weight_of
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -45,9 +45,12 @@ _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
 
 
-def forward_step_of(spec: ModelSpec) -> ForwardStep:
+def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardStep:
     """The forward step of models with this spec: the mean cross entropy over the tokens of a
     microbatch that are to be learned, and what routers report, if there are any.
+
+    Args:
+        is_per_token: whether microbatches with more such tokens count more.
     """
     has_routers = bool(spec.mixtures)
 
@@ -61,7 +64,8 @@ def forward_step_of(spec: ModelSpec) -> ForwardStep:
             loss_weights=mean_of_all(labels) if mask is None else mean_of(mask),
             with_routing=has_routers,
         )
-        return loss_of(spec, output)
+        weight = None if mask is None else weight_of(mask, is_per_token=is_per_token)
+        return loss_of(spec, output, weight)
 
     return forward_step
 
@@ -98,7 +102,7 @@ def run(argv: Sequence[str]) -> Outcome:
         config,
         model_provider=model_provider,
         datasets_provider=datasets_provider,
-        forward_step=forward_step_of(spec),
+        forward_step=forward_step_of(spec, is_per_token=config.training.calculate_per_token_loss),
         flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )
 

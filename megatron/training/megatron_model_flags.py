@@ -85,10 +85,6 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --*-graph --*-graph-*",
         "They choose kernels; PyTorch's and the project's own are used.",
     ),
-    no_effect(
-        "--calculate-per-token-loss",
-        "No token is masked, so the mean over tokens is the mean over microbatches.",
-    ),
     no_effect("--te-rng-tracker --inference-rng-tracker", "Dropout has PyTorch's generator."),
     no_effect("--rope-type", "It is --position-embedding-type's rope.", "rope"),
     replace("--rope-type", "--position-embedding-type yarn", "It is one setting.", "yarn"),

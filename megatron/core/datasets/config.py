@@ -53,7 +53,8 @@ class GPTDatasetConfig:
     )
     sft_truncate: bool = option(
         False,
-        "cut conversations that are longer than --seq-length, instead of refusing them",
+        "cut conversations that are longer than --seq-length, instead of refusing them; those that "
+        "lose all of their answers are left out",
         requires="sft",
     )
     num_workers: int = option(

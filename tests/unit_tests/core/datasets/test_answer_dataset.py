@@ -121,6 +121,23 @@ def test_conversations_longer_than_a_row_are_refused_with_the_length_or_cut(
     assert found == [list(range(4)), list(range(5, 21)), list(range(23, 39))]
 
 
+def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answers of the second and the fourth begin where a row has ended."""
+    write_tokens(tmp_path / "chats", [[number] * 21 for number in range(5)])
+    masks = [[0] * 20 + [1], [0] * 9 + [1] * 12, [1] + [0] * 20, [0] * 8 + [1] * 13, [1] * 21]
+    write_masks(tmp_path / "chats", masks)
+    rows = dataset(tmp_path / "chats", 8, is_cut=True)
+    found = [one for n in range(rows.samples_per_epoch) for one in documents_of(rows[n])]
+    assert sorted((one["tokens"][0], sum(one["loss_mask"])) for one in found) == [(3, 1), (4, 8)]
+    (line,) = caplog.messages
+    assert "3 of 5 conversations that --sft-truncate cuts" in line
+    assert "[0, 1, 2]" in line
+    with pytest.raises(ConfigError, match="--split: expected at least one document"):
+        dataset(tmp_path / "chats", 8, is_cut=True, documents=range(2))
+
+
 def test_text_is_learned_whole_and_divided_where_it_is_longer_than_a_row(tmp_path: Path) -> None:
     write_tokens(tmp_path / "text", [list(range(40)), [50], list(range(60, 65))])
     rows = dataset(tmp_path / "text", 16)
@@ -188,7 +205,7 @@ def test_tokens_beyond_the_vocabulary_and_splits_without_documents_are_refused(
     prefix = write_chats(tmp_path / "chats", [5], first_token=VOCAB - 2)
     with pytest.raises(IndexedDatasetError, match=r"token ids in range\(1000\).*, got 1002"):
         dataset(prefix, 16)[0]
-    with pytest.raises(ConfigError, match="--split: expected at least one document of two tokens"):
+    with pytest.raises(ConfigError, match="--split: expected at least one document"):
         dataset(prefix, 16, documents=range(0))
 
 
