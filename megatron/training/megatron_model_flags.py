@@ -95,12 +95,18 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--no-position-embedding",
         "It turns off learned absolute positions, which are not offered, and is for rope there.",
     ),
+    replace(
+        "--position-embedding-type",
+        "--position-embedding-type rope",
+        "--mrope-section of pretrain_vlm.py divides the rotation among the axes of images.",
+        "mrope",
+    ),
     remove(
         "--position-embedding-type",
         "Other positions than rope, yarn and none are not offered; rope is the default.",
-        *("learned_absolute", "mrope", "relative"),
+        *("learned_absolute", "relative"),
     ),
-    remove("--mrope-*", "A token has one position."),
+    remove("--mrope-*", "A token of text has one position; pretrain_vlm.py has --mrope-section."),
     replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
     replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
     replace(

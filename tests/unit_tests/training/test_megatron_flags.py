@@ -41,6 +41,35 @@ def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_i
     assert " ".join(map(str, parsed.without_effect)) == flags
 
 
+@pytest.mark.parametrize(
+    ("flag", "beside", "use"),
+    [
+        ("--no-create-attention-mask-in-dataloader", "reset_attention_mask", ""),
+        ("--accumulate-allreduce-grads-in-fp32", "optimizer_cpu_offload", "--megatron-fsdp-main"),
+    ],
+)
+def test_flags_that_change_nothing_in_plain_runs_only_are_refused_in_others(
+    flag: str, beside: str, use: str
+):
+    given = Given(flag, ())
+    plain, other = answer(given, {}, 0), answer(given, {beside: True}, 0)
+    assert plain is not None
+    assert other is not None
+    assert plain.ruling is Ruling.NO_EFFECT
+    assert other.ruling is not Ruling.NO_EFFECT
+    assert " ".join(other.use).startswith(use)
+
+
+def test_what_conversations_have_anyway_is_accepted_beside_them():
+    """They refuse --reset-attention-mask, which is what text has for it."""
+    given = Given("--dataloader-inter-document-masking", ())
+    of_text, of_chats = answer(given, {}, 0), answer(given, {"sft": True}, 0)
+    assert of_text is not None
+    assert of_chats is not None
+    assert of_text.use == ("--reset-attention-mask",)
+    assert of_chats.ruling is Ruling.NO_EFFECT
+
+
 def test_they_are_one_line_of_the_log(capsys):
     parsed = parse_command_line([*MINIMAL, "--use-mcore-models", "--manual-gc-interval", "5"], 1)
     pretrain_gpt.log.configure(rank=0)
