@@ -60,7 +60,9 @@ def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardSt
             batch["tokens"],
             labels,
             positions=batch.get("positions"),
-            documents=Documents(batch["lengths"]) if "lengths" in batch else None,
+            documents=Documents(batch["lengths"], batch.get("padding", ()))
+            if "lengths" in batch
+            else None,
             loss_weights=mean_of_all(labels) if mask is None else mean_of(mask),
             with_routing=has_routers,
         )

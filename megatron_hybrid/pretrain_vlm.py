@@ -72,7 +72,7 @@ def forward_step_of(
             batch["labels"],
             images=_images_of(batch, images, vision.vision_temporal_patch_size),
             positions=batch["positions"],
-            documents=Documents(batch["lengths"]),
+            documents=Documents(batch["lengths"], batch["padding"]),
             loss_weights=mean_of(batch["loss_mask"]),
             with_routing=has_routers,
         )

@@ -38,6 +38,11 @@ TRAINING = (
 SGD = "--optimizer sgd --sgd-momentum 0 --lr 0.3".split()
 PER_TOKEN = "--calculate-per-token-loss"
 OFFLOADED = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split()
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.01 "
+    "--moe-per-layer-logging"
+).split()
+FILLER = 256
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -118,7 +123,7 @@ def rows_of(chats: Chats) -> SampleDataset:
     """The rows that a run reads."""
     config = parse_config(flags(chats), 1)
     dataset = build_answer_datasets(
-        config.data, (LAST * ROWS, 0, 0), 10_000, config.training.seed, filler=256
+        config.data, (LAST * ROWS, 0, 0), 10_000, config.training.seed, filler=FILLER
     ).train
     assert dataset is not None
     return dataset
@@ -189,6 +194,30 @@ def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
     found = train(chats, tmp_path / "rows", *OFFLOADED, PER_TOKEN, world_size=2)
     assert found == pytest.approx(expected, rel=1e-5)
     assert train(chats, tmp_path / "default") != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["--expert-model-parallel-size", 2],
+        [*OFFLOADED, "--recompute-granularity", "full"],
+        ["--use-torch-fsdp2"],
+    ],
+    ids=["divided", "offloaded", "fsdp2"],
+)
+def test_what_fills_up_rows_is_sent_to_no_expert(
+    chats: Chats, tmp_path: Path, engine: list[object]
+) -> None:
+    train(chats, tmp_path, *MOE, *engine, "--micro-batch-size", 2, world_size=2)
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    loads = [record["expert_load"] for record in found if record["kind"] == "train"]
+    rows = rows_of(chats)
+    for step, load in enumerate(loads):
+        batch = [rows[step * ROWS + number] for number in range(ROWS)]
+        real = sum(int((row["tokens"] != FILLER).sum()) for row in batch)
+        assert real < ROWS * 96
+        assert [sum(experts) for experts in load] == [2 * real] * 2, "of each of two layers"
+    assert len(loads) == LAST
 
 
 @pytest.mark.parametrize(

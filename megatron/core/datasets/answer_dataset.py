@@ -176,7 +176,8 @@ class AnswerDataset(NumberedDataset):
 
         Returns:
             "tokens", "labels", "positions": [seq_length] int64. "loss_mask": [seq_length] fp32, 1
-            where the label is to be learned. "lengths": of the documents.
+            where the label is to be learned. "lengths": of the documents. "padding": positions
+            that fill up the row, in a tuple.
 
         Raises:
             IndexedDatasetError: files that cannot be used, or a token that has no embedding.
@@ -210,6 +211,7 @@ class AnswerDataset(NumberedDataset):
             "loss_mask": torch.from_numpy(loss_mask),
             "positions": torch.from_numpy(positions),
             "lengths": tuple(lengths),
+            "padding": (self.seq_length - begin,),
         }
 
     def _checked(self, piece: _Piece) -> npt.NDArray[np.int64]:

@@ -65,7 +65,9 @@ def test_each_conversation_comes_once_an_epoch_whole_and_with_its_answers(
     for epoch in range(2):
         begin = epoch * rows.samples_per_epoch
         samples = [rows[begin + number] for number in range(rows.samples_per_epoch)]
-        assert all(sum(sample["lengths"]) == 16 for sample in samples)
+        for sample in samples:
+            assert sum(sample["lengths"]) == 16
+            assert sample["padding"] == (int((sample["tokens"] == FILLER).sum()),)
         found = sorted(
             (one for sample in samples for one in documents_of(sample)), key=lambda d: d["tokens"]
         )
