@@ -178,6 +178,23 @@ def test_blends_of_conversations_and_text_have_splits_of_their_own(tmp_path: Pat
     assert sum(batch["lengths"]) == 32
 
 
+def test_parallel_conversations_of_a_blend_do_not_meet(tmp_path: Path) -> None:
+    """Two sets of the same lengths, of which the second has the other's tokens plus 500."""
+    lengths = [9] * 50
+    prefixes = [
+        str(write_chats(tmp_path / str(first), lengths, first_token=first)) for first in (0, 500)
+    ]
+    config = GPTDatasetConfig(
+        seq_length=8, data_path=("1", prefixes[0], "1", prefixes[1]), split="1", sft=True
+    )
+    train = build_answer_datasets(config, (100, 0, 0), VOCAB, seed=1, filler=FILLER).train
+    assert train is not None
+    found = [int(train[number]["tokens"][0]) for number in range(100)]
+    orders = [[token % 500 for token in found if token // 500 == part] for part in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(0, 450, 9))
+    assert sum(a == b for a, b in zip(*orders, strict=True)) < 10
+
+
 def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> None:
     with IndexedDatasetBuilder(mask_prefix(prefix), dtype) as builder:
         for mask in masks:
