@@ -27,7 +27,7 @@ from megatron.core.models.hugging_face import OwnModel, build_model
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
 from megatron.training.images import ImageError
-from megatron.training.tokenizer import Tokenizer
+from megatron.training.tokenizer import Tokenizer, say_prefix
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.saved_model import add_model_flags, find_model
 
@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return 2
 
+    sentence = None if arguments.image else say_prefix(tokenizer)
+    if sentence is not None:
+        print(sentence)
     generator = torch.Generator().manual_seed(arguments.seed)
     for question in questions:
         tokens = sample(
@@ -115,7 +118,7 @@ def _questions(
     return [
         _Question(
             model,
-            tokenizer.tokenize(prompt) or [tokenizer.eod],
+            [*tokenizer.prefix, *tokenizer.tokenize(prompt)] or [tokenizer.eod],
             tokenizer.eod,
             f"prompt: {prompt!r}\n{prompt}",
         )

@@ -35,7 +35,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optima
 from megatron.core.files import UnusableFileError, open_regular, read_regular
 from megatron.core.log import printable
 from megatron.core.options import Field, expect, options_of
-from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
+from megatron.training.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    say_prefix,
+    train_bpe,
+)
 from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
 
 _PLAIN_TEXT_KEY = "text"
@@ -139,6 +145,8 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
         counts = _tokenize(arguments, files, tokenizer, outputs)
 
     _report(counts, outputs, time.monotonic() - begun)
+    if sentence := say_prefix(tokenizer):
+        print(sentence)
 
 
 def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
@@ -480,8 +488,8 @@ def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> li
         lengths = []
         for text in texts:
             begin = len(ids)
-            ids.extend(tokenizer.tokenize(text))
-            if len(ids) > begin:
+            if found := tokenizer.tokenize(text):
+                ids.extend((*tokenizer.prefix, *found))
                 if append_eod:
                     ids.append(tokenizer.eod)
                 lengths.append(len(ids) - begin)

@@ -7,6 +7,7 @@ commands.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core import log
-from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
+from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets, without_prefix
 from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
@@ -39,7 +40,9 @@ from megatron.training.launch import Launch
 from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all, weight_of
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
-from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size, say_prefix
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
@@ -89,6 +92,7 @@ def run(argv: Sequence[str]) -> Outcome:
 
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+    _log_prefix(config, tokenizer)
 
     def model_provider(config: RunConfig) -> nn.Module:
         return GPTModel(config.model, vocab_size)
@@ -107,6 +111,21 @@ def run(argv: Sequence[str]) -> Outcome:
         forward_step=forward_step_of(spec, is_per_token=config.training.calculate_per_token_loss),
         flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )
+
+
+def _log_prefix(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Says how texts begin, and warns of data that begin otherwise."""
+    sentence = say_prefix(tokenizer)
+    if sentence is None or config.data.mock_data:
+        return
+    if lacking := without_prefix(config.data, tokenizer.prefix):
+        logger.warning(
+            "%s, but the documents of %s do not: prepare them again, or train without it",
+            sentence,
+            ", ".join(lacking),
+        )
+    else:
+        logger.info("%s", sentence)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:

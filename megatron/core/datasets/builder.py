@@ -218,13 +218,32 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
     return formats[0] if formats else None
 
 
+def without_prefix(config: GPTDatasetConfig, prefix: Sequence[int]) -> list[str]:
+    """The datasets of which none of the first documents begins with these tokens."""
+    found = []
+    for part in config.blend:
+        indexed = IndexedDataset(part.prefix)
+        first = [
+            indexed.get(number, 0, min(len(prefix), length)).tolist()
+            for number, length in enumerate(_first_lengths(indexed))
+        ]
+        if list(prefix) not in first:
+            found.append(part.prefix)
+    return found
+
+
+def _first_lengths(indexed: IndexedDataset) -> list[int]:
+    """The lengths of the first documents."""
+    numbers = np.arange(min(_LOOKED_AT, len(indexed)), dtype=np.int64)
+    lengths: list[int] = indexed.gather_lengths(numbers).tolist()
+    return lengths
+
+
 def _check_ends(indexed: IndexedDataset, eod: int | None) -> None:
     """ConfigError unless one of the first documents ends with `eod`."""
-    numbers = np.arange(min(_LOOKED_AT, len(indexed)), dtype=np.int64)
-    lengths = indexed.gather_lengths(numbers)
     last = [
         int(indexed.get(number, length - 1, 1)[0])
-        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
+        for number, length in enumerate(_first_lengths(indexed))
         if length
     ]
     if eod not in last:

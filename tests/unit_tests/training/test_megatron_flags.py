@@ -41,23 +41,12 @@ def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_i
     assert " ".join(map(str, parsed.without_effect)) == flags
 
 
-@pytest.mark.parametrize(
-    ("flag", "beside", "use"),
-    [
-        ("--no-create-attention-mask-in-dataloader", "reset_attention_mask", ""),
-        ("--accumulate-allreduce-grads-in-fp32", "optimizer_cpu_offload", "--megatron-fsdp-main"),
-    ],
-)
-def test_flags_that_change_nothing_in_plain_runs_only_are_refused_in_others(
-    flag: str, beside: str, use: str
-):
-    given = Given(flag, ())
-    plain, other = answer(given, {}, 0), answer(given, {beside: True}, 0)
+def test_a_mask_that_is_left_out_is_refused_where_documents_are_to_be_kept_apart():
+    given = Given("--no-create-attention-mask-in-dataloader", ())
+    plain, apart = answer(given, {}, 0), answer(given, {"reset_attention_mask": True}, 0)
     assert plain is not None
-    assert other is not None
-    assert plain.ruling is Ruling.NO_EFFECT
-    assert other.ruling is not Ruling.NO_EFFECT
-    assert " ".join(other.use).startswith(use)
+    assert apart is not None
+    assert (plain.ruling, apart.ruling) == (Ruling.NO_EFFECT, Ruling.REMOVE)
 
 
 def test_what_conversations_have_anyway_is_accepted_beside_them():

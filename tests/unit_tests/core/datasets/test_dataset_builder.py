@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.builder import build_gpt_datasets, split_documents
+from megatron.core.datasets.builder import build_gpt_datasets, split_documents, without_prefix
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
@@ -120,6 +120,22 @@ def test_a_dataset_given_twice_is_drawn_as_one_and_that_is_logged(
     told = _warnings(caplog)
     assert [f"1 {prefixes[0]}" in message for message in told] == [True, True]
     assert f"2 {prefixes[1]}" in told[1]
+
+
+def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_found(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
+    """The documents of text may be parts of longer ones, so not each of them begins alike."""
+    texts = {
+        "with": [[7, 5, 1], [2, 2], [7, 5]],
+        "without": [[1, 7, 5], [7], []],
+        "other": [[7, 4, 5]] * 20,
+    }
+    names = [write_tokens(tmp_path / name, given).prefix for name, given in texts.items()]
+    path = tuple(word for name in names for word in ("1", name))
+    config = GPTDatasetConfig(seq_length=9, data_path=path, split="1")
+    assert without_prefix(config, (7, 5)) == names[1:]
+    assert without_prefix(config, (7,)) == []
 
 
 def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(
