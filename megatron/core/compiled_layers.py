@@ -113,7 +113,7 @@ class _TwoPieces:
         if output is None:
             return hidden
 
-        output, report = layer.mlp(output)
+        output, report = layer.mlp(output, documents)
         return layer.add(hidden, output, layer.post_mlp_layernorm), report
 
 

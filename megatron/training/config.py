@@ -62,6 +62,12 @@ class TrainingConfig:
     fp16: bool = option(
         False, "compute in fp16 with a scaled loss; main weights and optimizer states stay fp32"
     )
+    calculate_per_token_loss: bool = option(
+        False,
+        "average the loss over all learned tokens of a global batch; default: over those of each "
+        "microbatch, then over microbatches, which differs where tokens are masked (--sft, "
+        "--eod-mask-loss, images)",
+    )
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
     seed: int = option(
         1234, "seed of initial weights, data order and dropout", at_least=0, at_most=2**32 - 1

@@ -80,10 +80,6 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --*-graph --*-graph-*",
         "They choose kernels; PyTorch's and the project's own are used.",
     ),
-    no_effect(
-        "--calculate-per-token-loss",
-        "No token is masked, so the mean over tokens is the mean over microbatches.",
-    ),
     no_effect("--te-rng-tracker --inference-rng-tracker", "Dropout has PyTorch's generator."),
     no_effect("--rope-type", "It is --position-embedding-type's rope.", "rope"),
     replace("--rope-type", "--position-embedding-type yarn", "It is one setting.", "yarn"),
@@ -94,12 +90,18 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--no-position-embedding",
         "It turns off learned absolute positions, which are not offered, and is for rope there.",
     ),
+    replace(
+        "--position-embedding-type",
+        "--position-embedding-type rope",
+        "--mrope-section of pretrain_vlm.py divides the rotation among the axes of images.",
+        "mrope",
+    ),
     remove(
         "--position-embedding-type",
         "Other positions than rope, yarn and none are not offered; rope is the default.",
-        *("learned_absolute", "mrope", "relative"),
+        *("learned_absolute", "relative"),
     ),
-    remove("--mrope-*", "A token has one position."),
+    remove("--mrope-*", "A token of text has one position; pretrain_vlm.py has --mrope-section."),
     replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
     replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
     replace(

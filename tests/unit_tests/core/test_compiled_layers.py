@@ -103,13 +103,19 @@ def test_losses_agree_and_documents_make_no_new_graphs(name: str) -> None:
     assert compile_layers(compiled) == 3
 
     graphs = []
-    for step, lengths in enumerate([(20, 12, 32), (1, 31, 16, 16), (32, 32), (7, 25, 31, 1)]):
-        losses = [loss_of(model, step, Documents(lengths)) for model in (plain, compiled)]
+    batches = [
+        Documents((20, 12, 32)),
+        Documents((1, 31, 16, 16), (0, 16)),
+        Documents((32, 32)),
+        Documents((7, 25, 31, 1), (25, 1)),
+    ]
+    for step, documents in enumerate(batches):
+        losses = [loss_of(model, step, documents) for model in (plain, compiled)]
         for loss in losses:
             loss.backward()
         with torch.no_grad():
             for model in (plain.eval(), compiled.eval()):
-                losses.append(loss_of(model, step, Documents(lengths)))
+                losses.append(loss_of(model, step, documents))
                 model.train()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
         assert losses[3].item() == pytest.approx(losses[2].item(), rel=1e-5)
