@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import yaml
+
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -385,17 +387,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def describe(config: RunConfig) -> str:
-    """The effective configuration, one setting a line, by owner."""
-    lines = ["effective configuration:"]
+def as_yaml(config: RunConfig) -> str:
+    """The effective configuration by owner, as a file that `--config` takes. Settings without a
+    value are left out.
+    """
+    values, lines = config.values(), ["# The settings of the last start of this run.\n"]
     for name, section in config.sections():
-        lines.append(f"  [{name}]")
-        for field in dataclasses.fields(section):
-            lines.append(
-                f"    {field.name} {'.' * max(2, 44 - len(field.name))} "
-                f"{getattr(section, field.name)}"
-            )
-    return "\n".join(lines)
+        own = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(section)
+            if values[field.name] is not None
+        }
+        if own:
+            text = yaml.safe_dump(own, sort_keys=False, width=10**6)
+            lines.append(f"\n# {name}\n{text}")
+    return "".join(lines)
 
 
 def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
