@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import functools
 import logging
+import os
 import re
 import typing
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from megatron.core.datasets.config import missing_files
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -73,17 +75,21 @@ class ParsedCommandLine(NamedTuple):
             )
 
 
-def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
+def parse_config(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> RunConfig:
     """The resolved configuration of a run from its command line; see `parse_command_line`."""
-    return parse_command_line(argv, world_size).config
+    return parse_command_line(argv, world_size, needs_files=needs_files).config
 
 
-def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLine:
+def parse_command_line(
+    argv: Sequence[str], world_size: int, *, needs_files: bool = True
+) -> ParsedCommandLine:
     """The resolved configuration of a run from its command line.
 
     Args:
         argv: the arguments, without the program's name.
         world_size: ranks in the run.
+        needs_files: whether data and tokenizer must exist. If not, made-up text and a tokenizer of
+            as many ids are in the place of those that do not: a plan reads neither.
 
     Raises:
         ConfigError: for each thing that is wrong a line that names the flag or key, what was
@@ -105,6 +111,8 @@ def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLin
 
     settings.take([one for one in given if one.flag != "--config"])
     settings.answer_strangers(world_size)
+    if not needs_files:
+        settings.stand_in_for_files()
     return ParsedCommandLine(settings.build(world_size), tuple(settings.without_effect))
 
 
@@ -256,6 +264,34 @@ class _Settings:
             # What the folder would have said is not missed setting by setting.
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
+
+    def stand_in_for_files(self) -> None:
+        """Replaces data that do not exist by made-up text, and a tokenizer that does not by one of
+        `--vocab-size` ids.
+        """
+        given = self.values.get("data_path") or ()
+        if any(missing_files(prefix) for prefix in (given[1::2] if len(given) > 1 else given)):
+            ends = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+            self.values |= {"data_path": None, "mock_data": True, "sft": False}
+            self.values |= dict.fromkeys(ends, False)
+
+        model, size = self.values.get("tokenizer_model"), self.values.get("vocab_size")
+        # Unlike Path.exists, it says no where a name is too long or a folder is closed.
+        if model is None or os.path.exists(model):  # noqa: PTH110
+            return
+        if size is None:
+            self.errors.append(
+                f"--vocab-size: expected a number, since the tokenizer {shown(model)} does not "
+                "exist, got none."
+            )
+            self.spoken_of.add("--tokenizer-model")
+        else:
+            # Which has one id more, the end of a document.
+            self.values |= {
+                "tokenizer_type": "NullTokenizer",
+                "tokenizer_model": None,
+                "vocab_size": size - 1,
+            }
 
     def check(self) -> None:
         """ConfigError for all that has been wrong so far."""
