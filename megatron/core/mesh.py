@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.core.process_groups import inherit_timeouts
+from megatron.core.device import Device
+from megatron.core.process_groups import ensure_default_group, inherit_timeouts
 
 DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
@@ -12,16 +14,17 @@ OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
 
 
-def build_mesh(device_kind: str, data_parallel_size: int) -> DeviceMesh:
-    """A one-axis mesh over all ranks, for data parallelism.
+def build_mesh(device_kind: str, data_parallel_size: int | None = None) -> DeviceMesh:
+    """A one-axis mesh over all ranks, for data parallelism. As PyTorch's `fully_shard`, it makes
+    the default process group if there is none.
 
     Args:
         device_kind: `Device.kind` of the ranks.
         data_parallel_size: the number of ranks; the default process group must have as many.
     """
-    return init_device_mesh(
-        device_kind, (data_parallel_size,), mesh_dim_names=(DATA_PARALLEL_AXIS,)
-    )
+    ensure_default_group(Device(device_kind, 0).collective_backend)
+    size = dist.get_world_size() if data_parallel_size is None else data_parallel_size
+    return init_device_mesh(device_kind, (size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
 
 
 def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:
@@ -81,6 +84,7 @@ def expert_axes(
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    ensure_default_group(Device(device_kind, 0).collective_backend)
     mesh = init_device_mesh(device_kind, shape, mesh_dim_names=names)
     for axis in range(mesh.ndim):
         inherit_timeouts(mesh.get_group(axis))

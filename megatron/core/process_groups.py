@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,22 @@ _FAILURES = {
     "COMM_ERROR": "the communication of a collective failed",
     "REMOTE_ERROR": "a collective failed on another rank",
 }
+
+
+def ensure_default_group(backend: str) -> None:
+    """Makes the default process group if there is none: of the launcher's ranks, or of this process
+    alone if no launcher has started it.
+
+    Args:
+        backend: for `init_process_group`.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
 
 
 def inherit_timeouts(group: dist.ProcessGroup) -> None:

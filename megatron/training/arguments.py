@@ -16,11 +16,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import yaml
+
+from megatron.core.datasets.config import missing_files
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -69,17 +73,21 @@ class ParsedCommandLine(NamedTuple):
             )
 
 
-def parse_config(argv: Sequence[str], world_size: int) -> RunConfig:
+def parse_config(argv: Sequence[str], world_size: int, *, needs_files: bool = True) -> RunConfig:
     """The resolved configuration of a run from its command line; see `parse_command_line`."""
-    return parse_command_line(argv, world_size).config
+    return parse_command_line(argv, world_size, needs_files=needs_files).config
 
 
-def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLine:
+def parse_command_line(
+    argv: Sequence[str], world_size: int, *, needs_files: bool = True
+) -> ParsedCommandLine:
     """The resolved configuration of a run from its command line.
 
     Args:
         argv: the arguments, without the program's name.
         world_size: ranks in the run.
+        needs_files: whether data and tokenizer must exist. If not, made-up text and a tokenizer of
+            as many ids are in the place of those that do not: a plan reads neither.
 
     Raises:
         ConfigError: for each thing that is wrong a line that names the flag or key, what was
@@ -98,6 +106,8 @@ def parse_command_line(argv: Sequence[str], world_size: int) -> ParsedCommandLin
 
     settings.take([one for one in given if one.flag != "--config"])
     settings.answer_strangers(world_size)
+    if not needs_files:
+        settings.stand_in_for_files()
     return ParsedCommandLine(settings.build(world_size), tuple(settings.without_effect))
 
 
@@ -250,6 +260,34 @@ class _Settings:
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
 
+    def stand_in_for_files(self) -> None:
+        """Replaces data that do not exist by made-up text, and a tokenizer that does not by one of
+        `--vocab-size` ids.
+        """
+        given = self.values.get("data_path") or ()
+        if any(missing_files(prefix) for prefix in (given[1::2] if len(given) > 1 else given)):
+            ends = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+            self.values |= {"data_path": None, "mock_data": True, "sft": False}
+            self.values |= dict.fromkeys(ends, False)
+
+        model, size = self.values.get("tokenizer_model"), self.values.get("vocab_size")
+        # Unlike Path.exists, it says no where a name is too long or a folder is closed.
+        if model is None or os.path.exists(model):  # noqa: PTH110
+            return
+        if size is None:
+            self.errors.append(
+                f"--vocab-size: expected a number, since the tokenizer {shown(model)} does not "
+                "exist, got none."
+            )
+            self.spoken_of.add("--tokenizer-model")
+        else:
+            # Which has one id more, the end of a document.
+            self.values |= {
+                "tokenizer_type": "NullTokenizer",
+                "tokenizer_model": None,
+                "vocab_size": size - 1,
+            }
+
     def check(self) -> None:
         """ConfigError for all that has been wrong so far."""
         self._raise(self.errors)
@@ -369,17 +407,21 @@ def known_flags() -> dict[str, Field]:
     return {flag: switch.field for flag, switch in _switches().items()}
 
 
-def describe(config: RunConfig) -> str:
-    """The effective configuration, one setting a line, by owner."""
-    lines = ["effective configuration:"]
+def as_yaml(config: RunConfig) -> str:
+    """The effective configuration by owner, as a file that `--config` takes. Settings without a
+    value are left out.
+    """
+    values, lines = config.values(), ["# The settings of the last start of this run.\n"]
     for name, section in config.sections():
-        lines.append(f"  [{name}]")
-        for field in dataclasses.fields(section):
-            lines.append(
-                f"    {field.name} {'.' * max(2, 44 - len(field.name))} "
-                f"{getattr(section, field.name)}"
-            )
-    return "\n".join(lines)
+        own = {
+            field.name: values[field.name]
+            for field in dataclasses.fields(section)
+            if values[field.name] is not None
+        }
+        if own:
+            text = yaml.safe_dump(own, sort_keys=False, width=10**6)
+            lines.append(f"\n# {name}\n{text}")
+    return "".join(lines)
 
 
 def _build_section(config_class: type[C], values: dict[str, Any]) -> C:

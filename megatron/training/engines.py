@@ -21,8 +21,8 @@ from megatron.core.activation_offload import ActivationOffload
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.errors import CheckpointError, few
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.errors import few
+from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
@@ -339,7 +339,9 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError."""
+        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError, none at
+        all a CheckpointNotFoundError.
+        """
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
             load_hf(self.model, meta.path, adds_rows=meta.adds_rows)
@@ -347,8 +349,7 @@ class ModuleEngine:
 
         root, name = split_path(meta.path)
         store = open_store(root)
-        if not on_first_rank(lambda: store.exists(name), f"looking for {meta.path}"):
-            raise CheckpointError(f"Expected a checkpoint at {meta.path}, got nothing there.")
+        on_first_rank(lambda: expect_folder(store, name), f"looking for {meta.path}")
         flags = CheckpointConfig(load=root, finetune=not meta.with_optim)
         load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 

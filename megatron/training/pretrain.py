@@ -25,12 +25,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron.core import log, numa
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.device import Device, peak_host_memory_bytes
+from megatron.core.files import Sync, published
 from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.core.process_groups import failed_collective
-from megatron.training.arguments import describe
+from megatron.training.arguments import as_yaml
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -39,7 +40,7 @@ from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.engine import TrainEngine
 from megatron.training.engines import build_engine
-from megatron.training.health.events import EventKind, EventLog
+from megatron.training.health.events import CONFIG_FILE, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.interrupts import OnInterrupt
@@ -128,6 +129,7 @@ def pretrain(
         events = EventLog(config.events_dir, rank=launch.rank, restart=launch.restart_count)
         if launch.rank == 0:
             _tell_start(events, launch, config)
+            _write_config(config)
 
         with _watch(config, launch, events, signer, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
@@ -155,6 +157,24 @@ def _tell_start(events: EventLog, launch: Launch, config: RunConfig) -> None:
         metrics=None if metrics is None else str(Path(metrics).absolute()),
         settings=config.given(),
     )
+
+
+def _write_config(config: RunConfig) -> None:
+    """Writes the effective configuration next to the events, and says where. A disk that fails is
+    a warning.
+    """
+    if config.events_dir is None:
+        logger.info("configuration: not written, since neither --save nor --events-dir is given")
+        return
+    path = Path(config.events_dir) / CONFIG_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with published(path, Sync.NOTHING) as stream:
+            stream.write(as_yaml(config).encode())
+    except OSError as error:
+        logger.warning("configuration: %s could not be written: %s", path, error)
+        return
+    logger.info("configuration: %s", path)
 
 
 class _Run:
@@ -187,7 +207,6 @@ class _Run:
     def run(self) -> Outcome:
         """Builds the engine, resumes, and trains."""
         config = self._config
-        logger.info("%s", describe(config))
         engine = self._built_engine()
         loaded = self._resume(engine)
         if isinstance(self._profile, LaneProfile):

@@ -53,7 +53,13 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_train_state,
 )
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
-from megatron.core.dist_checkpointing.store import SIGN_FILE, LocalStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    SIGN_FILE,
+    LocalStore,
+    Store,
+    expect_folder,
+    open_store,
+)
 from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
@@ -268,8 +274,8 @@ def verify(arguments: argparse.Namespace) -> int:
             f"Expected a checkpoint with digests in {location.path}, got one of the format "
             f"{TORCH_DCP}, which has none."
         )
-    if found is None and not location.store.exists(location.name):
-        raise CheckpointError(f"Expected a checkpoint in {location.path}, got nothing there.")
+    if found is None:
+        expect_folder(location.store, location.name)
 
     with progress_bar("verify", _data_nbytes(location)) as progress:
         audit = Audit(*location, progress)

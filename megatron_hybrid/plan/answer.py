@@ -14,6 +14,7 @@ from megatron_hybrid.plan.step_time import Machine, StepTime, step_time
 from megatron_hybrid.plan.workload import checkpoint_nbytes, flops_of_microbatch, work_of
 
 WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
+IN_BACKWARD = "gradients in backward"
 MOMENTS, MOMENTUM = "moments", "momentum"
 _KINDS = {"exp_avg": MOMENTS, "exp_avg_sq": MOMENTS, "momentum_buffer": MOMENTUM}
 
@@ -25,10 +26,17 @@ class Limits:
     Attributes:
         device: of each device.
         host: of the machine, for all of its ranks.
+        device_reserve: of each device's, what a run must leave free.
     """
 
     device: int | None = None
     host: int | None = None
+    device_reserve: int = 0
+
+    @property
+    def usable(self) -> int | None:
+        """Of each device, for what is planned."""
+        return None if self.device is None else self.device - self.device_reserve
 
 
 class Fractions(NamedTuple):
@@ -110,6 +118,7 @@ class Answer:
             },
             "loss_bytes": memory.activations.loss,
             "device_bytes": memory.device_nbytes,
+            "device_reserve_bytes": self.limits.device_reserve,
             "host_bytes": memory.host_nbytes,
             "step": None
             if time is None
@@ -154,7 +163,9 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
         before = rows.get(kind, StateBytes(0, 0))
         rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
 
-    rows[WHOLE_LAYERS] = StateBytes(memory.whole_layers, 0)
+    # Where weights are whole at rest, on one rank for example, only gradients come on top.
+    in_use = WHOLE_LAYERS if memory.in_use.root_weights else IN_BACKWARD
+    rows[in_use] = StateBytes(memory.whole_layers, 0)
     rows[ACTIVATIONS] = StateBytes(memory.activations_on_device, memory.activations_room)
     rows[LOSS] = StateBytes(memory.loss, 0)
     return {name: row for name, row in rows.items() if any(row)}
@@ -171,13 +182,13 @@ def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:
 
 def _fits(run: PlannedRun, limits: Limits, fraction: float | None) -> bool:
     needs = _needs(run, fraction)
-    fits_device = limits.device is None or needs.device <= limits.device
+    fits_device = limits.usable is None or needs.device <= limits.usable
     return fits_device and (limits.host is None or needs.host <= limits.host)
 
 
 def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
     """The larger the fraction, the less the device needs, and the more the host."""
-    fractions, most = run.fractions, limits.device
+    fractions, most = run.fractions, limits.usable
     number = 0
     if most is not None:
         number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)
@@ -207,11 +218,13 @@ def _refusal(run: PlannedRun, limits: Limits, fits: float | None) -> str:
     needs, rows = _needs(run, fraction), rows_of(run.memory(fraction))
     where = "without offloading" if fraction is None else f"at the offload fraction {fraction:g}"
 
-    if limits.device is not None and needs.device > limits.device:
+    if limits.device is not None and limits.usable is not None and needs.device > limits.usable:
         terms = [f"{name} {shown_size(row.device)}" for name, row in rows.items() if row.device]
+        reserve = limits.device_reserve
+        reserved = f", of which {shown_size(reserve)} are reserved (--gpu-reserve)" * bool(reserve)
         text = (
             f"Expected device memory for {' + '.join(terms)} = {shown_size(needs.device)} a rank "
-            f"{where}, got {shown_size(limits.device)}."
+            f"{where}, got {shown_size(limits.device)}{reserved}."
         )
     else:
         assert limits.host is not None, "one of the two does not fit"
@@ -241,7 +254,7 @@ def _advice(run: PlannedRun, fits: float | None) -> str:
 
 def _closest(run: PlannedRun, limits: Limits) -> float:
     """The first fraction that fits the device; all of it if none does."""
-    fractions, most = run.fractions, limits.device
+    fractions, most = run.fractions, limits.usable
     if most is None:
         return fractions[0]
     number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)

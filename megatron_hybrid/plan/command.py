@@ -29,11 +29,13 @@ from megatron.training.arguments import parse_config
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure
 from megatron_hybrid.plan.planned_run import PlannedRun, with_defaults
-from megatron_hybrid.plan.quantities import parse_flops, parse_rate, parse_size
+from megatron_hybrid.plan.quantities import parse_flops, parse_rate, parse_size, shown_size
 from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
 
 _EXIT_REFUSED = 2
+# A CUDA context, NCCL's buffers, and memory that the allocator cannot join: not planned.
+_LEAST_RESERVE, _RESERVED_SHARE = 2 * 10**9, 0.05
 _MOST_CHARACTERS = 4000  # of an error's line
 _RATES = ("flops", "link", "host_bandwidth")  # without which there is no time of a step
 
@@ -51,6 +53,12 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         "--gpu-memory",
         metavar="SIZE",
         help="memory of each device, e.g. 80GB (default: not checked)",
+    )
+    parser.add_argument(
+        "--gpu-reserve",
+        metavar="SIZE",
+        help="part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: "
+        "5 %%, but at least 2GB)",
     )
     parser.add_argument(
         "--host-memory",
@@ -130,14 +138,10 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
         HostMemoryError: for a layer that is too large to be measured here.
     """
     world_size = _whole_number(arguments.gpus, "--gpus")
-    limits = Limits(
-        _size(arguments, "gpu_memory"),
-        _size(arguments, "host_memory"),
-    )
+    kind = _device_kind(flags, arguments.measure)
+    limits = _limits(arguments, kind)
     rates = _rates(arguments)
-    run = PlannedRun(
-        _run_flags(arguments, flags), world_size, _device_kind(flags, arguments.measure)
-    )
+    run = PlannedRun(_run_flags(arguments, flags), world_size, kind)
     measured = None
     if arguments.measure:
         measured = measure(run, arguments.measure_disk)
@@ -145,6 +149,26 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
     if disk is None and measured is not None:
         disk = measured.disk_bytes
     return answer(run, limits, _machine(rates, measured, world_size), disk)
+
+
+def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
+    """The memory that there is, less what nobody plans."""
+    device, host = _size(arguments, "gpu_memory"), _size(arguments, "host_memory")
+    text, reserve = arguments.gpu_reserve, None
+    if text is not None:
+        reserve = parse_size(text, "--gpu-reserve", may_be_zero=True)
+    if device is None:
+        if reserve is not None:
+            raise ConfigError("--gpu-reserve: expected --gpu-memory beside it, got none.")
+        return Limits(None, host)
+
+    if reserve is None:
+        is_on_host = device_kind == "cpu"
+        reserve = 0 if is_on_host else max(_LEAST_RESERVE, int(_RESERVED_SHARE * device))
+    if reserve >= device:
+        got = f"{shown_size(device)}, of which {shown_size(reserve)} are reserved (--gpu-reserve)"
+        raise ConfigError(f"--gpu-memory: expected more than the reserve, got {got}.")
+    return Limits(device, host, reserve)
 
 
 def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -169,7 +193,8 @@ def _sequences(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """The sequences of a step of so many tokens."""
     tokens = _whole_number(arguments.tokens_per_step, "--tokens-per-step")
     # The length may come from a file: the run without a batch size knows it.
-    length = parse_config(flags, _whole_number(arguments.gpus, "--gpus")).data.seq_length
+    world_size = _whole_number(arguments.gpus, "--gpus")
+    length = parse_config(flags, world_size, needs_files=False).data.seq_length
     if tokens % length:
         raise ConfigError(
             f"--tokens-per-step: expected a multiple of the sequence length {length}, got {tokens}."

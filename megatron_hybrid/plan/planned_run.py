@@ -125,7 +125,7 @@ class PlannedRun:
         """
         self.world_size = world_size
         self.device_kind = device_kind
-        self.config = parse_config(argv, world_size)
+        self.config = parse_config(argv, world_size, needs_files=False)
         if self.config.vision is not None:
             raise ConfigError(
                 "--vision-num-layers: expected a model of text alone, got one with a vision tower, "
@@ -293,7 +293,7 @@ def _offloaded(argv: Sequence[str], world_size: int) -> tuple[RunConfig | None, 
     refusal = ""
     for flags in (OFFLOADING, OFFLOADING[:-1]):
         try:
-            return parse_config([*argv, *flags], world_size), ""
+            return parse_config([*argv, *flags], world_size, needs_files=False), ""
         except ConfigError as error:
             refusal = str(error)
     return None, refusal

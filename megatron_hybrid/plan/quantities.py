@@ -15,9 +15,10 @@ _RATE = re.compile(_NUMBER + r"((?:[KMGTP]i?)?)B/s", re.ASCII)
 _FLOPS = re.compile(_NUMBER + r"([KMGTP]?)(?:FLOP/s|FLOPS)", re.ASCII)
 
 
-def parse_size(text: str, flag: str) -> int:
+def parse_size(text: str, flag: str, *, may_be_zero: bool = False) -> int:
     """Bytes. ConfigError for anything but a positive number with a unit."""
-    return int(_parse(_SIZE, text, flag, "a size such as 80GB or 512GiB"))
+    expected = "a size such as 80GB or 512GiB"
+    return int(_parse(_SIZE, text, flag, expected, may_be_zero=may_be_zero))
 
 
 def parse_rate(text: str, flag: str) -> float:
@@ -30,12 +31,14 @@ def parse_flops(text: str, flag: str) -> float:
     return _parse(_FLOPS, text, flag, "operations a second such as 400TFLOP/s")
 
 
-def _parse(pattern: re.Pattern[str], text: str, flag: str, expected: str) -> float:
+def _parse(
+    pattern: re.Pattern[str], text: str, flag: str, expected: str, *, may_be_zero: bool = False
+) -> float:
     found = pattern.fullmatch(text)
-    value = 0.0
+    value = -1.0
     if found is not None:
         value = float(found[1]) * (_PREFIXES | _BINARY)[found[2]]
-    if not value > 0:
+    if value < 0 or (value == 0 and not may_be_zero):
         raise ConfigError(f"{flag}: expected {expected}, got {printable(text, 80)!r}.")
     return value
 

@@ -49,6 +49,8 @@ def _memory(answer: Answer) -> list[str]:
     rows = [(f"memory of a rank, {where}", "device", "host")]
     rows += [(name, _size(row.device), _size(row.host)) for name, row in answer.rows.items()]
     rows.append(("in all", _size(memory.device_nbytes), _size(memory.host_nbytes)))
+    if limits.device_reserve:
+        rows.append(("reserve", _size(limits.device_reserve), "-"))
     if limits.device is not None or limits.host is not None:
         ranks = answer.run.world_size
         on_host = "" if limits.host is None else shown_size(limits.host / ranks)

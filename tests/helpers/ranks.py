@@ -234,6 +234,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
     dist.init_process_group(
         backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
+    seed = torch.initial_seed()
     while True:
         try:
             job = pipe.recv_bytes()
@@ -246,6 +247,9 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
             _destroy_subgroups()
             continue
         function, args = cloudpickle.loads(job)
+        # As in a new process: an earlier test may have seeded the ranks differently, and models are
+        # drawn alike on all of them.
+        torch.default_generator.manual_seed(seed)
         try:
             answer = (True, function(*args))
             if device == "cpu":

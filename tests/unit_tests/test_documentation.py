@@ -1,98 +1,178 @@
-"""The programs in documents run: every block of Python of the pages docs/coming-from*.md, and the
-loop of one's own in docs/offload.md.
+"""The programs in documents run: every block of Python of README.md and docs/ is a script.
 
-The blocks of a section continue each other, on two ranks, in a folder of their own.
+Each runs in new processes without a process group, in an empty directory, under the command in its
+first line (`# torchrun --nproc-per-node 2 script.py`), or else as `python script.py`. The processes
+are forks of one that has imported torch, with the variables that torchrun sets, except for one
+script that torchrun itself starts.
 """
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from torch.distributed import TCPStore
 
-from tests.helpers.ranks import RankError, run_ranks
+import pretrain_gpt
+from tests.helpers.ranks import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
-_FENCE = re.compile(r"^```(\w*)$")
+PATIENCE = 120.0  # seconds
+_FENCE = re.compile(r"^ *```(\w*)")
+_COMMAND = re.compile(r"# torchrun --nproc-per-node (\d+) script\.py$")
 
 
-class Program(NamedTuple):
-    """The blocks of Python under one heading."""
+class Script(NamedTuple):
+    """A block of Python."""
 
-    path: str  # of the document
-    heading: str
-    blocks: list[tuple[int, str]]  # the line that a block begins behind, and its text
+    page: str
+    line: int  # that the block begins behind
+    text: str
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks that its first line has torchrun start; None: without torchrun."""
+        command = _COMMAND.match(self.text.splitlines()[0])
+        return None if command is None else int(command[1])
 
 
-def programs(path: str, text: str) -> list[Program]:
-    """The programs of a document, by its headings of the second level."""
-    found = [Program(path, "", [])]
+def scripts_in(page: str, text: str) -> list[Script]:
+    """The blocks of Python of a page."""
+    found: list[Script] = []
     language: str | None = None  # of the block that is open
     start = 0
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         fence = _FENCE.match(line)
         if fence is None:
-            if language is None and line.startswith("## "):
-                found.append(Program(path, line.removeprefix("## "), []))
-        elif language is None:
+            continue
+        if language is None:
             language, start = fence[1], number
         else:
-            if language == "python":
-                found[-1].blocks.append((start, "\n".join(lines[start : number - 1])))
+            if language in ("python", "py"):
+                found.append(Script(page, start, "\n".join(lines[start : number - 1])))
             language = None
-    return [program for program in found if program.blocks]
+    return found
 
 
-def run(program: Program, folder: str) -> None:
-    """On every rank: runs the blocks in one namespace, below `folder`."""
-    before = Path.cwd()
+def run(script: Script, folder: Path) -> None:
+    """AssertionError, with what it printed, unless the script succeeds on all its ranks."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    count = script.num_ranks
+    store = None if count is None else TCPStore("127.0.0.1", 0, is_master=True)
+    processes = []
+    for rank in range(count or 1):
+        variables = {} if store is None else _variables(rank, count or 1, store.port)
+        logs = str(folder / f"rank{rank}.log")
+        process = context.Process(target=_execute, args=(script, str(folder), variables, logs))
+        process.start()
+        processes.append(process)
+
+    for process in processes:
+        process.join(PATIENCE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    output = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.log")))
+    assert [process.exitcode for process in processes] == [0] * len(processes), output
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank, whose agent hosts the store."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in {**ranks, **sizes, **agent}.items()}
+
+
+def _execute(script: Script, folder: str, variables: dict[str, str], logs: str) -> None:
+    with Path(logs).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables)
     os.chdir(folder)
-    try:
-        names: dict[str, Any] = {"__name__": "__main__"}
-        for line, text in program.blocks:
-            # Tracebacks have the document's lines.
-            exec(compile("\n" * line + text, program.path, "exec"), names)
-    finally:
-        os.chdir(before)
+    sys.argv = ["script.py"]
+    # Tracebacks, which multiprocessing prints, have the document's lines.
+    code = compile("\n" * script.line + script.text, script.page, "exec")
+    exec(code, {"__name__": "__main__"})
 
 
-COMING_FROM = [
-    program
-    for page in sorted((ROOT / "docs").glob("coming-from*.md"))
-    for program in programs(f"docs/{page.name}", page.read_text())
-]
-OFFLOAD = [
-    program
-    for program in programs("docs/offload.md", (ROOT / "docs" / "offload.md").read_text())
-    if program.heading == "In a loop of your own"
+SCRIPTS = [
+    script
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for script in scripts_in(str(path.relative_to(ROOT)), path.read_text())
 ]
 
 
-@pytest.mark.parametrize(
-    "program", [*COMING_FROM, *OFFLOAD], ids=lambda program: f"{program.path}: {program.heading}"
-)
-def test_a_section_of_a_document_runs(program: Program, tmp_path: Path) -> None:
-    run_ranks(2, run, program, str(tmp_path))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoints at the iterations that the pages name, with weights for Hugging Face."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = "--num-layers 1 --hidden-size 256 --num-attention-heads 4 --normalization RMSNorm "
+    model += "--swiglu --disable-bias-linear --tokenizer-type NullTokenizer --vocab-size 64 "
+    data = "--mock-data --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --num-workers 0 "
+    steps = "--train-iters 1 --eval-iters 0 --lr 1e-3 --bf16 --save-hf-weights "
+    assert pretrain_gpt.main([*(model + data + steps).split(), "--save", str(folder)]) == 0
+    for iteration in ("0000100", "0001000"):
+        shutil.copytree(folder / "iter_0000001", folder / f"iter_{iteration}")
+    return folder
 
 
-def test_the_sections_that_must_have_programs_have_them() -> None:
-    headings = [f"{program.path}: {program.heading}" for program in COMING_FROM]
-    for name in ("FSDP2", "Megatron-FSDP v2", "TransformerEngine", "AReaL", "deepspeed"):
-        assert any(name in heading for heading in headings), name
-    assert len(OFFLOAD) == 1
-
-
-def test_blocks_that_continue_each_other_are_run_and_errors_have_their_line(
-    tmp_path: Path,
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: f"{script.page}:{script.line}")
+def test_a_block_of_a_document_runs_as_a_script(
+    script: Script, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    blocks = [("python", "a = 1"), ("bash", "false"), ("python", "b = a\n1 / 0")]
+    if "transformers" in script.text:
+        pytest.importorskip("transformers")
+    if "runs/gpt" in script.text:
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "gpt").symlink_to(request.getfixturevalue("runs"))
+    run(script, tmp_path)
+
+
+def test_the_pages_that_must_have_programs_have_them() -> None:
+    assert {script.page for script in SCRIPTS} >= {
+        *(f"docs/{page}.md" for page in ("offload", "checkpoints", "fsdp", "vision", "timeline")),
+        *(f"docs/{page}.md" for page in ("coming-from", "coming-from-deepspeed")),
+    }
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_the_first_loop_runs_as_a_reader_types_it(launcher: str, tmp_path: Path) -> None:
+    (script,) = [one for one in SCRIPTS if one.page == "docs/offload.md"]
+    (tmp_path / "script.py").write_text(script.text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), "script.py"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=variables, check=True, timeout=4 * PATIENCE)
+
+
+def test_blocks_share_nothing_and_errors_have_their_line(tmp_path: Path) -> None:
+    blocks = [("python", "a = 1"), ("bash", "false"), ("python", "c = 2\nb = a")]
     text = "# T\n\n## One\n\n" + "\n\n".join(f"```{kind}\n{own}\n```" for kind, own in blocks)
-    (program,) = programs("docs/some.md", text)
-    assert program.heading == "One"
-    assert program.blocks == [(5, "a = 1"), (13, "b = a\n1 / 0")]
-    with pytest.raises(RankError, match=r'(?s)"docs/some\.md", line 15.*ZeroDivisionError'):
-        run_ranks(2, run, program, str(tmp_path))
+    first, second = scripts_in("docs/some.md", text)
+    assert (first.line, second.line) == (5, 13)
+    run(first, tmp_path)
+    with pytest.raises(AssertionError, match=r'(?s)"docs/some\.md", line 15.*NameError'):
+        run(second, tmp_path)
+
+
+def test_a_script_has_no_process_group_but_the_ranks_of_its_command(tmp_path: Path) -> None:
+    lines = (
+        "# torchrun --nproc-per-node 2 script.py",
+        "import os, torch.distributed as dist",
+        "assert not dist.is_initialized()",
+        "assert os.environ['WORLD_SIZE'] == '2'",
+        "open('rank' + os.environ['RANK'], 'w').close()",
+    )
+    run(Script("docs/some.md", 0, "\n".join(lines)), tmp_path)
+    assert (tmp_path / "rank0").exists()
+    assert (tmp_path / "rank1").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.datasets.document_boundaries import Boundaries
@@ -80,11 +81,9 @@ class GPTDatasetConfig:
             # Text with images has other files, and a description that is written last.
             if os.path.isfile(f"{part.prefix}.json"):  # noqa: PTH113
                 continue
-            for path in (bin_path(part.prefix), idx_path(part.prefix)):
-                # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
-                is_file = os.path.isfile(path)  # noqa: PTH113
+            for path in missing_files(part.prefix):
                 expected = "a PREFIX with files PREFIX.bin and PREFIX.idx"
-                expect(is_file, "--data-path", expected, str(path))
+                expect(False, "--data-path", expected, str(path))
 
     def _check_source(self) -> None:
         if self.mock_data and self.data_path is not None:
@@ -152,6 +151,13 @@ class GPTDatasetConfig:
             first = parts.setdefault(place, BlendPart(0.0, prefix))
             parts[place] = BlendPart(first.weight + weight, first.prefix)
         return list(parts.values())
+
+
+def missing_files(prefix: str) -> list[Path]:
+    """The files of a dataset's tokens that are not there."""
+    paths = (bin_path(prefix), idx_path(prefix))
+    # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
+    return [path for path in paths if not os.path.isfile(path)]  # noqa: PTH113
 
 
 def _parse_weight(text: str) -> float:

@@ -15,7 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
 from megatron.core.issued_collectives import issuing
 from megatron.core.options import ConfigError
 
@@ -28,6 +32,7 @@ _MOST_ERROR_BYTES = 12 * _MOST_CHARACTERS + 64  # JSON escapes a character with 
 # By the names under which they are sent; an error is of the first kind that it is an instance of.
 _KINDS: dict[str, type[CheckpointError] | type[ConfigError]] = {
     "damaged": CheckpointDamagedError,
+    "missing": CheckpointNotFoundError,
     "checkpoint": CheckpointError,
     "config": ConfigError,
 }

@@ -21,6 +21,10 @@ class CheckpointError(RuntimeError):
         super().__init__(printable(str(message), _MAX_MESSAGE))
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing in the place that was named as a checkpoint."""
+
+
 class CheckpointDamagedError(CheckpointError):
     """A checkpoint that is truncated, altered or lacks a file. An older one may be intact."""
 

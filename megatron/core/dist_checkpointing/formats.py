@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
 from megatron.core.dist_checkpointing.plan.saved import SavedTensor
-from megatron.core.dist_checkpointing.store import SIGN_FILE, Store
+from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder
 
 _PIECE_BYTES = 16 << 20
 
@@ -77,8 +77,10 @@ def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
     """The checkpoint in the folder `name`, whatever its format.
 
     Raises:
-        CheckpointError: if there is none, or it cannot be read, as `PublishedCheckpoint.open`.
+        CheckpointNotFoundError: if there is no such folder.
+        CheckpointError: if it has none, or it cannot be read, as `PublishedCheckpoint.open`.
     """
+    expect_folder(store, name)
     found = format_of(store, name)
     if found is None:
         raise CheckpointError(

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoi
 from megatron.core.dist_checkpointing.dcp.plain_dcp import dcp_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import LocalStore, expect_folder
 from megatron.core.optimizer.state_loading import kept_options
 
 
@@ -75,6 +75,7 @@ def load_checkpoint(
 
     Raises:
         NotImplementedError: for `sync_model_weights=False`.
+        CheckpointNotFoundError: if there is no such directory.
         CheckpointError: naming every key that is missing, unexpected or of another shape or dtype,
             before anything is changed; CheckpointDamagedError for files that changed after the
             save.
@@ -93,7 +94,9 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
 
     def checked() -> TorchDcpCheckpoint:
-        checkpoint = TorchDcpCheckpoint.open(LocalStore(folder.parent), folder.name)
+        store = LocalStore(folder.parent)
+        expect_folder(store, folder.name)
+        checkpoint = TorchDcpCheckpoint.open(store, folder.name)
         checkpoint.check(rank=rank, world_size=world_size)
         torch_dcp.check_steps(checkpoint)
         return checkpoint

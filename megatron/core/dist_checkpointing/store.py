@@ -33,6 +33,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.dist_checkpointing.config import check_protocol
+from megatron.core.dist_checkpointing.errors import CheckpointNotFoundError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
 from megatron.core.dist_checkpointing.load.data_source import Then, ignore, read_file, read_object
@@ -171,6 +172,13 @@ def open_store(root: str | Path) -> Store:
     if isinstance(file_system, LocalFileSystem):
         return LocalStore(Path(path))
     return RemoteStore(str(root))
+
+
+def expect_folder(store: Store, name: str) -> None:
+    """CheckpointNotFoundError unless the store has the folder of a checkpoint."""
+    if not store.exists(name):
+        place = path_of(store, name)
+        raise CheckpointNotFoundError(f"Expected a checkpoint in {place}, got no such folder.")
 
 
 def remove_or_warn(store: Store, name: str) -> None:

@@ -165,9 +165,12 @@ def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> to
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor of gradients that brings their norm to `max_norm` at most. Scalar, at most 1."""
-    # The epsilon is Megatron's and torch's, to be comparable with them.
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """The factor of gradients that brings their norm to `max_norm` at most. Scalar, at most 1; NaN
+    for a norm that is not finite, which optimizers refuse as `grad_scale`.
+    """
+    # The epsilon is Megatron's and torch's, to be comparable with them. An infinite norm would give
+    # 0, and 0 times infinity is NaN.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0.0 * norm
 
 
 def scale_grads(parameters: Iterable[nn.Parameter], coefficient: torch.Tensor) -> None:

@@ -31,7 +31,12 @@ from megatron.core.lanes import Event
 from megatron.core.optimizer.adam_states import AdamStates
 from megatron.core.optimizer.adam_updates import PlannedUpdates, Update, carry_out, plan
 from megatron.core.optimizer.kernels import device_adam, torch_adam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import (
+    FLOAT_DTYPES,
+    AdamPiece,
+    AdamStep,
+    check_grad_scale,
+)
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import (
     ADAMW_OPTIONS,
@@ -305,7 +310,8 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: for gradients that are partial sums, for GPU tensors without Triton, and
                 for a second step before the grad_scaler's `update`.
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
-                parameter, and for a gradient in an attribute that is not read.
+                parameter, for a gradient in an attribute that is not read, and for a grad_scale
+                that is not finite.
         """
         loss = None
         if closure is not None:
@@ -316,6 +322,7 @@ class FusedAdam(torch.optim.Optimizer):
         if factor is None:
             mark_stepped(self, grad_scaler)
             return loss
+        check_grad_scale(grad_scale)
         grad_scale *= factor
 
         if planned is None or not planned.inputs.are_still(self._step_inputs()):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointNotFoundError,
     few,
     shown,
 )
@@ -225,6 +226,8 @@ class WeightFiles:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
+    if not folder.exists():
+        return CheckpointNotFoundError(f"Expected {WEIGHTS_FILE} in {folder}, got no such folder.")
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if not pickles:
         return CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")

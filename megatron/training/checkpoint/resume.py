@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import CheckpointConfig
+from megatron.core.dist_checkpointing.errors import shown
 from megatron.core.dist_checkpointing.format.names import latest_iteration
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -203,6 +204,7 @@ class Resumer:
 
         takes_saved = self._config.schedule.use_checkpoint_opt_param_scheduler
         of_schedule = {field.name for field in options_of(LRScheduleConfig)}
+        changes = []
         for field in self._config.options():
             name, option = field.name, field.option
             # The load itself has logged what it took from the checkpoint.
@@ -212,12 +214,9 @@ class Resumer:
             if option.may_change or is_taken or name == "global_batch_size":
                 continue
             if name in info.config and info.config[name] != own[name]:
-                logger.info(
-                    "resuming with another %s: %s in the checkpoint, %s now",
-                    name,
-                    info.config[name],
-                    own[name],
-                )
+                changes.append(f"{name} {shown(info.config[name])} -> {shown(own[name])}")
+        if changes:
+            logger.info("settings changed since the checkpoint: %s", ", ".join(changes))
 
     def _on_rank_0(self, kind: EventKind, **fields: Any) -> None:
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
+CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"  # in the same directory, unless --metrics-jsonl names another file
 _MOST_HEARTBEAT_BYTES = 65536
 

@@ -369,7 +369,7 @@ def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
         (["list", "{0}/none"], "Expected a folder of checkpoints at {0}/none, got none"),
         (["show", "{0}/none"], "Expected a checkpoint in {0}/none"),
         (["show", "{0}"], "Expected a checkpoint in {0}"),
-        (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got nothing there"),
+        (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got no such folder"),
         (["diff", "{0}/iter_0000010", "{0}/none"], "Expected a checkpoint in {0}/none"),
         (["convert", "{0}/none", "{0}/x.pt"], "Expected a checkpoint in {0}/none"),
         (

@@ -40,6 +40,7 @@ FLAGS = """--num-layers 6 --hidden-size 64 --num-attention-heads 4 --swiglu --no
     --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --bf16
     --tokenizer-type NullTokenizer --vocab-size 300 --make-vocab-size-divisible-by 1""".split()
 MACHINE = Machine(flops=1e9, device_bytes=1e9, link_bytes=1e8, host_bytes=1e8)
+UNRESERVED = ["--gpu-reserve", "0GB"]  # for devices of megabytes
 RATES = ["--flops", "1TFLOP/s", "--link", "50GB/s", "--host-bandwidth", "100GB/s"]
 
 
@@ -97,6 +98,46 @@ def test_a_file_of_settings_is_planned_as_it_is_run(tmp_path, capsys):
     assert found["compute_dtype"] == "bf16"
 
 
+def test_a_file_needs_neither_the_data_nor_the_tokenizer_that_it_names(capsys):
+    file = str(ROOT / "examples" / "llama3_8b_offload_1gpu.yaml")
+    found = planned(capsys, "--config", file, "--gpu-memory", "80GB")
+    assert found["parameters"] == 8_030_261_248
+    assert found["tokens_per_step"] == 32 * 8192
+
+
+def test_data_that_do_not_exist_may_be_conversations_and_blends(tmp_path, capsys):
+    model = [*FLAGS[: FLAGS.index("--mock-data")], "--data-path", "0.3", "no/a", "0.7", "no/b"]
+    model += ["--tokenizer-model", "no/tokenizer.json", "--make-vocab-size-divisible-by", "1"]
+    file = tmp_path / "run.yaml"
+    file.write_text("vocab-size: 301\n")
+    found = planned(capsys, "--config", str(file), *model, "--sft")
+    same = planned(capsys, "--config", str(file), *FLAGS)
+    assert found["parameters"] == same["parameters"]
+    file.write_text("lr: 1.0e-3\n")
+    assert "--vocab-size: expected a number" in refused(capsys, "--config", str(file), *model)
+
+
+def test_a_part_of_the_device_is_left_free(folder, capsys):
+    flags = ["--hf-model", folder, "--gpu-memory"]
+    for memory, reserve in (("80GB", 4_000_000_000), ("24GB", 2_000_000_000)):
+        assert planned(capsys, *flags, memory)["device_reserve_bytes"] == reserve
+    whole = planned(capsys, "--hf-model", folder)["device_bytes"]
+    exact = planned(capsys, *flags, f"{whole + 500}B", "--gpu-reserve", "500B")
+    assert exact["fraction"] is None
+    tight = planned(capsys, *flags, f"{whole + 499}B", "--gpu-reserve", "500B")
+    assert tight["fraction"] > 0
+    assert "reserved (--gpu-reserve)" in refused(capsys, *flags, "1GB")
+    assert "--gpu-memory beside it" in refused(capsys, "--hf-model", folder, "--gpu-reserve", "1GB")
+
+
+def test_one_rank_has_only_gradients_on_top_of_what_is_at_rest(folder, capsys):
+    kinds = {"whole layers in use", "gradients in backward"}
+    flags = ["--hf-model", folder, "--bf16", "--seq-length", "8"]
+    alone = planned(capsys, *flags)["memory"].keys() & kinds
+    four = planned(capsys, *flags, "--gpus", "4")["memory"].keys() & kinds
+    assert (alone, four) == ({"gradients in backward"}, {"whole layers in use"})
+
+
 def test_the_time_of_a_step_comes_with_the_machines_rates(folder, capsys):
     flags = ["--hf-model", folder, "--bf16", "--disk", "2GB/s"]
     found = planned(capsys, *flags, *RATES)
@@ -114,6 +155,7 @@ def test_the_time_of_a_step_comes_with_the_machines_rates(folder, capsys):
 
 def test_the_table_says_the_same_as_the_plain_data(folder, capsys):
     flags = ["--hf-model", folder, "--bf16", "--gpu-memory", "1GB", "--host-memory", "1GB", *RATES]
+    flags += UNRESERVED
     found = planned(capsys, *flags)
     assert main(flags) == 0
     table = capsys.readouterr().out
@@ -205,7 +247,7 @@ def test_a_host_that_is_the_device_holds_both():
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder, capsys):
-    text = refused(capsys, "--hf-model", folder, "--bf16", "--gpu-memory", "1MB")
+    text = refused(capsys, "--hf-model", folder, "--bf16", "--gpu-memory", "1MB", *UNRESERVED)
     assert text.startswith("Expected device memory for compute weights ")
     assert " + activations " in text
     assert "at the offload fraction 1, got 1.00 MB. No offload fraction fits" in text
@@ -213,9 +255,11 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder, capsys):
     offloaded = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0"]
     least = planned(capsys, "--hf-model", folder, "--bf16", "--optimizer-cpu-offload")
     limit = f"{least['device_bytes'] + 10000}B"
-    text = refused(capsys, "--hf-model", folder, "--bf16", *offloaded, "--gpu-memory", limit)
+    text = refused(
+        capsys, "--hf-model", folder, "--bf16", *offloaded, "--gpu-memory", limit, *UNRESERVED
+    )
     assert text.endswith("The smallest fraction that fits is 1.")
-    limits = ["--gpu-memory", limit, "--host-memory", "1MB"]
+    limits = ["--gpu-memory", limit, "--host-memory", "1MB", *UNRESERVED]
     text = refused(capsys, "--hf-model", folder, "--bf16", *limits)
     assert text.startswith("Expected host memory for main weights ")
 

@@ -472,7 +472,7 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
         )
         assert (
             found["nothing there"]
-            == f"Expected a checkpoint at {tmp_path}/saved, got nothing there."
+            == f"Expected a checkpoint in {tmp_path}/saved, got no such folder."
         )
         assert found["twice"] == "Expected initialize to be called once, got a second model."
     assert not list(Path(tmp_path).glob("*.saving"))

@@ -15,7 +15,9 @@ from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
 from megatron.training import pretrain as module
+from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.loading import Loaded
+from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.health.events import EventLog
 from megatron.training.health.exits import ExitCode
@@ -181,3 +183,35 @@ def test_ranks_are_given_the_time_of_a_step_and_that_of_two_saves():
     flags = ("--distributed-timeout-minutes", "3", "--save-timeout-minutes", "4", "--save", "x")
     assert module._hang_limits(config_of(*flags)) == (180.0, 480.0)
     assert module._hang_limits(config_of(*flags, "--hang-timeout-seconds", "5")) == (5.0, 480.0)
+
+
+def test_the_configuration_is_a_file_next_to_the_events_and_one_line_of_the_log(tmp_path, caplog):
+    caplog.set_level("INFO", logger="megatron")
+    config = config_of("--events-dir", str(tmp_path / "new"), "--lr-warmup-iters", "3")
+    for _ in range(2):  # a restart replaces it
+        module._write_config(config)
+    path = tmp_path / "new" / "config.yaml"
+    assert caplog.messages == [f"configuration: {path}"] * 2
+    assert "lr_warmup_iters: 3" in path.read_text()
+    assert parse_config(["--config", str(path)], 1) == config
+
+
+def test_a_configuration_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    module._write_config(config_of("--events-dir", str(tmp_path / "file")))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(tmp_path / "file") in record.message
+
+
+def test_a_resume_shows_what_has_changed_since_the_checkpoint_and_nothing_else(caplog):
+    caplog.set_level("INFO", logger="megatron")
+    saved = config_of("--train-iters", "10", "--log-interval", "5", "--weight-decay", "0.1")
+    own = config_of("--train-iters", "20", "--log-interval", "7", "--weight-decay", "0.1")
+    info = RecoverInfo(StepInfo(), {}, config=saved.values())
+    resumer = Resumer(own, Device("cpu"), events=EventLog(None), restart_count=0)
+    resumer._report_differences(info)
+    (line,) = caplog.messages
+    assert "train_iters 10 -> 20" in line
+    assert "log_interval" not in line  # of reports alone
+    assert "weight_decay" not in line

@@ -148,7 +148,8 @@ class FsdpContext:
     def finalize(self) -> None:
         """Fixes the order in which modules run, once all are sharded.
 
-        ValueError, on all ranks, if ranks that replicate main weights hold different ones.
+        ValueError, on all ranks, if ranks that replicate main weights hold different ones, or have
+        cut theirs out of different ones.
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
@@ -409,25 +410,29 @@ def is_backward_running() -> bool:
 
 
 def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
-    """ValueError unless ranks along axes that do not cut main weights hold the same ones."""
+    """ValueError unless ranks along axes that do not cut main weights hold the same ones, and the
+    others have cut theirs out of the same initial ones, as far as that is known.
+    """
     axes = {
-        (group.mesh, axis): [
-            other for other in groups if other.mesh == group.mesh and other.is_replicated(axis)
-        ]
+        (group.mesh, axis): [other for other in groups if other.mesh == group.mesh]
         for group in groups
         for axis in range(group.mesh.ndim)
+        if group.mesh.size(axis) > 1
     }
-    for (mesh, axis), replicated in axes.items():
-        if not replicated:
-            continue
-
-        sums = torch.stack([group.checksum() for group in replicated])
+    for (mesh, axis), compared in axes.items():
+        sums = torch.stack(
+            [
+                group.checksum() if group.is_replicated(axis) else group.initial_checksum()
+                for group in compared
+            ]
+        )
         all_sums = [torch.empty_like(sums) for _ in range(mesh.size(axis))]
         with issuing("all-gather of the weights' checksums", sums):
             dist.all_gather(all_sums, sums, group=mesh.get_group(axis))
 
-        for group, values in zip(replicated, torch.stack(all_sums, dim=1).tolist(), strict=True):
-            if len(set(values)) > 1:
+        for group, values in zip(compared, torch.stack(all_sums, dim=1).tolist(), strict=True):
+            is_known = group.is_replicated(axis) or 0 not in values
+            if is_known and len(set(values)) > 1:
                 raise ValueError(
                     "Expected the same weights on every rank, got different ones for "
                     f"{group.name or 'the model'}: seed all ranks alike, or load one rank's "

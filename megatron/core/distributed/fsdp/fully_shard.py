@@ -33,7 +33,6 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, overload
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -176,7 +175,8 @@ def fully_shard(
             those on meta are drawn by one submodule at a time, see `fully_shard_context`, or have
             to be filled before the first forward if their submodule cannot draw them. A list is
             one unit, whose weights are gathered and whose gradients are reduced together.
-        mesh: with the axes of `placements`, and no others; default: one axis over all ranks.
+        mesh: with the axes of `placements`, and no others; default: one axis over all ranks of the
+            default process group, which is made if there is none.
         placements: what is cut, on which axis; default: `Placements.usual`.
         mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
             weights. PyTorch's policy, and the second name, mean what they mean in FSDP2. No dtype
@@ -253,7 +253,7 @@ def _as_device(device: torch.device | str | None) -> Device:
 def _world_mesh(construction: _Construction | None) -> DeviceMesh:
     """One axis over all ranks."""
     kind = DeviceConfig().kind if construction is None else construction.context.device.kind
-    return build_mesh(kind, dist.get_world_size())
+    return build_mesh(kind)
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -351,6 +351,7 @@ def _fill(
         group, index = places[id(module), name]
         if not parameter.original.is_meta:
             group.main_weight.copy_from(index, parameter.original)
+            group.note_initial_weight(parameter.original)
         elif not callable(getattr(module, "reset_parameters", None)):
             group.main_weight.get_local_tensor(index).fill_(float("nan"))
             is_filled = False
@@ -370,6 +371,9 @@ def _fill(
             ).items():
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, values)
+                group.note_initial_weight(values)
+    for group in groups if is_filled else ():
+        group.keep_initial_sample()
 
     for parameter in owned:
         original = parameter.original

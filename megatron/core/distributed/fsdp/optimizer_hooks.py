@@ -228,8 +228,18 @@ def _recut_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError for an optimizer over whole weights, which never get a gradient."""
-    num_whole = sum(WHOLE in vars(parameter) for parameter in _parameters(optimizer))
+    """RuntimeError for an optimizer over whole weights, or over those from before `fully_shard`,
+    which never get a gradient.
+    """
+    marks = [vars(parameter) for parameter in _parameters(optimizer)]
+    num_replaced = sum(REPLACED in own for own in marks)
+    if num_replaced:
+        raise RuntimeError(
+            f"fully_shard replaced {num_replaced} of the optimizer's {len(marks)} parameters after "
+            "it was built, so they will never have a gradient. Build the optimizer after "
+            "sharding, or put the sharded parameters into its param_groups."
+        )
+    num_whole = sum(WHOLE in own for own in marks)
     if num_whole:
         raise RuntimeError(
             f"The optimizer has {num_whole} whole weights, which are in a sharded module for a "

@@ -47,7 +47,7 @@ from megatron.core.trace_file import D2H, GATHER, REDUCE
 # The attribute of a sharded parameter that leads to its group, weakly; read it with `group_of`.
 _GROUP = "_fsdp_group"
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 # Counts the groups over a set of ranks, alike on all of them. Ranks may have different groups over
@@ -122,6 +122,8 @@ class FsdpParameterGroup:
         # weights were made of them, and what an `unshard` under way has begun.
         self._is_updated = True
         self._seen_versions = 0
+        self._initial_sample = 0
+        self._filled_sample: int | None = None  # of the main weights, once they had those values
         self._is_unsharded = False
         self._weights_ready: Event | None = None
         self._reserved: Event | None = None  # after which the full memory may be written to
@@ -215,6 +217,29 @@ class FsdpParameterGroup:
         self.wait_main_weight()
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
+
+    def note_initial_weight(self, whole: torch.Tensor) -> None:
+        """Takes a sample of a parameter's initial values, which every rank must have drawn alike.
+        Call it after they have been copied into the main weights.
+        """
+        self._initial_sample += _sample(whole)
+
+    def keep_initial_sample(self) -> None:
+        """Ends the notes. They hold until somebody else writes to the main weights."""
+        self._filled_sample = self._local_sample()
+
+    def initial_checksum(self) -> torch.Tensor:
+        """A number that most likely differs if ranks had different initial weights to cut; 0 if
+        they are unknown, or something else has been loaded since. Scalar, int64.
+        """
+        self.wait_main_weight()
+        is_known = self._filled_sample is not None and self._filled_sample == self._local_sample()
+        value = 1 + self._initial_sample % 2**62 if is_known else 0
+        return torch.tensor(value, dtype=torch.int64, device=self._device.torch_device)
+
+    def _local_sample(self) -> int:
+        own = (self.main_weight.get_local_tensor(index) for index in range(len(self.names)))
+        return sum(map(_sample, own))
 
     def reserve(self) -> None:
         """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
@@ -511,6 +536,12 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
         return versions
+
+
+def _sample(tensor: torch.Tensor) -> int:
+    """The sum of the bits of about 16 rows: all would take a pass over the whole model."""
+    rows = tensor.detach()[:: max(1, len(tensor) // 16)] if tensor.dim() else tensor.detach()
+    return int(rows.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def _axes_between(source: DBuffer, target: DBuffer) -> Iterable[int]:

@@ -28,6 +28,7 @@ from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
+from megatron.core.optimizer.kernels.adam import check_grad_scale
 from megatron.core.optimizer.state_loading import (
     check_options,
     loaded_options,
@@ -233,7 +234,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
-                attribute that is not read (see `use_decoupled_grad`); nothing is stepped.
+                attribute that is not read (see `use_decoupled_grad`), and for a grad_scale that is
+                not finite; nothing is stepped.
             RuntimeError: for partial sums of gradients, and for parameters that were replaced
                 after the first step; nothing is stepped.
         """
@@ -242,6 +244,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
+        check_grad_scale(grad_scale)
         self._adopt_parameters()
         if self._only_initializes():
             self.init_state()

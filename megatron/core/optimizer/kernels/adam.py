@@ -253,6 +253,15 @@ def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
     return [_joined(run) for run in runs]
 
 
+def check_grad_scale(grad_scale: float) -> None:
+    """ValueError for the factor that the norm of gradients that are not finite gives."""
+    if not math.isfinite(grad_scale):
+        raise ValueError(
+            f"Expected a finite grad_scale, got {grad_scale}: a gradient is not finite. Nothing "
+            "was stepped. Look at the loss, or skip such steps: zero_grad() without step()."
+        )
+
+
 def with_grad_scale(pieces: Iterable[AdamPiece], grad_scale: float) -> list[AdamPiece]:
     """The same pieces with another factor of the gradients, which is known last."""
     # By the id of the step that is scaled: hashing takes longer than scaling.

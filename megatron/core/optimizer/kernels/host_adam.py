@@ -179,6 +179,10 @@ class HostAdam:
             if piece.weight.device.type != "cpu":
                 raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
 
+        # A loss that is not finite reaches nearly every gradient: one element tells, for free.
+        first = pieces[0].grad.view(-1)[:1] if pieces and not touch else torch.ones(1)
+        if not first.isfinite().all():
+            _warn_of_non_finite()
         library = self._usable_library()
         if library is None:
             torch_adam.run(pieces)
@@ -249,6 +253,15 @@ class Ticket:
         """Returns when all is written. Once is enough, more is harmless; one thread at a time."""
         if self._finish is not None:
             self._finish()
+
+
+@functools.cache
+def _warn_of_non_finite() -> None:
+    """Once in a process: what follows is seldom news."""
+    logger.warning(
+        "an optimizer steps with gradients that are not finite: the weights become NaN. Look at "
+        "the loss, or skip such steps: global_grad_norm(parameters).isfinite() tells"
+    )
 
 
 @functools.cache

@@ -12,7 +12,11 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import agreement
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank, sum_of_ranks
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
 from megatron.core.options import ConfigError
 from tests.helpers.ranks import run_ranks
 
@@ -42,7 +46,13 @@ def _failing_on(rank: int, error: Exception) -> str:
 
 
 @pytest.mark.parametrize(
-    "error", [CheckpointDamagedError("a bit"), CheckpointError("a key"), ConfigError("--x: y")]
+    "error",
+    [
+        CheckpointDamagedError("a bit"),
+        CheckpointNotFoundError("a folder"),
+        CheckpointError("a key"),
+        ConfigError("--x: y"),
+    ],
 )
 def test_what_fails_on_one_rank_fails_on_all_in_the_same_way(error):
     first, second = run_ranks(2, _failing_on, 1, error)

@@ -9,10 +9,19 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.dcp import torch_dcp
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointNotFoundError
+from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import fully_shard
+from megatron.core.mesh import build_mesh
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import EngineConfig, MegatronEngine
 from tests.helpers.ranks import run_ranks
 
 
@@ -96,7 +105,33 @@ def test_a_folder_that_exists_another_model_and_no_folder_are_one_error_each_on_
         there, other, none = messages
         assert "Expected no checkpoint yet" in there
         assert "model.0.weight has shape (17, 8) where the model has (16, 8)" in other
-        assert "none" in none
+        assert "no such folder" in none
+
+
+def _missing(folder: str) -> list[type[Exception]]:
+    model, optimizer = build(0)
+    store, config = open_store(folder), DataParallelConfig()
+    schedule = LRScheduleConfig(lr=1e-3)
+    settings = EngineConfig(OptimizerConfig(), schedule, config, train_iters=1)
+    engine = MegatronEngine(settings, Device("cpu"), build_mesh("cpu"))
+    engine.initialize(lambda: nn.Linear(2, 2))
+    found: list[type[Exception]] = []
+    for load in (
+        lambda: load_checkpoint(model, optimizer, f"{folder}/none"),
+        lambda: open_checkpoint(store, "none"),
+        lambda: engine.load(SaveLoadMeta(f"{folder}/none", "dcp")),
+        lambda: engine.load(SaveLoadMeta(f"{folder}/none", "hf")),
+    ):
+        try:
+            load()
+        except FileNotFoundError as error:
+            found.append(type(error))
+    return found
+
+
+def test_a_folder_that_does_not_exist_is_not_found_whatever_loads_it(tmp_path):
+    for found in run_ranks(2, _missing, str(tmp_path)):
+        assert found == [CheckpointNotFoundError] * 4
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/..", ""])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.optimizer import FusedAdam
+from megatron.core.optimizer.clip_grads import clip_coefficient, global_grad_norm
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.kernels import host_adam
 from tests.helpers.ranks import on_ranks
 
 
@@ -404,3 +407,52 @@ def test_weight_decay_has_the_default_of_the_class_that_is_named(fraction: float
         train(expected, AdamW(expected.parameters(), lr=0.1, weight_decay=weight_decay), 3)
         for own, other in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(own, other)
+
+
+# A loop of one's own whose loss is not finite
+
+
+OPTIMIZERS = {
+    "FusedAdam": lambda parameters: FusedAdam(parameters, lr=0.1),
+    "on the host": lambda parameters: HybridDeviceOptimizer(parameters, 1.0, lr=0.1),
+    "half on the host": lambda parameters: HybridDeviceOptimizer(
+        parameters, 0.5, lr=0.1, overlap_cpu_optimizer_d2h_h2d=True
+    ),
+}
+
+
+def with_gradients(value: float) -> nn.Module:
+    """A model of two layers, one of whose gradients is `value`, as are those before it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    (model(torch.ones(1, 4)).sum() * value).backward()
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_whose_norm_is_not_finite_are_refused_and_change_nothing(
+    name: str, value: float
+) -> None:
+    model = with_gradients(value)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scale = float(clip_coefficient(global_grad_norm(model.parameters()), 1.0))
+    with pytest.raises(ValueError, match="a gradient is not finite"):
+        optimizer.step(grad_scale=scale)
+    optimizer.state_dict()  # waits for updates under way
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_with_gradients_that_are_not_finite_warns_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host_adam._warn_of_non_finite.cache_clear()
+    for value in (1.0, math.nan, math.nan):
+        model = with_gradients(value)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer.step()
+        optimizer.state_dict()  # waits for updates under way
+        warnings = [one for one in caplog.messages if "not finite" in one]
+        assert len(warnings) == (0 if value == 1.0 else 1)

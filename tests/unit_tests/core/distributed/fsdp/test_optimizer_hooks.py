@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
@@ -87,3 +88,30 @@ def test_contexts_share_one_pair_of_optimizer_hooks_and_dead_ones_leave_nothing_
         models.clear()
         gc.collect()
         assert num_hooks() == (0, 0)
+
+
+@pytest.mark.parametrize("kept", ["all", "one"])
+@on_ranks(2)
+def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step(kept: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    before = list(model.parameters())
+    optimizer = torch.optim.AdamW(before, lr=0.5)
+    fully_shard(model)
+    if kept == "one":
+        optimizer.param_groups[0]["params"] = [before[0], *list(model.parameters())[1:]]
+    model(torch.ones(2, 4)).sum().backward()
+    number = 4 if kept == "all" else 1
+    with pytest.raises(RuntimeError, match=rf"(?s)replaced {number} .* after\s+sharding"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_given_the_sharded_parameters_steps() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fully_shard(model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    before = model.weight.full_tensor()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight.full_tensor())

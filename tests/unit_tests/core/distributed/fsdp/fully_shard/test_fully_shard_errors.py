@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -326,3 +327,37 @@ def test_weights_that_differ_between_ranks_are_refused() -> None:
         "the same weights on every rank, got diff",
         lambda: shard(different, strategy="no_shard"),
     )
+
+
+def scaled_by_rank(factor: float) -> nn.Module:
+    """A model whose second layer is another on each rank, unless the factor is 0."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 40))
+    with torch.no_grad():
+        model[1].weight.mul_(1 + factor * dist.get_rank())
+    return model
+
+
+@on_ranks(3)
+def test_shards_cut_from_different_initial_weights_are_refused_at_the_first_forward() -> None:
+    model = scaled_by_rank(0.5)
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    expected = "the same weights on every rank, got different ones for 1"
+    assert_raises(ValueError, expected, lambda: model(torch.ones(1, 4)))
+
+
+@on_ranks(3)
+def test_different_initial_weights_do_not_matter_once_others_have_been_loaded() -> None:
+    same = scaled_by_rank(0).state_dict()
+    for load in ("load_state_dict", "set_model_state_dict", "data"):
+        model = fully_shard(scaled_by_rank(0.5))
+        if load == "load_state_dict":
+            model.load_state_dict(same)
+        elif load == "set_model_state_dict":
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, same if dist.get_rank() == 0 else {}, options=options)
+        else:
+            for parameter in model.parameters():  # which moves no version counter
+                parameter.data.copy_(torch.full_like(parameter, 0.25))
+        model(torch.ones(1, 4)).sum().backward()
