@@ -216,6 +216,7 @@ def test_a_store_that_answers_late_is_back_and_none_of_its_requests_is_lost(monk
     with pytest.raises(StoreLostError, match="lost before"):
         store.add("a", 1)
     assert store.is_lost
+    monkeypatch.setattr(rank_store, "_STORE_SECONDS", FOR_EVER)
     held.is_open.set()
     assert store._overdue.result(WAIT) == 2
     assert not store.is_lost
@@ -242,6 +243,7 @@ def test_a_rank_whose_store_comes_back_hears_the_verdict_that_it_missed(
 
     verdict = calls[0].hold(stuck(0, waits=False))
     assert verdict is not None
+    monkeypatch.setattr(rank_store, "_STORE_SECONDS", FOR_EVER)
     held.is_open.set()
     late._store._overdue.result(WAIT)
     assert late.has_peers
