@@ -52,6 +52,8 @@ COMMANDS = {
     "timeline": Command("timeline", "show what lanes did in a recorded iteration"),
 }
 
+_HANDLE_SIGNALS = ("pretrain", "pretrain-vlm", "launch")  # themselves
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one program; returns its exit code.
@@ -87,7 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Only this program is imported: `status` answers without the seconds that torch takes.
     module = importlib.import_module(f"megatron_hybrid.{COMMANDS[command].module}")
-    status: int = module.main(arguments, program)
+    if command in _HANDLE_SIGNALS:
+        status: int = module.main(arguments, program)
+    else:
+        from megatron_hybrid.endings import run  # after the check: it imports megatron
+
+        status = run(lambda: module.main(arguments, program))
     if command == "pretrain":
         from megatron.training.health.exits import exit_process
 

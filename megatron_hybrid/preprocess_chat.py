@@ -24,7 +24,8 @@ from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import ConversationTokenizer, Rendered
 from megatron.training.conversations import parse_conversation
 from megatron.training.tokenizer import HuggingFaceTokenizer
-from megatron_hybrid.sample_lines import SampleError, Skipped, lines_of, make_samples
+from megatron_hybrid.input_files import lines_of
+from megatron_hybrid.sample_lines import SampleError, Skipped, make_samples
 
 
 class ChatMaker:
@@ -107,6 +108,7 @@ def write_chats(
                 f"{len(skipped.reasons)} bad line(s)."
             )
         skipped.check(tokens.num_documents)
+        tokens.complete()  # before the mask is published
     return ChatSummary(prefix, tokens.num_documents, tokens.num_tokens, num_answer_tokens, skipped)
 
 

@@ -12,17 +12,13 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import io
 import json
-import multiprocessing
 import os
 import reprlib
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,29 +28,27 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
-from megatron.core.files import UnusableFileError, open_regular, read_regular
-from megatron.core.log import printable
 from megatron.core.options import Field, expect, options_of
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
+from megatron_hybrid.endings import one_line_errors, worker_pool
+from megatron_hybrid.input_files import (
+    InputError,
+    find_files,
+    is_compressed,
+    is_json_lines,
+    lines_of,
+    read_document,
+)
 from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
+from megatron_hybrid.sample_lines import SampleError, Skipped
 
 _PLAIN_TEXT_KEY = "text"
-_JSON_LINES = (".jsonl", ".json")  # suffixes; the second as in Megatron
-_MAX_MESSAGE = 2000  # characters
-_SHOWN = 40  # characters or bytes of the input in a message
+_SHOWN = 40  # characters of the input in a message
 # A worker's chunk: large enough to hide the cost of passing it, small enough to share the work
 # evenly.
 _CHUNK_DOCUMENTS = 256
 _CHUNK_CHARACTERS = 1 << 19
 _CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
-# A document is held in memory as a whole, with its tokens: 20 times its bytes with ByteTokenizer,
-# and up to 130 times with a Hugging Face tokenizer.
-_MAX_DOCUMENT_BYTES = 1 << 30
-_HEAD_BYTES = 1 << 20  # of a larger file, to see whether it is text at all
-
-
-class InputError(ValueError):
-    """Input that cannot be used. The message names the file, and the line where there is one."""
 
 
 class Document(NamedTuple):
@@ -85,6 +79,7 @@ class Output:
 class Counts:
     """Totals over the whole input, for the report at the end."""
 
+    skipped: Skipped
     num_bytes: int = 0
     undecodable: list[Path] = field(default_factory=list)
 
@@ -98,12 +93,8 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py")
     """
     parser = _parser(program)
     arguments = parser.parse_args(argv)
-    try:
-        files = _find_files(arguments.input, arguments.suffix)
-        preprocess(arguments, files)
-    except (ValueError, OSError, BrokenProcessPool) as error:
-        # In one line, even if the names of files contain control characters.
-        parser.exit(1, f"{parser.prog}: error: {printable(str(error), _MAX_MESSAGE)}\n")
+    with one_line_errors(parser.prog):
+        preprocess(arguments, find_files(arguments.input, arguments.suffix))
     return 0
 
 
@@ -117,11 +108,9 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     if arguments.chat:
         _preprocess_chats(arguments, files)
         return
-    for flag, given in (
-        ("--chat-template", arguments.chat_template),
-        ("--skip-bad-samples", arguments.skip_bad_samples),
-    ):
-        expect(not given, flag, "--chat beside it", given)
+    expect(
+        not arguments.chat_template, "--chat-template", "--chat with it", arguments.chat_template
+    )
     if len(set(keys)) != len(keys):
         raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
     if arguments.train_tokenizer:
@@ -137,6 +126,8 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
             builder = IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
             outputs.append(Output(key, stack.enter_context(builder)))
         counts = _tokenize(arguments, files, tokenizer, outputs)
+        for output in outputs:
+            output.builder.complete()  # all of them before the first is published
 
     _report(counts, outputs, time.monotonic() - begun)
 
@@ -167,9 +158,11 @@ def _tokenize(
     arguments: argparse.Namespace, files: list[Path], tokenizer: Tokenizer, outputs: list[Output]
 ) -> Counts:
     """Fills the outputs with the documents of `files`."""
-    counts = Counts()
+    counts = Counts(Skipped(is_allowed=arguments.skip_bad_samples))
     chunks = _chunks(_read(files, [output.key for output in outputs], counts))
-    total = sum(path.stat().st_size for path in files)
+    # How much a compressed file holds is not known before.
+    is_known = not any(map(is_compressed, files))
+    total = sum(path.stat().st_size for path in files) if is_known else None
     is_silent = not _shows_progress()
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
         for num_bytes, encoded in _encode_all(
@@ -199,7 +192,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         required=True,
-        help="text files, .jsonl and .json files (a JSON object a line), and folders of such files",
+        help="text files, JSON lines (.jsonl, .ndjson, .jsonlines, .json), either of them "
+        "compressed (.gz, .bz2, .xz, .zst), and folders of such files",
     )
     parser.add_argument(
         "--suffix",
@@ -234,8 +228,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="with --chat: leave out lines that are no conversation to learn from, and count them; "
-        "more than a tenth of all lines is an error",
+        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():
@@ -276,7 +269,9 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: lis
             f"{arguments.tokenizer_model}."
         )
 
-    texts = (text for document in _read(files, keys, Counts()) for text in document.texts)
+    # Bad lines are reported when they are met again.
+    counts = Counts(Skipped(is_allowed=arguments.skip_bad_samples))
+    texts = (text for document in _read(files, keys, counts) for text in document.texts)
     train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
 
 
@@ -285,101 +280,51 @@ def _shows_progress() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def _find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None) -> list[Path]:
-    """The files to read: inputs in the order given, folders recursively and sorted, hidden entries
-    left out.
-    """
-    found = []
-    for path in inputs:
-        if path.is_dir():
-            inside = (each for each in sorted(path.rglob("*")) if each.is_file())
-            for each in inside:
-                is_hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
-                if not is_hidden and (suffixes is None or each.suffix in suffixes):
-                    found.append(each)
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
-
-    if not found:
-        raise InputError(
-            f"--input: expected files to read, got none in {', '.join(map(str, inputs))}."
-        )
-
-    return found
-
-
 def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Document]:
-    """The documents in order. Files that are no UTF-8 text are left out and noted in `counts`."""
+    """The documents in order. Files that are not UTF-8 text are left out and noted in `counts`, and
+    so are bad lines where that is allowed. SampleError after the last document if there are too
+    many of them.
+    """
+    num_lines = 0
     for path in files:
-        if path.suffix in _JSON_LINES:
-            yield from _read_json_lines(path, keys)
+        if is_json_lines(path):
+            for document in _read_json_lines(path, keys, counts.skipped):
+                num_lines += 1
+                yield document
             continue
-        content = _content(path)
-        text = None if content is None else _decode(content)
-        if content is None or text is None:
+        text, num_bytes = read_document(path)
+        if text is None:
             counts.undecodable.append(path)
             continue
         if keys != [_PLAIN_TEXT_KEY]:
             raise InputError(
                 f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
             )
-        yield Document((text,), len(content))
+        yield Document((text,), num_bytes)
+    counts.skipped.check(num_lines)
 
 
-def _content(path: Path) -> bytes | None:
-    """The content of a file; None for one that is too large but not text anyway. InputError for a
-    text that is too large.
-    """
-    with open_regular(path, "a text file") as stream:
-        is_too_large = os.fstat(stream.fileno()).st_size > _MAX_DOCUMENT_BYTES
-        if is_too_large and b"\0" in stream.read(_HEAD_BYTES):
-            return None
-    try:
-        return read_regular(path, max_bytes=_MAX_DOCUMENT_BYTES, what="a document")
-    except UnusableFileError as error:
-        raise InputError(f"{path}: {error.strerror}.") from error
+def _read_json_lines(path: Path, keys: list[str], skipped: Skipped) -> Iterator[Document]:
+    for line in lines_of([path]):
+        try:
+            texts = _texts_of(line.text(), keys)
+        except ValueError as error:
+            skipped.add(SampleError(f"{line.place}: {str(error).removesuffix('.')}."))
+            continue
+        yield Document(texts, len(line.content))
 
 
-def _decode(content: bytes) -> str | None:
-    """The UTF-8 text, without a byte order mark; None if it is none, or holds a zero byte."""
-    if b"\0" in content:
-        return None
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-
-
-def _read_json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
-    with io.BufferedReader(open_regular(path, "a file of JSON lines")) as stream:
-        # One byte more than a line may have: a longer one is not read to its end.
-        lines = iter(lambda: stream.readline(_MAX_DOCUMENT_BYTES + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            if len(line) > _MAX_DOCUMENT_BYTES:
-                expected = f"at most {_MAX_DOCUMENT_BYTES} bytes"
-                raise InputError(f"{path}, line {number}: expected {expected}, got more.")
-            if not line.strip():
-                continue
-            try:
-                texts = _texts_of(line, keys)
-            except InputError as error:
-                raise InputError(f"{path}, line {number}: {error}") from error
-            yield Document(texts, len(line))
-
-
-def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
-    """The texts under `keys` of a line that is a JSON object. InputError says what is wrong with
+def _texts_of(line: str, keys: list[str]) -> tuple[str, ...]:
+    """The texts under `keys` of a line that is a JSON object. ValueError says what is wrong with
     the line.
     """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"expected JSON, got {line[:_SHOWN]!r} ({error}).") from error
+        raise ValueError(f"expected JSON, got {line[:_SHOWN]!r} ({error})") from error
 
     if not isinstance(record, dict):
-        raise InputError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
+        raise ValueError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
     for key in keys:
         text = record.get(key)
         if not isinstance(text, str):
@@ -388,13 +333,13 @@ def _texts_of(line: bytes, keys: list[str]) -> tuple[str, ...]:
                 if key in record
                 else f"the keys {reprlib.repr(sorted(record))}"
             )
-            raise InputError(f"expected a text under the key {key!r}, got {got}.")
+            raise ValueError(f"expected a text under the key {key!r}, got {got}.")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             # JSON can spell half of a surrogate pair, which no encoding can.
             wrong = text[max(0, error.start - 10) :]
-            raise InputError(
+            raise ValueError(
                 f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} "
                 f"at character {error.start}."
             ) from error
@@ -433,24 +378,15 @@ def _encode_all(
             yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
         return
 
-    # Spawned, not forked: a fork of a process that has used the tokenizer's threads may hang.
-    executor = ProcessPoolExecutor(
-        num_workers,
-        multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer, append_eod),
-    )
     pending: collections.deque[tuple[int, Future[list[Encoded]]]] = collections.deque()
-    try:
+    with worker_pool(num_workers, _start_worker, tokenizer, append_eod) as pool:
         for chunk in chunks:
-            pending.append((_num_bytes(chunk), executor.submit(_encode_in_worker, chunk)))
+            pending.append((_num_bytes(chunk), pool.submit(_encode_in_worker, chunk)))
             if len(pending) > num_workers * _CHUNKS_PER_WORKER:
                 num_bytes, future = pending.popleft()
                 yield num_bytes, future.result()
         for num_bytes, future in pending:
             yield num_bytes, future.result()
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 def _num_bytes(chunk: list[Document]) -> int:
@@ -461,9 +397,6 @@ _in_worker: dict[str, tuple[Tokenizer, bool]] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
-    # Ctrl-C reaches every process of the terminal. The process that started the workers handles it
-    # and ends them; a worker killed by it might still hold the queue's lock.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The workers share the cores, so the tokenizer's own threads would only compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _in_worker["settings"] = (tokenizer, append_eod)
@@ -499,6 +432,7 @@ def _add(output: Output, part: Encoded) -> None:
 
 def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
     """A line per dataset and one for the input."""
+    counts.skipped.tell()
     for output in outputs:
         builder = output.builder
         note = f"; {output.num_empty} empty documents skipped" if output.num_empty else ""
@@ -512,4 +446,6 @@ def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
         if counts.undecodable
         else ""
     )
+    if counts.skipped.reasons:
+        note += f"; {len(counts.skipped.reasons)} bad lines skipped"
     print(f"{counts.num_bytes} bytes tokenized in {seconds:.1f} s{note}")

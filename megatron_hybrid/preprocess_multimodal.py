@@ -15,27 +15,20 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
-from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
 from megatron.training.images import ImageProcessing, find_picture
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
-from megatron_hybrid.sample_lines import (
-    MAX_MESSAGE,
-    SampleError,
-    Skipped,
-    check_files,
-    lines_of,
-    make_samples,
-)
+from megatron_hybrid.endings import one_line_errors
+from megatron_hybrid.input_files import lines_of
+from megatron_hybrid.sample_lines import SampleError, Skipped, check_files, make_samples
 
 
 @dataclasses.dataclass
@@ -145,7 +138,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     parser = _parser(program)
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
-    try:
+    with one_line_errors(parser.prog):
         files = check_files(arguments.input)
         summary = preprocess(
             files,
@@ -155,9 +148,6 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
             skip_bad_samples=arguments.skip_bad_samples,
             num_workers=arguments.workers,
         )
-    except (ValueError, OSError, BrokenProcessPool) as error:
-        # In one line, even if the names of files contain control characters.
-        parser.exit(1, f"{parser.prog}: error: {printable(str(error), MAX_MESSAGE)}\n")
 
     summary.skipped.tell()
     print(
@@ -216,8 +206,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out lines with broken pictures or texts, and count them; more than a tenth of "
-        "all lines is an error",
+        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser

@@ -1,21 +1,19 @@
-"""Samples of lines: JSON lines read in their order, and made into samples by several processes."""
+"""Samples of JSON lines, made in their order by several processes, and the lines that make none."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
+from megatron_hybrid.endings import worker_pool
+from megatron_hybrid.input_files import Line
 
-MAX_MESSAGE = 2000  # characters
 _MOST_TOLD = 10  # skipped samples that are named
 _MOST_SKIPPED = 0.1  # of all lines
 _CHUNK = 16  # samples that a worker makes at a time
@@ -25,19 +23,6 @@ Sample = TypeVar("Sample", covariant=True)
 
 class SampleError(ValueError):
     """A line that makes no sample. The message names the file, the line, and what is wrong."""
-
-
-class Line(NamedTuple):
-    """A line of the input.
-
-    Attributes:
-        place: for messages.
-        folder: that relative paths begin in.
-    """
-
-    place: str
-    content: str
-    folder: Path
 
 
 class Maker(Protocol[Sample]):
@@ -56,24 +41,10 @@ def check_files(inputs: Sequence[Path]) -> list[Path]:
     return list(inputs)
 
 
-def lines_of(files: Sequence[Path], folder: Path | None = None) -> Iterator[Line]:
-    """The lines of files, without blank ones.
-
-    Args:
-        folder: that relative paths begin in; default: the folder of their file.
-    """
-    for path in files:
-        own = path.parent if folder is None else folder
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Line(f"{path}, line {number}", line, own)
-
-
 def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:
     """The sample of a line, or why there is none."""
     try:
-        record = parse_json(line.content)
+        record = parse_json(line.text())
     except ValueError as error:
         return SampleError(f"{line.place}: expected a JSON object, got {error}.")
     try:
@@ -101,11 +72,9 @@ def make_samples(
             yield try_to_make(maker, line)
         return
 
-    # Not forked: the tokenizers library has threads.
-    context = multiprocessing.get_context("spawn")
     iterator = iter(lines)
     chunks = iter(lambda: list(itertools.islice(iterator, _CHUNK)), [])
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (maker,)) as pool:
+    with worker_pool(num_workers, _start_worker, maker) as pool:
         # As many in flight as keep the workers busy: all of the input need not be in memory.
         pending = [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 2 * num_workers)]
         while pending:
@@ -118,7 +87,6 @@ _worker_maker: Maker[Any] | None = None  # of this process, if it is a worker
 
 def _start_worker(maker: Maker[Any]) -> None:
     global _worker_maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_maker = maker
 
 
@@ -139,7 +107,7 @@ class Skipped:
         self.reasons: list[str] = []
 
     def add(self, error: SampleError) -> None:
-        """Counts a line in, or raises its error."""
+        """Counts a line, or raises its error."""
         if not self._is_allowed:
             raise error
         self.reasons.append(str(error))

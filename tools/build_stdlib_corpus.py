@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
 
 from megatron.core.files import published
+from megatron_hybrid.endings import run
 
 # Installed packages, tests (broken sources on purpose, generated tables) and the file the topics
 # come from.
@@ -33,8 +35,8 @@ _LEFT_OUT = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the corpus and prints its size."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the corpus and prints its size; returns the exit code."""
     parser = argparse.ArgumentParser(description="Writes the standard library as a JSONL corpus.")
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     arguments = parser.parse_args(argv)
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stream.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
             num_documents += 1
     print(f"{output}: {num_documents} documents, {output.stat().st_size / 1e6:.1f} MB")
+    return 0
 
 
 def _texts(library: Path) -> Iterator[str]:
@@ -62,4 +65,4 @@ def _texts(library: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_hybrid.checkpoint.command import main
+from megatron_hybrid.endings import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -23,18 +23,17 @@ from megatron.core.datasets.indexed_dataset import (
     bin_path,
     idx_path,
 )
-from megatron.core.log import printable
+from megatron_hybrid.endings import one_line_errors, run
 
 _SUFFIXES = (".bin", ".idx")
-_MAX_MESSAGE = 2000  # characters
 
 
 class InputError(ValueError):
     """Input that cannot be merged, in one line."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Merges what the command line names."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Merges what the command line names; returns the exit code."""
     parser = argparse.ArgumentParser(description="Merges .bin/.idx token files into one pair.")
     parser.add_argument(
         "--input", type=Path, required=True, help="folder of the token files to merge"
@@ -46,11 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="path of the merged files without .bin and .idx",
     )
     arguments = parser.parse_args(argv)
-    try:
+    with one_line_errors(parser.prog):
         merge(find_prefixes(arguments.input, arguments.output_prefix), arguments.output_prefix)
-    except (ValueError, OSError) as error:
-        # In one line, even if the names of files contain control characters.
-        parser.exit(1, f"{parser.prog}: error: {printable(str(error), _MAX_MESSAGE)}\n")
+    return 0
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
@@ -103,4 +100,4 @@ def _is_part(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

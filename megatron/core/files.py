@@ -17,6 +17,7 @@ import contextlib
 import errno
 import io
 import os
+import resource
 import secrets
 import stat
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _READ_BYTES = 1 << 24  # at a time
+_OTHER_OPEN_FILES = 512  # libraries, sockets between ranks, pipes to workers, checkpoints
 
 
 class UnusableFileError(OSError):
@@ -61,6 +63,19 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit of this process, and of those that it starts, by so many open files beside
+    some hundreds of others; as far as the system lets it.
+    """
+    wanted = count + _OTHER_OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def reason_of(failure: OSError) -> str:
@@ -158,7 +173,7 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
     """
     temporary = temporary_path(path)
     try:
-        with temporary.open("xb") as stream:
+        with failures_named(path), temporary.open("xb") as stream:
             yield stream
             if sync is not Sync.NOTHING:
                 sync_stream(stream)
@@ -171,6 +186,17 @@ def published(path: Path, sync: Sync = Sync.ALL) -> Iterator[BinaryIO]:
 
     if sync is Sync.ALL:
         sync_folder(path.parent)
+
+
+@contextmanager
+def failures_named(path: Path) -> Iterator[None]:
+    """Names a file in errors of the system that name none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def temporary_path(path: Path) -> Path:

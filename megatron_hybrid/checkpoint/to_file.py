@@ -97,7 +97,7 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
         published(path) as stream,
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
     ):
-        tensors = _mapped(Path(memory.name), checkpoint.tensors)
+        tensors = _mapped(memory.fileno(), Path(memory.name), checkpoint.tensors)
         for key, tensor in tensors.items():
             for box, piece in _pieces(checkpoint, key, progress):
                 tensor[box.slices()] = piece
@@ -109,13 +109,17 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
             ) from error
 
 
-def _mapped(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
+def _mapped(
+    descriptor: int, path: Path, saved: Mapping[str, SavedTensor]
+) -> dict[str, torch.Tensor]:
     """Tensors over one file, each beginning on a multiple of its elements' size."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
     for key, tensor in saved.items():
         places[key] = (end, tensor.nbytes)
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    # Writing to a mapped page that a full disk has no room for would kill the process.
+    os.posix_fallocate(descriptor, 0, max(end, 1))
     memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
     return {
         key: memory[begin : begin + nbytes].view(saved[key].dtype).view(saved[key].shape)

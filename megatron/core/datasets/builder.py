@@ -19,10 +19,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.permutation import derive_key
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
+from megatron.core.files import allow_open_files
 from megatron.core.options import ConfigError
 
 _SPLITS = ("train", "valid", "test")
 _LOOKED_AT = 8  # documents
+_OPEN_FILES = 6  # at most, of a part of a blend: two indexed datasets and the files being opened
+
+_Files = TypeVar("_Files", bound=Sized)
 
 
 def build_gpt_datasets(
@@ -50,7 +54,7 @@ def build_gpt_datasets(
         TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked
             for.
     """
-    opened = [IndexedDataset(part.prefix) for part in config.blend]
+    opened = _open_all(config, IndexedDataset)
     if config.boundaries:
         for indexed in opened:
             _check_ends(indexed, eod)
@@ -100,7 +104,7 @@ def build_image_text_datasets(
             files, documents, count, config.seq_length, seed, filler, vocab_size
         )
 
-    opened = [ImageTextFiles(part.prefix) for part in config.blend]
+    opened = _open_all(config, ImageTextFiles)
     return _build_packed(config, opened, num_samples, seed, build)
 
 
@@ -135,11 +139,14 @@ def build_answer_datasets(
             is_cut=config.sft_truncate,
         )
 
-    opened = [AnswerFiles(part.prefix) for part in config.blend]
+    opened = _open_all(config, AnswerFiles)
     return _build_packed(config, opened, num_samples, seed, build)
 
 
-_Files = TypeVar("_Files", bound=Sized)
+def _open_all(config: GPTDatasetConfig, open_files: Callable[[str], _Files]) -> list[_Files]:
+    """The files of all parts of the blend, which stay open."""
+    allow_open_files(len(config.blend) * _OPEN_FILES)
+    return [open_files(part.prefix) for part in config.blend]
 
 
 def _build_packed(

@@ -11,8 +11,10 @@ look-up. The check costs half a microsecond and leaves only the moment between t
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -69,7 +71,7 @@ class DataFile:
             raise IndexedDatasetError(f"{path}: expected {what}, got no such file.") from error
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
             reason = error.strerror if isinstance(error, OSError) else error
-            raise IndexedDatasetError(f"{path}: {reason}.") from error
+            raise IndexedDatasetError(f"{path}: {reason}{_advice(error)}.") from error
 
         # Of the file that is open, which may no longer be the one under its name.
         status = os.fstat(self._stream.fileno())
@@ -130,7 +132,9 @@ class MappedFile:
         try:
             self._mapping = mmap.mmap(stream.fileno(), num_bytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: the file has shrunk by now
-            raise IndexedDatasetError(f"{path}: cannot be mapped ({error}).") from error
+            raise IndexedDatasetError(
+                f"{path}: cannot be mapped ({error}){_advice(error)}."
+            ) from error
         self.content = np.frombuffer(self._mapping, dtype=np.uint8)
 
     def check_size(self) -> None:
@@ -138,6 +142,14 @@ class MappedFile:
         # size() asks the system for the file's, by a descriptor that the mapping keeps.
         if self._mapping is not None and self._mapping.size() < len(self._mapping):
             raise _shrunk(self.path, len(self._mapping), self._mapping.size())
+
+
+def _advice(error: Exception) -> str:
+    """What to do about an error, where that is known."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"; the limit is {limit}: raise it (ulimit -n), or merge data sets"
 
 
 def _shrunk(path: Path, before: int, now: int) -> IndexedDatasetError:

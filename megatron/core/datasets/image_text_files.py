@@ -14,6 +14,7 @@ so files that are not all there are never read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -100,8 +101,11 @@ class ImageTextWriter:
         self.prefix = str(prefix)
         self.format = format
         self.num_samples = self.num_images = self.num_tokens = 0
-        self._text = IndexedDatasetBuilder(f"{prefix}_text", np.int32)
-        self._images = IndexedDatasetBuilder(f"{prefix}_images", np.uint8)
+        with contextlib.ExitStack() as opened:
+            self._text = IndexedDatasetBuilder(f"{prefix}_text", np.int32)
+            opened.callback(self._text.abort)  # if the next line fails
+            self._images = IndexedDatasetBuilder(f"{prefix}_images", np.uint8)
+            opened.pop_all()
 
     def add(self, sample: ImageTextSample) -> None:
         """Adds a sample.
@@ -131,16 +135,15 @@ class ImageTextWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._text.abort()
-            self._images.abort()
-            return
-
         description = {"format": _FORMAT, **dataclasses.asdict(self.format)}
         path = _description_path(self.prefix)
-        # Without it the new files are no dataset, rather than a mixture with the old ones.
-        path.unlink(missing_ok=True)
         try:
+            if kind is not None:
+                return
+            self._text.complete()
+            self._images.complete()
+            # Without it the new files are no dataset, rather than a mixture with the old ones.
+            path.unlink(missing_ok=True)
             self._text.finalize()
             self._images.finalize()
         finally:

@@ -7,6 +7,7 @@ per document.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import struct
 import tempfile
@@ -26,7 +27,7 @@ from megatron.core.datasets.index_format import (
     pack_header,
     read_header,
 )
-from megatron.core.files import sync_folder, sync_stream, temporary_path
+from megatron.core.files import failures_named, sync_folder, sync_stream, temporary_path
 
 _CHUNK = 1 << 18  # sequences handled at a time
 _PIECE_BYTES = 1 << 24  # of tokens copied at a time
@@ -273,6 +274,7 @@ class IndexedDatasetBuilder:
             known = ", ".join(map(str, DTYPES.values()))
             raise ValueError(f"Expected one of {known}, got {self.dtype}.")
 
+        self._is_complete = False
         self.num_sequences = 0
         self.num_documents = 0
         self.num_tokens = 0
@@ -315,7 +317,8 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """Ends a document: the sequences since the end of the one before it, perhaps none."""
-        self._boundaries.write(struct.pack("<q", self.num_sequences))
+        with failures_named(bin_path(self.prefix)):
+            self._boundaries.write(struct.pack("<q", self.num_sequences))
         self.num_documents += 1
 
     def add_index(self, path_prefix: str | Path) -> None:
@@ -337,12 +340,13 @@ class IndexedDatasetBuilder:
             )
 
         try:
-            for content in other.pieces():
-                self._tokens.write(content)
-            for lengths in other.in_chunks(other.sequence_lengths):
-                self._lengths.write(lengths.tobytes())
-            for ends in other.in_chunks(other.document_indices[1:]):
-                self._boundaries.write((ends + self.num_sequences).astype("<i8").tobytes())
+            with failures_named(bin_path(self.prefix)):
+                for content in other.pieces():
+                    self._tokens.write(content)
+                for lengths in other.in_chunks(other.sequence_lengths):
+                    self._lengths.write(lengths.tobytes())
+                for ends in other.in_chunks(other.document_indices[1:]):
+                    self._boundaries.write((ends + self.num_sequences).astype("<i8").tobytes())
         except BaseException:
             self.abort()
             raise
@@ -365,15 +369,8 @@ class IndexedDatasetBuilder:
             raise ValueError(
                 f"Expected the index at {idx_path(self.prefix)}, beside its .bin, got {path}."
             )
-        if self._tokens.closed:
-            raise RuntimeError(
-                f"Expected an open builder, got one of {self.prefix} that is finalized or aborted."
-            )
-
         try:
-            sync_stream(self._tokens)
-            self._tokens.close()
-            self._write_index()
+            self.complete()
             # Without its old index the new .bin is no dataset, rather than a wrong one, until the
             # new index stands.
             idx_path(self.prefix).unlink(missing_ok=True)
@@ -383,10 +380,35 @@ class IndexedDatasetBuilder:
         finally:
             self.abort()
 
+    def complete(self) -> None:
+        """Writes all that is left, still under temporary names; nothing can be added afterwards.
+
+        A full disk shows here at the latest, so writers of several files complete them all before
+        they finalize the first.
+
+        Raises:
+            RuntimeError: the builder was finalized or aborted before.
+        """
+        if self._is_complete:
+            return
+        if self._tokens.closed:
+            raise RuntimeError(
+                f"Expected an open builder, got one of {self.prefix} that is finalized or aborted."
+            )
+        with failures_named(bin_path(self.prefix)):
+            sync_stream(self._tokens)
+            self._tokens.close()
+        with failures_named(idx_path(self.prefix)):
+            self._write_index()
+        self._is_complete = True
+
     def abort(self) -> None:
         """Removes what is not published. Harmless at any time."""
+        self._is_complete = False
         for stream in (self._tokens, self._lengths, self._boundaries):
-            stream.close()
+            # Closing writes what is buffered, and fails once more on a full disk.
+            with contextlib.suppress(OSError):
+                stream.close()
         self._temporary_bin.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)
 
@@ -424,8 +446,9 @@ class IndexedDatasetBuilder:
             raise ValueError(
                 f"Expected lengths that add up to {len(stored)} tokens, got {lengths}."
             )
-        self._tokens.write(stored.tobytes())
-        self._lengths.write(np.array(lengths, dtype="<i4").tobytes())
+        with failures_named(bin_path(self.prefix)):
+            self._tokens.write(stored.tobytes())
+            self._lengths.write(np.array(lengths, dtype="<i4").tobytes())
         self.num_sequences += len(lengths)
         self.num_tokens += len(stored)
 

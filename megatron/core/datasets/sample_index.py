@@ -28,6 +28,7 @@ start is found before any of its tokens are used.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -42,6 +43,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +52,15 @@ import xxhash
 from megatron.core.datasets.data_files import DataFile, IndexedDatasetError, MappedFile
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
-from megatron.core.files import published
+from megatron.core.files import failures_named, published, sync_folder, sync_stream
 
 logger = logging.getLogger(__name__)
 
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FORMAT = 1  # raised when the same description would give other numbers
+_PARTIAL = ".partial"  # suffix of an index that is being built
+_SECONDS_UNTIL_STALE = 3600
 _CHUNK = 1 << 18  # documents, or samples, handled at a time: it bounds the memory of a build
 
 
@@ -198,6 +202,7 @@ class SampleIndex:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._map()
                 if found is None:
+                    self._remove_others_partial_files()
                     self._build()
                     found = self._map()
         except OSError as error:
@@ -245,13 +250,18 @@ class SampleIndex:
         begun = time.monotonic()
         with published(self.path.with_suffix(".json")) as stream:
             stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
-        with published(self.path) as stream:
-            stream.write(self._header())
-            for epoch in range(self.num_epochs):
-                for starts in self.stream.sample_starts(
-                    epoch, self.seq_length, self.samples_per_epoch
-                ):
-                    stream.write(starts.tobytes())
+        partial = self.path.with_suffix(_PARTIAL)
+        try:
+            with failures_named(self.path), _open_partial(partial) as stream:
+                self._write(stream)
+            # Without working locks, another node may have given this file its name.
+            with contextlib.suppress(FileNotFoundError):
+                partial.replace(self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        sync_folder(self.folder)
 
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
@@ -262,10 +272,51 @@ class SampleIndex:
             time.monotonic() - begun,
         )
 
+    def _write(self, stream: BinaryIO) -> None:
+        stream.write(self._header())
+        for epoch in range(self.num_epochs):
+            for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
+                stream.write(starts.tobytes())
+        stream.truncate()
+        sync_stream(stream)
+
+    def _remove_others_partial_files(self) -> None:
+        """Removes files that killed builds of other indices have left: their lock is free, and no
+        process, on a node with separate locks perhaps, has written to them for an hour.
+        """
+        own = self.path.with_suffix(_PARTIAL)
+        # The file system's clock, which may differ from this node's.
+        lock = self.path.with_suffix(".lock")
+        os.utime(lock)
+        now = lock.stat().st_mtime
+        for path in self.folder.glob(f"{'[0-9a-f]' * 32}{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                is_old = now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE
+                if path != own and is_old:
+                    with _locked(path.with_suffix(".lock"), waits=False):
+                        path.unlink()
+
+
+def _open_partial(path: Path) -> BinaryIO:
+    """Opens the file that an index is built in, which a killed build may have left.
+
+    It is neither truncated nor replaced by another file: nodes whose locks do not reach each other
+    then write the same bytes to the same file, which harms neither.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Expected a regular file to write", str(path))
+    return os.fdopen(descriptor, "r+b")
+
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file among the processes of this node; waits for it.
+def _locked(path: Path, *, waits: bool = True) -> Iterator[None]:
+    """Holds an exclusive lock on a file among the processes of this node.
+
+    Args:
+        waits: for another process that holds it; otherwise BlockingIOError.
 
     The file stays: removing it would let a process that waits and one that comes later lock two
     different files. A file system without locks costs only work: every process builds the index and
@@ -281,9 +332,9 @@ def _locked(path: Path) -> Iterator[None]:
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS or not waits:
                 raise
             logger.warning(
                 "%s cannot be locked (%s); processes may each build the sample index.", path, error

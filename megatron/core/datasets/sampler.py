@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.sample_dataset import SampleDataset
+from megatron.core.log import printable
+from megatron.core.options import ConfigError
+
+# PyTorch's errors name the object, /torch_PROCESS_NUMBER, or say what it is.
+_ABOUT_SHARED_MEMORY = ("/torch_", "shared memory")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -92,7 +99,9 @@ class BatchLoader:
     """Micro-batches in the order of a sampler, read ahead by worker processes.
 
     A worker hands over an error in the data as a value. Raised in the worker, it would come out of
-    PyTorch's loader with the worker's traceback in place of its one line.
+    PyTorch's loader with the worker's traceback in place of its one line. The same holds for a
+    lack of shared memory. Without that, a thread of the worker would meet it and lose the batch,
+    and the loader would wait forever.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -111,8 +120,15 @@ class BatchLoader:
 
         Raises:
             IndexedDatasetError: data that cannot be used; raised where its batch would come.
+            ConfigError: no shared memory for the workers or for their batches.
         """
-        return map(_raise_if_error, iter(self._loader))
+        try:
+            batches = iter(self._loader)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._loader.num_workers:
+                raise
+            raise _lack_of_shared_memory(error) from error
+        return map(_raise_if_error, batches)
 
 
 class _WithErrors(Dataset[Any]):
@@ -136,11 +152,38 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Any:
         errors = (sample for sample in samples if isinstance(sample, IndexedDatasetError))
-        return next(errors, None) or self.of_samples(samples)
+        if error := next(errors, None):
+            return error
+        if get_worker_info() is None:
+            return self.of_samples(samples)
+        try:
+            return _shared(self.of_samples(samples))
+        except RuntimeError as failure:
+            if not any(word in str(failure) for word in _ABOUT_SHARED_MEMORY):
+                raise
+            return _lack_of_shared_memory(failure)
+
+
+def _shared(batch: Any) -> Any:
+    """The batch, with its tensors in shared memory."""
+    if isinstance(batch, Tensor):
+        batch.share_memory_()
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            _shared(part)
+    return batch
+
+
+def _lack_of_shared_memory(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--num-workers: expected shared memory (/dev/shm) for the batches of data workers, got: "
+        f"{printable(str(error))}. Enlarge it (docker run --shm-size), or use fewer workers; 0 "
+        "needs none."
+    )
 
 
 def _raise_if_error(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, IndexedDatasetError):
+    if isinstance(batch, IndexedDatasetError | ConfigError):
         raise batch
     found: dict[str, Any] = batch
     return found

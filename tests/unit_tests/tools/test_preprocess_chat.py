@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron.core.datasets.answer_dataset import AnswerFiles
-from megatron_hybrid import preprocess_data
+from megatron_hybrid import preprocess_chat, preprocess_data
+from megatron_hybrid.input_files import Line
+from megatron_hybrid.sample_lines import SampleError, try_to_make
+from tests.unit_tests.tools.helpers.odd_records import odd_records
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 TEMPLATE = (
@@ -111,29 +115,15 @@ def test_a_line_that_is_no_conversation_ends_it_with_its_file_and_number(
 def test_bad_lines_are_left_out_and_counted_where_that_is_wanted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), *map(talk, range(1, 9 * len(BROKEN)))]
+    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), *map(talk, range(1, 90))]
     assert preprocess(folder, lines, "--skip-bad-samples") == 0
     told = capsys.readouterr()
-    assert f"{9 * len(BROKEN)} conversations, " in told.out
+    assert "90 conversations, " in told.out
     assert f"{len(BROKEN)} skipped" in told.out
     assert told.err.count("skipped: ") == len(BROKEN)
     with pytest.raises(SystemExit, match="1"):
         preprocess(folder, ["{"], "--skip-bad-samples", name="none")
     assert "at least one conversation, got none and 1 bad line(s)" in capsys.readouterr().err
-
-
-def test_a_run_that_would_leave_out_more_than_a_tenth_of_its_lines_fails(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [*map(talk, range(26)), "[]", "3", "null"]
-    with pytest.raises(SystemExit, match="1"):
-        preprocess(folder, lines, "--skip-bad-samples")
-    error = capsys.readouterr().err
-    assert "at most 10% bad lines, got 3 of 29" in error
-    assert "in.jsonl, line 27: " in error
-    assert contents(folder) == {}
-    assert preprocess(folder, [*lines, talk(26)], "--skip-bad-samples") == 0
-    assert "27 conversations, " in capsys.readouterr().out
 
 
 def test_turns_with_weight_0_are_read_and_not_learned(folder: Path) -> None:
@@ -152,6 +142,58 @@ def test_turns_with_weight_0_are_read_and_not_learned(folder: Path) -> None:
     text = decode(tokens.tolist(), skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert "assistant\nbad<|im_end|>" in text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_more_than_a_tenth_of_bad_lines_is_an_error_that_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    lines = [*map(talk, range(30)), *["{"] * 4]
+    flags = ["--skip-bad-samples", "--workers", workers]
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, lines, *flags)
+    told = capsys.readouterr().err
+    assert "4 of 34" in told
+    assert "line 31: " in told
+    assert contents(folder) == {}
+    assert preprocess(folder, lines[:-1], *flags) == 0
+
+
+def test_lines_may_begin_with_a_byte_order_mark_and_be_compressed(folder: Path) -> None:
+    lines = [talk(0), talk(1)]
+    assert preprocess(folder, lines) == 0
+    marked = "".join(f"\ufeff{line}\r\n" for line in lines).encode()
+    (folder / "in.NDJSON.gz").write_bytes(gzip.compress(marked))
+    assert preprocess(folder, [], "--input", folder / "in.NDJSON.gz", name="marked") == 0
+    assert contents(folder, "marked") == contents(folder)
+
+
+def test_bytes_that_are_no_utf_8_are_a_bad_line_and_not_learned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = talk(1).encode().replace(b"answer", b"caf\xe9")
+    lines = [talk(0).encode(), bad, *(talk(number).encode() for number in range(2, 20))]
+    (folder / "bytes").write_bytes(b"\n".join(lines))
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [], "--input", folder / "bytes")
+    told = capsys.readouterr().err
+    assert "bytes, line 2: " in told
+    assert "UTF-8" in told
+    assert preprocess(folder, [], "--input", folder / "bytes", "--skip-bad-samples") == 0
+    assert len(AnswerFiles(folder / "out_chat_document")) == 19
+
+
+def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
+    maker = preprocess_chat.ChatMaker(str(folder))
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    whole = json.loads(talk(0)) | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    num_bad = 0
+    for record in (whole, {"conversations": turns}):
+        for odd in odd_records(record):
+            line = Line("line 7", json.dumps(odd).encode(), folder)
+            made = try_to_make(maker, line)
+            num_bad += isinstance(made, SampleError)
+    assert num_bad > 100
 
 
 def test_another_template_may_be_given(folder: Path) -> None:
@@ -184,7 +226,7 @@ def test_flags_of_conversations_are_refused_for_plain_text(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--input", folder / "chat_template.jinja", "--output-prefix", folder / "x"]
-    argv += ["--tokenizer-model", folder, "--skip-bad-samples"]
+    argv += ["--tokenizer-model", folder, "--chat-template", folder / "chat_template.jinja"]
     with pytest.raises(SystemExit, match="1"):
         preprocess_data.main([str(word) for word in argv])
-    assert "--skip-bad-samples: expected --chat beside it" in capsys.readouterr().err
+    assert "--chat-template: expected --chat with it" in capsys.readouterr().err

@@ -16,6 +16,9 @@ from PIL import Image
 from megatron.core.datasets.image_text_files import ImageTextFiles
 from megatron.training.images import ImageProcessing
 from megatron_hybrid import preprocess_multimodal
+from megatron_hybrid.input_files import Line
+from megatron_hybrid.sample_lines import SampleError, try_to_make
+from tests.unit_tests.tools.helpers.odd_records import odd_records
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,22 +114,22 @@ def test_a_bad_line_is_an_error_that_names_file_and_line_and_leaves_nothing(
 def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = [*(bad for bad, _ in BROKEN.values()), *["{"] * 5]
-    lines = [line("0.png"), *bad, line("1.png"), *[line(None)] * (9 * len(bad) - 2)]
+    good = [line("0.png", f"Picture {number}.") for number in range(130)]
+    lines = [good[0], *(bad for bad, _ in BROKEN.values()), *good[1:], *["{"] * 5]
     assert preprocess(folder, lines, "--skip-bad-samples", "--workers", 2) == 0
     told = capsys.readouterr()
-    assert f"out: {9 * len(bad)} samples, 2 images, " in told.out
+    assert "out: 130 samples, 130 images, " in told.out
     assert f"{len(BROKEN) + 5} skipped" in told.out
     assert told.err.count("skipped: ") == 11, "ten are named"
     assert f"skipped: {len(BROKEN) + 5 - 10} more" in told.err
     assert f"skipped: {folder / 'in.jsonl'}, line 2: expected a JSON object" in told.err
     with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [*good[:8], "{"], "--skip-bad-samples", name="none")
+    assert "1 of 9" in capsys.readouterr().err
+    assert not list(folder.glob("none*"))
+    with pytest.raises(SystemExit, match="1"):
         preprocess(folder, ["{"], "--skip-bad-samples", name="none")
     assert "at least one sample, got none and 1 bad line(s)" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="1"):
-        preprocess(folder, lines[:-1], "--skip-bad-samples", name="many")
-    assert f"at most 10% bad lines, got {len(bad)} of " in capsys.readouterr().err
-    assert not list(folder.glob("many*"))
 
 
 def test_pictures_are_read_from_paths_and_uris(folder: Path) -> None:
@@ -158,6 +161,33 @@ def test_uris_that_name_no_picture_are_refused(
     with pytest.raises(SystemExit, match="1"):
         preprocess(folder, [line(picture)])
     assert told in capsys.readouterr().err
+
+
+def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
+    processing = ImageProcessing(patch_size=4, min_pixels=64)
+    maker = preprocess_multimodal.SampleMaker(str(folder), processing)
+    turns = [{"from": "human", "value": "<image>a"}, {"from": "gpt", "value": "b"}]
+    num_bad = 0
+    for record in (json.loads(line("0.png")), {"images": ["0.png"], "conversations": turns}):
+        for odd in odd_records(record):
+            made = try_to_make(maker, Line("line 7", json.dumps(odd).encode(), folder))
+            num_bad += isinstance(made, SampleError)
+    assert num_bad > 100
+
+
+def test_bytes_that_are_no_utf_8_are_a_bad_line_and_marks_are_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = line("0.png").encode()
+    path = folder / "bytes.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([good] * 10 + [good.replace(b"cat", b"\xff")]))
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [], "--input", path)
+    told = capsys.readouterr().err
+    assert "bytes.jsonl, line 11: " in told
+    assert "UTF-8" in told
+    assert preprocess(folder, [], "--input", path, "--skip-bad-samples") == 0
+    assert len(ImageTextFiles(folder / "out")) == 10
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,3 +147,33 @@ def test_an_index_that_is_none_is_refused(prefixes: list[str]) -> None:
     Path(prefixes[0] + ".idx").write_text("not an index")
     with pytest.raises(IndexedDatasetError, match=r"part0.idx: expected an index that begins with"):
         build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1)
+
+
+def test_many_data_sets_raise_the_limit_of_open_files(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
+    paths = [
+        write_tokens(tmp_path / f"part{number}", [[number] * 10] * 3).prefix for number in range(20)
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    blend = tuple(itertools.chain(*(("1", path) for path in paths)))
+    config = GPTDatasetConfig(seq_length=9, data_path=blend, split="1,0,0")
+    try:
+        # Fewer than the data sets need. A descriptor beyond a lowered limit stays usable.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+        train, _, _ = build_gpt_datasets(config, (40, 0, 0), vocab_size=100, seed=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert _tokens(train) == set(range(20))
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_is_named(
+    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(IndexedDatasetError, match=r"Too many open files.*ulimit -n"):
+        IndexedDataset(prefixes[0])

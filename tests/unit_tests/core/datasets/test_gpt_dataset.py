@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -276,6 +278,83 @@ def test_a_failed_build_leaves_nothing_to_be_mistaken_for_an_index(
             corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
         )
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
+
+
+def _build(corpus: IndexedDataset, folder: Path, seq_length: int = 8) -> GPTDataset:
+    return GPTDataset(
+        corpus, range(len(corpus)), 50, seq_length=seq_length, seed=3, cache_path=folder
+    )
+
+
+def _die_in_a_build(corpus: IndexedDataset, folder: Path) -> Path:
+    """The file that a process leaves which is killed while it builds an index."""
+
+    def starts(*_: object) -> Iterator[np.ndarray]:
+        yield np.full((1 << 12, 2), -1, dtype=np.int64)  # more than the index will have
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        sample_index.EpochStream.sample_starts = starts
+        _build(corpus, folder)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    (left,) = folder.glob("*.partial")
+    assert left.stat().st_size > 10_000
+    return left
+
+
+def test_the_file_of_a_killed_build_is_reused_by_the_next_one(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    _die_in_a_build(corpus, tmp_path / "cache")
+    windows = _windows(_build(corpus, tmp_path / "cache"))
+    assert windows == _windows(_build(corpus, tmp_path / "other"))
+    names = [
+        sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "other")
+    ]
+    assert names[0] == names[1]
+    contents = [next((tmp_path / name).glob("*.npy")).read_bytes() for name in ("cache", "other")]
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(("is_old", "is_locked"), [(True, False), (False, False), (True, True)])
+def test_the_build_of_another_index_removes_what_a_killed_one_left_unless_it_may_live(
+    corpus: IndexedDataset, tmp_path: Path, is_old: bool, is_locked: bool
+) -> None:
+    left = _die_in_a_build(corpus, tmp_path / "cache")
+    if is_old:
+        os.utime(left, (time.time() - 7200,) * 2)
+    with left.with_suffix(".lock").open("w") as lock:
+        if is_locked:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _build(corpus, tmp_path / "cache", seq_length=7)
+    assert left.exists() is (is_locked or not is_old)
+
+
+def test_a_full_disk_names_the_index_and_leaves_nothing(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_index, "sync_stream", _refuse(errno.ENOSPC))
+    with pytest.raises(IndexedDatasetError, match=r"No space left on device: '.*\.npy'"):
+        _build(corpus, tmp_path / "cache")
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
+
+
+def test_two_builds_without_locks_write_one_file(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one renames it before this one has ended."""
+    sync = sample_index.sync_stream
+
+    def publish_first(stream: BinaryIO) -> None:
+        sync(stream)
+        for path in (tmp_path / "cache").glob("*.partial"):
+            path.replace(path.with_suffix(".npy"))
+
+    monkeypatch.setattr(sample_index, "sync_stream", publish_first)
+    windows = _windows(_build(corpus, tmp_path / "cache"))
+    assert windows == _windows(_build(corpus, tmp_path / "other"))
 
 
 def _refuse(number: int) -> Callable[..., None]:

@@ -10,6 +10,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -281,3 +282,42 @@ def test_a_bin_shorter_than_the_index_says_is_refused(tmp_path: Path) -> None:
         IndexedDatasetError, match=f"expected at least {len(whole)} bytes.* got {len(whole) - 1}"
     ):
         IndexedDataset(prefix)
+
+
+def _fill_disk_of(stream: BinaryIO) -> None:
+    """Has all that is written to the stream from now on meet a full disk."""
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), stream.fileno())
+
+
+@pytest.mark.parametrize("name", ["_tokens", "_lengths", "_boundaries"])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    def write_to_a_full_disk() -> None:
+        with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+            _fill_disk_of(getattr(builder, name))
+            for _ in range(3 if name == "_tokens" else 20_000):
+                builder.add_document(np.zeros(10_000 if name == "_tokens" else 1, np.int32))
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_to_a_full_disk()
+    assert str(caught.value.filename).startswith(str(tmp_path / "x."))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "x", np.int32)
+    builder.add_document([1, 2, 3])  # still in the buffer
+    _fill_disk_of(builder._tokens)
+    with pytest.raises(OSError, match=r"No space left.*x\.bin"):
+        builder.finalize()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_builder_that_is_complete_has_published_nothing_yet(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
+        builder.add_document([1, 2])
+        builder.complete()
+        assert {path.suffix for path in tmp_path.iterdir()} == {".tmp"}
+    assert IndexedDataset(tmp_path / "x").get(0).tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match="finalized or aborted"):
+        builder.complete()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import resource
 import signal
 import sys
 
@@ -18,6 +20,7 @@ from megatron.core.datasets.sampler import (
     _serve_the_rank_to_its_end,
     build_data_loader,
 )
+from megatron.core.options import ConfigError
 
 
 def _global_batches(
@@ -126,3 +129,53 @@ def test_a_data_worker_ignores_the_signals_to_its_job_and_the_end_of_its_rank(ca
     printed = capfd.readouterr().err
     assert "ValueError: own" in printed
     assert "rank" not in printed
+
+
+class _WithoutSharedMemory(MockGPTDataset):
+    """Samples of a worker whose shared memory is full: its files cannot be enlarged."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))  # of the worker alone
+        return super().__getitem__(index)
+
+
+class _StackedBySample(_WithoutSharedMemory):
+    """A batch that is not in shared memory by itself, unlike PyTorch's."""
+
+    @staticmethod
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+
+
+@pytest.mark.parametrize("kind", [_WithoutSharedMemory, _StackedBySample])
+def test_a_lack_of_shared_memory_names_the_workers_and_does_not_hang(
+    kind: type[MockGPTDataset],
+) -> None:
+    loader = build_data_loader(
+        kind(100, 8, 32, seed=1), GlobalBatchSampler(32, 0, 2, 8, 0, 1), 1, pin_memory=False
+    )
+    with pytest.raises(ConfigError, match=r"^--num-workers: .*/dev/shm"):
+        next(iter(loader))
+
+
+def test_workers_that_cannot_be_started_for_want_of_shared_memory_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", fail)
+    dataset, sampler = MockGPTDataset(100, 8, 32, seed=1), GlobalBatchSampler(32, 0, 2, 8, 0, 1)
+    with pytest.raises(ConfigError, match=r"^--num-workers: .*/dev/shm"):
+        iter(build_data_loader(dataset, sampler, 1, pin_memory=False))
+    with pytest.raises(OSError, match="No space left"):
+        iter(build_data_loader(dataset, sampler, 0, pin_memory=False))
+
+
+def test_batches_of_workers_are_in_shared_memory_however_they_are_made() -> None:
+    dataset = MockGPTDataset(100, 8, 32, seed=1)
+    dataset.collate = _StackedBySample.collate
+    sampler = GlobalBatchSampler(32, 0, 2, 8, 0, 1)
+    for batch in build_data_loader(dataset, sampler, 1, pin_memory=False):
+        assert all(tensor.is_shared() for tensor in batch.values())

@@ -1,0 +1,223 @@
+"""Input of the preprocessing tools: text files and JSON lines, compressed or not.
+
+Files with the suffixes `.jsonl`, `.ndjson`, `.jsonlines` and `.json`, in upper or lower case, are
+JSON lines. Any other file is JSON lines if its first line is a JSON object, and text otherwise. A
+second suffix such as `.gz` names the compression.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsspec.compression import compr
+
+from megatron.core.files import UnusableFileError, open_regular
+
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # fsspec's names
+# A line or a document is in memory as a whole, with its tokens: 20 times its bytes with
+# ByteTokenizer, and up to 130 times with a Hugging Face tokenizer.
+_MAX_BYTES = 1 << 30
+_HEAD_BYTES = 1 << 20  # enough to tell JSON lines from text
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class InputError(ValueError):
+    """Input that cannot be used. The message names the file, and the line where there is one."""
+
+
+class Line(NamedTuple):
+    """A line of the input.
+
+    Attributes:
+        place: file and number, for messages.
+        content: of a line that is too long, the first `_MAX_BYTES` and one more.
+        folder: directory of relative paths.
+    """
+
+    place: str
+    content: bytes
+    folder: Path
+
+    def text(self) -> str:
+        """The line as text, without a byte order mark. ValueError for other bytes."""
+        if len(self.content) > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES} bytes, got more")
+        try:
+            return self.content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            wrong = self.content[error.start : error.start + 8]
+            raise ValueError(
+                f"expected UTF-8, got {wrong!r} at byte {error.start} of the line"
+            ) from error
+
+
+def find_files(inputs: Iterable[Path], suffixes: Sequence[str] | None = None) -> list[Path]:
+    """The files to read: inputs in the order given, folders recursively and sorted, hidden entries
+    left out.
+
+    Args:
+        suffixes: of the files that are read from folders, in any case; default: all.
+    """
+    wanted = None if suffixes is None else {suffix.lower() for suffix in suffixes}
+    found = []
+    for path in inputs:
+        if path.is_dir():
+            inside = (each for each in sorted(path.rglob("*")) if each.is_file())
+            for each in inside:
+                is_hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
+                if not is_hidden and (wanted is None or wanted & _suffixes(each)):
+                    found.append(each)
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise InputError(f"--input: expected regular files and folders that exist, got {path}.")
+
+    if not found:
+        raise InputError(
+            f"--input: expected files to read, got none in {', '.join(map(str, inputs))}."
+        )
+
+    return found
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is decompressed while it is read."""
+    return path.suffix.lower() in _COMPRESSIONS
+
+
+def open_input(path: Path) -> io.BufferedReader:
+    """Opens a file for reading, decompressed.
+
+    Raises:
+        InputError: no package reads this compression.
+        OSError: as `open_regular`; also later, for damaged compressed content.
+    """
+    if not is_compressed(path):
+        return io.BufferedReader(open_regular(path, "an input file"))
+    decompress = _decompressor(path)
+    raw = open_regular(path, "an input file")
+    try:
+        return io.BufferedReader(_Decompressed(path, raw, decompress))
+    except BaseException:
+        raw.close()
+        raise
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether each line of a file is a JSON object. InputError for a file without a suffix that
+    may be either.
+    """
+    suffix = _inner_suffix(path)
+    if suffix in _JSON_LINES:
+        return True
+
+    with open_input(path) as stream:
+        head = stream.read(_HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+        if not head.startswith(b"{"):
+            return False
+        first, newline, _ = head.partition(b"\n")
+        if not newline:
+            first += stream.readline(_MAX_BYTES)
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError) as error:
+        if not suffix:
+            raise InputError(
+                f"{path}: expected a suffix, since the first line starts as JSON but is not. "
+                "Rename the file to .jsonl if each line is a JSON object, or to .txt."
+            ) from error
+        return False
+    return True
+
+
+def read_document(path: Path) -> tuple[str | None, int]:
+    """The text of a file without a byte order mark, and its bytes; None in place of a text for a
+    file that is not UTF-8 or has a zero byte. InputError for a text that is too large.
+    """
+    with open_input(path) as stream:
+        content = stream.read(_HEAD_BYTES)
+        if b"\0" not in content:  # otherwise no text, however long it is
+            content += stream.read(_MAX_BYTES + 1 - len(content))
+    if b"\0" in content:
+        return None, len(content)
+    if len(content) > _MAX_BYTES:
+        raise InputError(f"{path}: expected a document of at most {_MAX_BYTES} bytes, got more.")
+    try:
+        return content.decode("utf-8-sig"), len(content)
+    except UnicodeDecodeError:
+        return None, len(content)
+
+
+def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line]:
+    """The lines of files, without blank ones.
+
+    Args:
+        folder: directory of relative paths; default: the folder of their file.
+    """
+    for path in files:
+        own = path.parent if folder is None else folder
+        with open_input(path) as stream:
+            # One byte more than a line may have shows that it is too long.
+            lines = iter(lambda: stream.readline(_MAX_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if line.removeprefix(_BYTE_ORDER_MARK).strip():
+                    yield Line(f"{path}, line {number}", line, own)
+                rest = line
+                while len(rest) > _MAX_BYTES and not rest.endswith(b"\n"):
+                    rest = stream.readline(_MAX_BYTES + 1)
+
+
+def _suffixes(path: Path) -> set[str]:
+    """What `--suffix` may name of a file: of a.json.gz, .json, .gz and .json.gz."""
+    inner, outer = _inner_suffix(path), path.suffix.lower()
+    return {inner, outer, f"{inner}{outer}"}
+
+
+def _inner_suffix(path: Path) -> str:
+    """The suffix, without that of a compression, in lower case."""
+    return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+
+
+def _decompressor(path: Path) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = compr.get(_COMPRESSIONS[path.suffix.lower()])
+    # Where fsspec has only the package `zstandard`, it has a function instead of a file type, which
+    # ends after the first of several frames.
+    is_partial = path.suffix.lower() == ".zst" and not isinstance(found, type)
+    if found is None or is_partial:
+        package = " (pip install backports.zstd)" if path.suffix.lower() == ".zst" else ""
+        raise InputError(
+            f"{path}: expected a package that reads {path.suffix} as a whole, got none{package}. "
+            "Install it, or decompress the file."
+        )
+    return found
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file. OSError that names the file for damaged content."""
+
+    def __init__(self, path: Path, raw: io.FileIO, decompress: Callable[..., Any]) -> None:
+        self._path, self._raw = path, raw
+        self._stream = decompress(raw, mode="rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._stream.read(len(buffer))
+        # Each package has its own errors, of no common kind.
+        except Exception as error:
+            message = f"Expected a whole {self._path.suffix} file, got {error}"
+            raise UnusableFileError(errno.EINVAL, message, str(self._path)) from error
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()

@@ -1,0 +1,207 @@
+"""Kinds of input files, compressed input, and bad lines of text."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fsspec.compression import compr
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.tokenizer import ByteTokenizer
+from megatron_hybrid import preprocess_data
+
+LINES = b'{"text": "one"}\n\n{"text": "two"}\r\n{"text": "three"}'
+
+
+def preprocess(*arguments: object) -> None:
+    """Tokenizes bytes."""
+    preprocess_data.main([str(each) for each in (*arguments, "--tokenizer-type", "ByteTokenizer")])
+
+
+def texts(prefix: Path) -> list[str]:
+    dataset = IndexedDataset(f"{prefix}_text_document")
+    return [ByteTokenizer().detokenize(dataset.get(i).tolist()) for i in range(len(dataset))]
+
+
+def as_it_is(content: bytes) -> bytes:
+    return content
+
+
+def in_two_parts(content: bytes) -> bytes:
+    return gzip.compress(content[:20]) + gzip.compress(content[20:])
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("a.ndjson", as_it_is),
+        ("a.NDJSON", as_it_is),
+        ("a.JsonLines", as_it_is),
+        ("a.Jsonl", as_it_is),
+        ("part-00000", as_it_is),
+        ("part.00000", as_it_is),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.jsonl.gz", in_two_parts),
+        ("A.JSON.BZ2", bz2.compress),
+        ("part.xz", lzma.compress),
+        ("marked.jl", b"\xef\xbb\xbf".__add__),
+        ("marked.ndjson.gz", lambda content: gzip.compress(b"\xef\xbb\xbf" + content)),
+    ],
+)
+def test_json_lines_are_read_whatever_the_suffix_and_the_compression(
+    tmp_path: Path, name: str, packed: Callable[[bytes], bytes]
+) -> None:
+    (tmp_path / name).write_bytes(packed(LINES))
+    preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("LICENSE", "Permission is granted {to all}."),
+        ("style.css", "{ not JSON }\n"),
+        ("notes", "\n\n[1] a footnote\n"),
+    ],
+)
+def test_text_is_one_document_also_if_it_is_compressed(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    files = [tmp_path / name, tmp_path / f"{name}.gz"]
+    preprocess("--input", *files, "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == [content, content]
+
+
+def test_a_file_without_a_suffix_that_may_be_either_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "part-1").write_text('{"text": "cut off\n{"text": "whole"}\n')
+    with pytest.raises(SystemExit, match="1"):
+        preprocess("--input", tmp_path / "part-1", "--output-prefix", tmp_path / "out")
+    told = capsys.readouterr().err
+    assert str(tmp_path / "part-1") in told
+    assert ".jsonl" in told
+    assert ".txt" in told
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_long_first_line_is_read_to_its_end_to_tell_json_lines_from_text(tmp_path: Path) -> None:
+    (tmp_path / "part").write_text(json.dumps({"text": "long " * (1 << 19)}))
+    preprocess("--input", tmp_path / "part", "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["long " * (1 << 19)]
+
+
+def test_suffixes_choose_files_in_any_case_and_compressed_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, name in enumerate(("a.JSONL", "b.jsonl.gz", "c.txt", "d.gz", "e.json")):
+        content = json.dumps({"text": str(number)}).encode()
+        (folder / name).write_bytes(gzip.compress(content) if "gz" in name else content)
+    preprocess("--input", folder, "--suffix", ".jsonl", "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["0", "1"]
+    preprocess("--input", folder, "--suffix", ".GZ", "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["1", "3"]
+
+
+@pytest.mark.parametrize("codec", [None, print])
+def test_a_compression_that_no_package_reads_as_a_whole_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    codec: object,
+) -> None:
+    """A function is what fsspec has where only `zstandard` is installed: it reads one frame."""
+    monkeypatch.setitem(compr, "zstd", codec)
+    (tmp_path / "a.jsonl.ZST").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(SystemExit, match="1"):
+        preprocess("--input", tmp_path / "a.jsonl.ZST", "--output-prefix", tmp_path / "out")
+    told = capsys.readouterr().err
+    assert "a.jsonl.ZST" in told
+    assert "backports.zstd" in told
+    assert "decompress" in told
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+@pytest.mark.parametrize("damage", ["cut off", "something else"])
+def test_damaged_compressed_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+    pack: Callable[[bytes], bytes],
+    damage: str,
+) -> None:
+    path = tmp_path / f"in.jsonl{suffix}"
+    path.write_bytes(pack(LINES * 1000)[:-9] if damage == "cut off" else LINES)
+    with pytest.raises(SystemExit, match="1"):
+        preprocess("--input", path, "--output-prefix", tmp_path / "out", "--skip-bad-samples")
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert told.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+BAD_LINES = {
+    "no JSON": b"nonsense",
+    "no UTF-8": b'{"text": "caf\xe9"}',
+    "no text": b'{"text": ["a"]}',
+    "no such key": b'{"body": "a"}',
+    "no object": b'["text"]',
+    "half a surrogate pair": b'{"text": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_of_text_are_skipped_and_counted_where_that_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    good = [json.dumps({"text": f"text {number}"}).encode() for number in range(70)]
+    lines = [good[0], *BAD_LINES.values(), *good[1:]]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    arguments = ["--input", tmp_path / "in.jsonl", "--workers", workers, "--output-prefix"]
+    preprocess(*arguments, tmp_path / "out", "--skip-bad-samples")
+    assert texts(tmp_path / "out") == [f"text {number}" for number in range(70)]
+    told = capsys.readouterr()
+    assert f"{len(BAD_LINES)} bad lines skipped" in told.out
+    skipped = [line for line in told.err.splitlines() if line.startswith("skipped: ")]
+    assert [f"in.jsonl, line {number}: " in line for number, line in enumerate(skipped, 2)] == (
+        [True] * len(BAD_LINES)
+    )
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(*arguments, tmp_path / "new")
+    assert "in.jsonl, line 2: expected JSON" in capsys.readouterr().err
+    assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_more_than_a_tenth_of_bad_lines_is_an_error_that_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trains: bool
+) -> None:
+    flags = ["--skip-bad-samples", "--output-prefix", tmp_path / "out"]
+    tokenizer: list[object] = ["--tokenizer-type", "ByteTokenizer"]
+    if trains:
+        tokenizer = ["--train-tokenizer", "--vocab-size", "300"]
+
+    def run(num_good: int) -> int:
+        lines = [json.dumps({"text": "fine words"})] * num_good + ["nonsense"] * 2
+        (tmp_path / "in.jsonl").write_text("\n".join(lines))
+        argv = ["--input", tmp_path / "in.jsonl", *flags, *tokenizer]
+        return preprocess_data.main([str(each) for each in argv])
+
+    with pytest.raises(SystemExit, match="1"):
+        run(17)
+    told = capsys.readouterr().err
+    assert "--skip-bad-samples" in told
+    assert "2 of 19" in told
+    assert "in.jsonl, line 18" in told
+    assert not list(tmp_path.glob("out*"))
+    assert run(18) == 0
