@@ -50,8 +50,8 @@ def has_mask(prefix: str | Path) -> bool:
     if len(missing) == len(paths) and CHAT_SUFFIX not in Path(prefix).name:
         return False
     raise IndexedDatasetError(
-        f"{prefix}: expected the mask of its answers, got no {' and no '.join(missing)}. Without it "
-        "every token would be learned. Copy it from where the conversations were prepared, or "
+        f"{prefix}: expected the mask of its answers, got no {' and no '.join(missing)}. Without "
+        "it every token would be learned. Copy it from where the conversations were prepared, or "
         "prepare them again by tools/preprocess_data.py --chat."
     )
 
