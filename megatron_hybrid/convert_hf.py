@@ -50,6 +50,7 @@ def import_folder(arguments: argparse.Namespace) -> str:
         arguments.folder,
         arguments.root,
         tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
         seq_length=arguments.seq_length,
     )
     with progress_bar("import", checked.num_bytes) as progress:
@@ -78,6 +79,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--tokenizer-model",
         metavar="PATH",
         help="a tokenizer.json, or the folder of a Hugging Face tokenizer; default: the folder's",
+    )
+    imported.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding, if there are to be more than the folder has; default: its own",
     )
     imported.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a sample; default: all it takes"

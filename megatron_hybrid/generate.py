@@ -23,10 +23,9 @@ from megatron.core.device import Device, DeviceConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
-from megatron.core.models.hugging_face import OwnModel, build_model
+from megatron.core.models.hugging_face import OwnModel, build_model, description_of
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
-from megatron.training.images import ImageError
 from megatron.training.tokenizer import Tokenizer
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.saved_model import add_model_flags, find_model
@@ -48,24 +47,25 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
         questions = _questions(arguments, model, tokenizer, seq_length)
-    except (CheckpointError, ConfigError, ImageError, OSError) as error:
+        _check_ids(questions, description_of(model).vocab_size)
+        generator = torch.Generator().manual_seed(arguments.seed)
+        for question in questions:
+            tokens = sample(
+                question.model,
+                question.tokens,
+                num_new_tokens=arguments.max_new_tokens,
+                context_length=seq_length,
+                num_tokens=tokenizer.vocab_size,
+                eod=question.end,
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                generator=generator,
+            )
+            print(f"--- {question.shown}{tokenizer.detokenize(tokens)}\n")
+    # ValueError: pictures that cannot be used, and prompts that the tokenizer has no tokens for.
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return 2
-
-    generator = torch.Generator().manual_seed(arguments.seed)
-    for question in questions:
-        tokens = sample(
-            question.model,
-            question.tokens,
-            num_new_tokens=arguments.max_new_tokens,
-            context_length=seq_length,
-            num_tokens=tokenizer.vocab_size,
-            eod=question.end,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            generator=generator,
-        )
-        print(f"--- {question.shown}{tokenizer.detokenize(tokens)}\n")
 
     return 0
 
@@ -88,7 +88,9 @@ class _Question(NamedTuple):
 def _questions(
     arguments: argparse.Namespace, model: OwnModel, tokenizer: Tokenizer, seq_length: int
 ) -> list[_Question]:
-    """A question for each prompt. ConfigError or ImageError for pictures that nothing can read."""
+    """A question for each prompt. ValueError for pictures that nothing can read, and for prompts
+    that the tokenizer has no tokens for.
+    """
     if arguments.image:
         if not isinstance(model, VisionLanguageModel):
             raise ConfigError(
@@ -121,6 +123,18 @@ def _questions(
         )
         for prompt in arguments.prompt or _PROMPTS
     ]
+
+
+def _check_ids(questions: Sequence[_Question], num_rows: int) -> None:
+    """ValueError for a token without an embedding. Tokenizers may have more ids than a model has
+    rows, such as one for padding.
+    """
+    for question in questions:
+        if (most := max(question.tokens)) >= num_rows:
+            raise ValueError(
+                f"--prompt: expected token ids below the {num_rows} rows of the model's embedding, "
+                f"got {most}."
+            )
 
 
 def load_model(
@@ -174,12 +188,20 @@ def sample(
         num_tokens: ids from here on are padding of the embedding and are never drawn.
         temperature: 0 takes the likeliest token every time.
         top_k: how many of the likeliest tokens are drawn from; 0 for all.
+
+    Raises:
+        ValueError: logits that are not finite.
     """
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(num_new_tokens):
         context = torch.tensor([tokens[-context_length:]], device=device)  # [1, context]
         logits = model(context)[0, -1, :num_tokens].float().cpu()  # [num_tokens]
+        if not logits.isfinite().all():
+            raise ValueError(
+                "Expected finite logits, got NaN or infinity: the weights, or what they compute, "
+                "are not finite. Load an earlier checkpoint by --ckpt-step."
+            )
         chosen = _choose(logits, temperature, top_k, generator)
         if chosen == eod:
             break
@@ -193,7 +215,9 @@ def _choose(
     if temperature == 0:
         return int(logits.argmax())
     likeliest = torch.topk(logits, min(top_k or logits.numel(), logits.numel()))
-    probabilities = torch.softmax(likeliest.values / temperature, dim=0)
+    # No temperature is so low that the quotients overflow to infinity, whose differences are NaN.
+    below_best = likeliest.values.double() - likeliest.values[0]
+    probabilities = torch.softmax((below_best / temperature).float(), dim=0)
     return int(likeliest.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -237,5 +261,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 f"--{name.replace('_', '-')}: expected a number >= 0, got "
                 f"{getattr(arguments, name)}."
             )
+    if not -(1 << 63) <= arguments.seed < 1 << 64:
+        parser.error(f"--seed: expected a number of 64 bits, got {arguments.seed}.")
+    for prompt in arguments.prompt or ():
+        # Python hands on bytes of the command line that are no text as halves of a pair.
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            parser.error(f"--prompt: expected text in UTF-8, got {prompt!r}.")
 
     return arguments

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from megatron.core.datasets.answer_dataset import mask_prefix
+from megatron.core.datasets.answer_dataset import CHAT_SUFFIX, mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import ConversationTokenizer, Rendered
@@ -83,7 +83,7 @@ def write_chats(
         ConfigError: if there are no samples at all.
         OSError: for files that cannot be read or written.
     """
-    prefix = f"{output_prefix}_chat_document"
+    prefix = f"{output_prefix}{CHAT_SUFFIX}"
     skipped = Skipped(is_allowed=skip_bad_samples)
     num_answer_tokens = 0
     dtype = optimal_dtype(maker.tokenizer.vocab_size)

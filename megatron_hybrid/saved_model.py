@@ -122,7 +122,8 @@ def find_model(
     elif config is None:
         values = {**values, "tokenizer_model": _tokenizer_of_run(store, values, base_model)}
     tokenizer_config = section_from_values(TokenizerConfig, values)
-    tokenizer = build_tokenizer(tokenizer_config)
+    rows_of = path_of(store, name) if config is None else None
+    tokenizer = build_tokenizer(tokenizer_config, rows_of=rows_of)
     return SavedModel(
         path=path_of(store, name),
         description=ModelDescription(
@@ -161,20 +162,12 @@ def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | No
 
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
     """The model in a folder of the transformers library."""
-    file = folder / CONFIG_FILE
     description = read_folder(folder).model
-    vocab_size = description.vocab_size
-
     tokenizer = None
     if tokenizer_model is not None:
         tokenizer = build_tokenizer(TokenizerConfig(tokenizer_model=tokenizer_model))
     elif has_tokenizer(folder):
         tokenizer = HuggingFaceTokenizer(folder)
-    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"--tokenizer-model: expected at most the {vocab_size} ids of {file}, got "
-            f"{tokenizer.vocab_size} of {tokenizer.name}."
-        )
 
     return SavedModel(
         path=str(folder),

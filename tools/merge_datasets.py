@@ -3,8 +3,9 @@
     python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
 
 reads every `.bin/.idx` pair in `data/parts`, in the order of their names, and writes
-`data/corpus_text_document.bin` and `.idx`, which appear once they are whole. The arguments are
-those of Megatron's tool of this name without `--multimodal`.
+`data/corpus_text_document.bin` and `.idx`, which appear once they are whole. Masks of conversations
+are merged along with their tokens, into `data/corpus_text_document_mask.bin` and `.idx`. The
+arguments are those of Megatron's tool of this name without `--multimodal`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+import numpy as np
 
 # Python puts this file's folder on the path of a script, and not the project's.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.datasets.answer_dataset import AnswerFiles, has_mask, mask_prefix
+from megatron.core.datasets.image_text_files import ImageTextFiles
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -26,6 +32,7 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron_hybrid.endings import one_line_errors, run
 
 _SUFFIXES = (".bin", ".idx")
+_MASK = mask_prefix("")
 
 
 class InputError(ValueError):
@@ -51,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
-    """The token files in a folder, sorted by name.
+    """The token files in a folder, sorted by name, without the masks of conversations.
 
-    InputError if there are none, for one file without the other, and where the output would be one
-    of them.
+    InputError if there are none, for one file without the other, for files with images, and where
+    the output would be one of them.
     """
     if not folder.is_dir():
         raise InputError(f"--input: expected a folder that exists, got {folder}.")
@@ -75,24 +82,64 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
             f"--output-prefix: expected another name than those of the inputs, got {output_prefix}."
         )
 
-    return prefixes
+    for prefix in prefixes:
+        described = str(prefix).removesuffix("_text").removesuffix("_images")
+        if ImageTextFiles.exists(described):
+            raise InputError(
+                f"--input: expected tokens alone, got images in {described}.json. Train on several "
+                "such files by a blend: --data-path 1 FIRST 1 SECOND."
+            )
+    masks = {Path(mask_prefix(prefix)) for prefix in prefixes}
+    return [prefix for prefix in prefixes if prefix not in masks]
 
 
 def merge(prefixes: Sequence[Path], output_prefix: Path) -> None:
     """Writes the token files at `prefixes`, one after the other, as one pair, and prints a line.
+    Masks of conversations become a pair, too.
 
     Raises:
-        ValueError: files of different dtypes, or that cannot be used.
+        ValueError: files of different dtypes, or that cannot be used; some with a mask and some
+            without.
     """
     dtype = IndexedDataset(prefixes[0]).dtype
-    with IndexedDatasetBuilder(output_prefix, dtype) as builder:
+    has_masks = _have_masks(prefixes)
+    with ExitStack() as stack:
+        builder = stack.enter_context(IndexedDatasetBuilder(output_prefix, dtype))
+        if has_masks:
+            # Finalized before the tokens: these are never there without their mask.
+            masks = stack.enter_context(
+                IndexedDatasetBuilder(mask_prefix(builder.prefix), np.uint8)
+            )
         for prefix in prefixes:
             builder.add_index(prefix)
+            if has_masks:
+                masks.add_index(mask_prefix(prefix))
 
     print(
         f"{builder.prefix}: {len(prefixes)} datasets, {builder.num_documents} documents, "
         f"{builder.num_sequences} sequences, {builder.num_tokens} tokens"
+        + (", with masks" if has_masks else "")
     )
+
+
+def _have_masks(prefixes: Sequence[Path]) -> bool:
+    """Whether all token files are conversations, with a mask that fits; False if none is."""
+    without = []
+    for prefix in prefixes:
+        if has_mask(prefix):
+            AnswerFiles(prefix)  # holds tokens and mask against each other
+            continue
+        without.append(str(prefix))
+        if prefix.name.endswith(_MASK) and IndexedDataset(prefix).dtype == np.uint8:
+            tokens = bin_path(str(prefix).removesuffix(_MASK))
+            raise InputError(f"--input: expected {tokens} beside its mask, got no file.")
+
+    if 0 < len(without) < len(prefixes):
+        raise InputError(
+            "--input: expected conversations or text, got both: there is no mask for "
+            f"{', '.join(without)}. Merge them separately, and blend them by --data-path."
+        )
+    return not without
 
 
 def _is_part(path: Path) -> bool:

@@ -120,7 +120,7 @@ class Option:
     less_than: float | None = None
     ceiling: float | None = None
     noun: str | None = None
-    requires: str | None = None
+    requires: tuple[str, ...] = ()
     no_effect_unless: tuple[tuple[str, Any], ...] = ()
     is_pattern: bool = False
     overridden_by: str | None = None
@@ -141,7 +141,7 @@ def option(
     less_than: float | None = None,
     ceiling: float | None = None,
     noun: str | None = None,
-    requires: str | None = None,
+    requires: str | tuple[str, ...] = (),
     no_effect_unless: str | Mapping[str, Any] | None = None,
     is_pattern: bool = False,
     overridden_by: str | None = None,
@@ -159,7 +159,8 @@ def option(
         at_least, more_than, at_most, less_than: bounds of a number.
         ceiling: a bound far beyond any use, named only where it is exceeded.
         noun: the kind of value, for messages of the options that require this one.
-        requires: the option that must have a value where this one is given: is not the default.
+        requires: the option that must have a value where this one is given: is not the default; or
+            several, of which one must have a value.
         no_effect_unless: the switch that must be on where this one is given, since it would change
             nothing otherwise; or the values that other options must have.
         is_pattern: whether the text may be a list in Python's syntax; one of YAML becomes text.
@@ -183,7 +184,7 @@ def option(
         less_than=less_than,
         ceiling=ceiling,
         noun=noun,
-        requires=requires,
+        requires=(requires,) if isinstance(requires, str) else requires,
         no_effect_unless=tuple((no_effect_unless or {}).items()),
         is_pattern=is_pattern,
         overridden_by=overridden_by,
@@ -389,10 +390,11 @@ def _check_needs(field: Field, value: Any, others: Mapping[str, tuple[Field, Any
     name, with their values) has them.
     """
     flag = field.flag_for(value)
-    if field.option.requires is not None and field.option.requires in others:
-        required, found = others[field.option.requires]
+    needed = [others[name] for name in field.option.requires if name in others]
+    if needed and all(found is None for _, found in needed):
+        required, _ = needed[0]
         noun = required.option.noun or required.expected
-        expect(found is not None, required.flag, f"{noun}, since {flag} is given", found)
+        expect(False, required.flag, f"{noun}, since {flag} is given", None)
 
     for name, wanted in field.option.no_effect_unless:
         if name not in others:

@@ -326,9 +326,14 @@ class RunConfig:
         checkpoint = self.checkpoint
         recovers = checkpoint.save is not None and self.recover.recover_mode != "off"
         check_needs([section for _, section in self.sections()], ["load"] if recovers else [])
+        if checkpoint.load is None and not recovers:
+            for field in given_options(checkpoint):
+                flag = field.flag_for(getattr(checkpoint, field.name))
+                expected = f"a folder, since {flag} is given with --recover-mode off"
+                expect("load" not in field.option.requires, "--load", expected, None)
         if checkpoint.finetune and not recovers:
             for field in given_options(self.schedule):
-                if field.option.requires == "load":
+                if "load" in field.option.requires:
                     raise ConfigError(
                         f"{field.flag}: expected no --finetune, which loads no schedule."
                     )

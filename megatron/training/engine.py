@@ -44,6 +44,8 @@ class SaveLoadMeta:
         hf_dtype: with `hf`, of all weights in the files but for fp32 parameters of an `Fp32Module`,
             which stay fp32; None: bf16 for those whose main weights are fp32. `torch.float32` keeps
             these to the bit, for `load` to bring back.
+        adds_rows: with `hf`, whether a model of ours may be loaded whose vocabulary has more rows
+            than the folder's; `load_hf` says what they are.
 
     Raises:
         ValueError: for another format, what `hf` does not hold, and other dtypes.
@@ -56,6 +58,7 @@ class SaveLoadMeta:
     processor: Any = None
     base_model_path: str | None = None
     hf_dtype: torch.dtype | None = None
+    adds_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.weight_format not in WEIGHT_FORMATS:

@@ -342,7 +342,7 @@ class ModuleEngine:
         """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError."""
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
-            load_hf(self.model, meta.path)
+            load_hf(self.model, meta.path, adds_rows=meta.adds_rows)
             return
 
         root, name = split_path(meta.path)

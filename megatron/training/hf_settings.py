@@ -143,7 +143,8 @@ def _decided(config: TransformerConfig) -> dict[str, Any]:
 
 def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list[str]:
     """Adds the tokenizer, unless the user names one, and the number of rows of the embedding, which
-    is the folder's and is not padded. Returns a line for each contradiction.
+    is the folder's and is not padded, unless the user asks for more. Returns a line for each
+    contradiction.
     """
     kind = values.get("tokenizer_type", "HuggingFaceTokenizer")
     if kind == "HuggingFaceTokenizer" and values.get("tokenizer_model") is None:
@@ -159,11 +160,16 @@ def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list
             ]
         values["tokenizer_model"] = folder
 
-    lines = []
+    lines: list[str] = []
     fields = {field.name: field for field in options_of(TokenizerConfig)}
     # The end of a document is an id of NullTokenizer's beyond those that --vocab-size counts.
     vocab_size = num_rows - (kind == "NullTokenizer")
-    if (given := values.get("vocab_size")) not in (None, vocab_size):
+    given = values.get("vocab_size")
+    if type(given) is int and given > vocab_size:
+        # Rows are added.
+        values.setdefault("make_vocab_size_divisible_by", 1)
+        return lines
+    if given not in (None, vocab_size):
         lines.append(_contradiction(fields["vocab_size"], vocab_size, given, folder))
     values["vocab_size"] = vocab_size
 

@@ -32,6 +32,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 _MAX_IMAGE_BYTES = 1 << 28
 _MAX_CONFIG_BYTES = 1 << 20
 _MOST_PIXELS = 1 << 28  # of a picture, before it is resized
+_MAX_GRAY = (1 << 16) - 1
 _MOST_ELONGATED = 200  # times as long as wide
 
 
@@ -161,8 +162,7 @@ class ImageProcessing:
                         f"expected at most {_MOST_PIXELS} pixels, got {image.width} x "
                         f"{image.height}"
                     )
-                upright = ImageOps.exif_transpose(image)
-                return self.patches_of(upright.convert("RGB"))
+                return self.patches_of(in_rgb(ImageOps.exif_transpose(image)))
         except ImageError as error:
             raise ImageError(f"{name}: {error}.") from error
         except Exception as error:  # the library raises many kinds for broken files
@@ -225,6 +225,35 @@ def find_picture(named: str, folder: Path) -> Path | bytes:
         return base64.b64decode(unquote_to_bytes(content), validate=True)
     except ValueError as error:
         raise ImageError(f"expected base64 in a data: URI, got {error}") from error
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """A picture in RGB. White shows through where it is transparent, as in the transformers
+    library.
+
+    Gray values of 16 bits keep their upper 8 bits, as Pillow does with colors of 16 bits.
+
+    Raises:
+        ImageError: gray values without a known range.
+    """
+    transparent = image.info.get("transparency")
+    if image.mode == "F" or image.mode.startswith("I"):
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > _MAX_GRAY:
+            raise ImageError(
+                f"expected gray values from 0 to {_MAX_GRAY}, got {image.mode} from "
+                f"{values.min()} to {values.max()}. Convert it to 8 bits"
+            )
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+        if transparent is not None:
+            # Compared before the lower bits are gone: other values share the upper 8.
+            image.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype("u1")))
+            transparent = None
+
+    if transparent is None and not {"A", "a"} & set(image.getbands()):
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def normalized_patches(

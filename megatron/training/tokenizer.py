@@ -104,8 +104,8 @@ class HuggingFaceTokenizer:
             library.
 
     Attributes:
-        path: where it was read from.
         backend: the library's own tokenizer.
+        path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
 
     Raises:
@@ -114,8 +114,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.backend, eos = _load(self.path)
+        self.backend, eos = _load(Path(path))
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -125,6 +124,7 @@ class HuggingFaceTokenizer:
             )
 
         self.name = f"HuggingFaceTokenizer({path})"
+        self.path = Path(path).absolute()
         # Ids may have gaps, so their number is not enough.
         self.vocab_size = max(vocabulary.values()) + 1
         self.num_tokens = len(vocabulary)
@@ -247,7 +247,8 @@ def _check_vocab_size(
     if config.vocab_size is not None and rows_of is not None and size > config.vocab_size:
         raise ConfigError(
             f"--tokenizer-model: expected at most {config.vocab_size} ids, as many as the "
-            f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}."
+            f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}. Rows are "
+            f"added by --vocab-size {size}, in a run with --hf-model or in `convert_hf.py import`."
         )
     if config.vocab_size is not None:
         expected = f"at least the {size} ids of {tokenizer.name}"
@@ -312,7 +313,7 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
     with _one_line(file):
         content = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a tokenizer.json")
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    return tokenizer, _find_eos(file.parent)
+    return tokenizer, special_tokens(file.parent).get("eos_token")
 
 
 @contextmanager
@@ -330,24 +331,30 @@ def _one_line(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _find_eos(folder: Path) -> str | None:
-    """The `eos_token` that the files beside a tokenizer.json name."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = folder / name
-        if os.path.lexists(file):
-            token = _read_object(file).get("eos_token")
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the files beside a tokenizer.json name, such as `eos_token`.
+
+    ConfigError for files that cannot be read, and for an `eos_token` that is no text.
+    """
+    found: dict[str, str] = {}
+    files = [folder / "tokenizer_config.json", folder / "special_tokens_map.json"]
+    contents = [(file, _read_object(file)) for file in files if os.path.lexists(file)]
+    # As in the transformers library, whose newer files list all added tokens in the configuration.
+    if not any("added_tokens_decoder" in content for _, content in contents):
+        contents.reverse()
+    for file, content in contents:
+        named = content.get("extra_special_tokens")
+        tokens = {name: token for name, token in content.items() if name.endswith("_token")}
+        tokens |= named if isinstance(named, dict) else {}
+        for name, token in tokens.items():
             if isinstance(token, dict):
                 token = token.get("content")
-            if token is not None:
-                expect(
-                    isinstance(token, str),
-                    "--tokenizer-model",
-                    f"a string as eos_token in {file}",
-                    token,
-                )
-                return str(token)
-
-    return None
+            if isinstance(token, str):
+                found.setdefault(name, token)
+            elif name == "eos_token" and token is not None:
+                expected = f"a string as eos_token in {file}"
+                raise ConfigError(f"--tokenizer-model: expected {expected}, got {shown(token)}.")
+    return found
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _write(source: Source, arguments: argparse.Namespace, progress: Progress) ->
     if base_model is not None and not Path(base_model).is_dir():
         print(
             f"export: {printable(base_model)}, which training began with, is not there any more: "
-            "the export has no generation config, and no special tokens but the end of a document",
+            "the export has no settings of generation but the tokenizer's ids",
             file=sys.stderr,
         )
         base_model = None

@@ -68,7 +68,12 @@ class Import:
 
 
 def check_import(
-    folder: str, root: str, *, tokenizer_model: str | None = None, seq_length: int | None = None
+    folder: str,
+    root: str,
+    *,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    seq_length: int | None = None,
 ) -> Import:
     """Checks the settings of a folder and of where it is to go. Writes nothing.
 
@@ -76,6 +81,7 @@ def check_import(
         folder: with config.json, weights and a tokenizer.
         root: a folder of checkpoints that holds none, or its URL.
         tokenizer_model: a tokenizer in the place of the folder's.
+        vocab_size: rows of the embedding, if there are to be more than the folder has.
         seq_length: that the model is used with; default: all that it takes.
 
     Raises:
@@ -88,6 +94,8 @@ def check_import(
     values: dict[str, Any] = {}
     if tokenizer_model is not None:
         values["tokenizer_model"] = str(Path(tokenizer_model).resolve())
+    if vocab_size is not None:
+        values["vocab_size"] = vocab_size
     found = read_folder(place)
     if lines := take_settings(values, found):
         raise ConfigError(" ".join(lines))

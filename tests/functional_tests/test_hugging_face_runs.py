@@ -26,7 +26,7 @@ from megatron.training.checkpoint.resume import Resumer
 from megatron.training.tokenizer import build_tokenizer
 from megatron_hybrid import convert_hf, generate
 from tests.functional_tests.helpers.runs import losses, published
-from tests.helpers.hf_models import FAMILIES, save_model
+from tests.helpers.hf_models import FAMILIES, VOCAB, save_model
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.training.helpers.hf_folders import digests
 
@@ -151,6 +151,26 @@ def test_checkpoints_of_a_run_open_in_transformers_as_they_stand(
         if dtype == "fp32":
             resumed, _, _ = generate.load_model(str(runs), None)
             assert torch.equal(resumed(tokens), ours(tokens))
+
+
+@pytest.mark.parametrize("engine", ["offloaded", "torch_fsdp2"])
+def test_rows_that_a_run_adds_to_the_vocabulary_are_trained_saved_and_exported(
+    transformers, folder, tmp_path, engine
+):
+    runs, begun, out = tmp_path / "runs", tmp_path / "begun", tmp_path / "out"
+    more = flags(folder, *ENGINES[engine], "--vocab-size", VOCAB + 5, "--save", runs)
+    run_ranks(2, run, [*more, "--exit-interval", "2"], str(begun))
+    run_ranks(2, run, more)
+    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    there, first = load_file(folder / WEIGHTS_FILE), load_file(begun / WEIGHTS_FILE)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(first[name][:VOCAB], there[name])
+        mean = there[name].mean(0).expand(5, -1)
+        torch.testing.assert_close(first[name][VOCAB:], mean, rtol=1e-6, atol=1e-7)
+        assert trained[name].shape == first[name].shape
+    # The softmax moves each row of the output, whether its token occurs or not.
+    assert not torch.equal(trained["lm_head.weight"][VOCAB:], first["lm_head.weight"][VOCAB:])
 
 
 def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first_step(tmp_path):

@@ -201,6 +201,41 @@ def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tm
     assert_same_tensors(read_checkpoint(run), read_checkpoint(whole))
 
 
+LEFT_OUT = [("--no-load-optim",), ("--no-load-rng",), ("--load-skip-keys", "*.exp_avg_sq")]
+
+
+@pytest.mark.parametrize("flag", LEFT_OUT, ids=" ".join)
+@pytest.mark.parametrize("begins", ["alone", "with another --load"])
+def test_flags_that_leave_out_a_part_hold_for_a_run_that_resumes_and_hold_once(
+    run, saved, tmp_path, flag, begins
+):
+    """Started anew by the same command, it keeps what it has trained since."""
+    whole = shutil.copytree(run, tmp_path / "whole")
+    assert pretrain("--load", whole, "--save", whole, *flag).code == 0
+    load = ["--load", saved, "--finetune"] if begins != "alone" else []
+    flags = [*load, "--save", run, *flag]
+    first = pretrain(*flags, "--exit-interval", 3)
+    assert first.code == 0, first.error
+    assert f"{flag[0]} holds for {run.resolve()}/iter_0000002" in first.log
+    second = pretrain(*flags)
+    assert second.code == 0, second.error
+    assert f"{flag[0]} does not hold for {run.resolve()}/iter_0000003" in second.log
+    assert [event["iteration"] for event in events(run, "resume")] == [2, 3]
+    assert_same_tensors(read_checkpoint(run), read_checkpoint(whole))
+
+
+def test_a_run_resumes_from_more_keys_than_its_model_has_by_strictness(tmp_path):
+    run = ["--save", tmp_path / "run"]
+    untied = "--untie-embeddings-and-output-weights"
+    assert pretrain(*run, untied, "--exit-interval", 2).code == 0
+    assert "nothing here takes model.output_layer.weight" in pretrain(*run).error
+    lenient = [*run, "--dist-ckpt-strictness", "raise_unexpected"]
+    for flags in (["--exit-interval", 3], []):
+        done = pretrain(*lenient, *flags)
+        assert done.code == 0, done.error
+    assert [event["iteration"] for event in events(tmp_path / "run", "resume")] == [0, 2, 3]
+
+
 def test_a_run_that_gets_nowhere_is_given_up(run):
     """Each start dies in the iteration after the checkpoint."""
     flags = [

@@ -295,6 +295,7 @@ FLOORS: list[list[str]] = [
         "megatron.training.checkpoint.loading",
         "megatron.training.checkpoint.safetensors_files",
         "megatron.training.checkpoint.hf_files",
+        "megatron.training.checkpoint.hf_tokenizer",
         "megatron.training.checkpoint.hf_config_check",
         "megatron.training.checkpoint.hf_row_writer",
         "megatron.training.checkpoint.hf_draft",

@@ -4,11 +4,13 @@ Row i is a function of the files, the split, the length of rows, the seed and i.
     PREFIX.bin/.idx         a sequence of tokens for each conversation
     PREFIX_mask.bin/.idx    uint8, as many: 1 for tokens that are to be learned
 
-Token files without a mask are text, all of which is to be learned.
+Token files without a mask are text, all of which is to be learned. Those whose name has
+`_chat_document` in it are conversations, and never without a mask.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +19,14 @@ import numpy.typing as npt
 import torch
 
 from megatron.core.datasets.data_files import IndexedDatasetError, check_vocabulary
-from megatron.core.datasets.indexed_dataset import IndexedDataset, idx_path
+from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.packing import PackedRows
 from megatron.core.datasets.sample_dataset import NumberedDataset, collate_rows
 from megatron.core.options import ConfigError
 
+logger = logging.getLogger(__name__)
+
+CHAT_SUFFIX = "_chat_document"  # of the prefixes that tools/preprocess_data.py --chat writes
 _SHOWN = 5
 _LENGTHS_AT_A_TIME = 1 << 20
 
@@ -29,6 +34,26 @@ _LENGTHS_AT_A_TIME = 1 << 20
 def mask_prefix(prefix: str | Path) -> str:
     """The prefix of the files that say which tokens are to be learned."""
     return f"{prefix}_mask"
+
+
+def has_mask(prefix: str | Path) -> bool:
+    """Whether token files are conversations: False means text.
+
+    Raises:
+        IndexedDatasetError: conversations whose mask is missing, or one of its files.
+    """
+    mask = mask_prefix(prefix)
+    paths = (bin_path(mask), idx_path(mask))
+    missing = [str(path) for path in paths if not path.is_file()]
+    if not missing:
+        return True
+    if len(missing) == len(paths) and CHAT_SUFFIX not in Path(prefix).name:
+        return False
+    raise IndexedDatasetError(
+        f"{prefix}: expected the mask of its answers, got no {' and no '.join(missing)}. Without "
+        "it every token would be learned. Copy it from where the conversations were prepared, or "
+        "prepare them again by tools/preprocess_data.py --chat."
+    )
 
 
 class AnswerFiles:
@@ -42,7 +67,10 @@ class AnswerFiles:
         self.prefix = str(prefix)
         self.tokens = IndexedDataset(prefix)
         self.mask: IndexedDataset | None = None
-        if not Path(idx_path(mask_prefix(prefix))).is_file():
+        if not has_mask(prefix):
+            logger.info(
+                "%s has no mask of answers, so it is text: all of its tokens are learned", prefix
+            )
             return
 
         mask = self.mask = IndexedDataset(mask_prefix(prefix))

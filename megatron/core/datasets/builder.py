@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence, Sized
 from typing import TypeVar
 
 import numpy as np
 
-from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles
+from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles, mask_prefix
 from megatron.core.datasets.blended_dataset import BlendedDataset, BlendOrder
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.document_boundaries import DelimitedDataset
@@ -21,6 +22,8 @@ from megatron.core.datasets.permutation import derive_key
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.files import allow_open_files
 from megatron.core.options import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _SPLITS = ("train", "valid", "test")
 _LOOKED_AT = 8  # documents
@@ -55,6 +58,12 @@ def build_gpt_datasets(
             for.
     """
     opened = _open_all(config, IndexedDataset)
+    for part in config.blend:
+        if IndexedDataset.exists(mask_prefix(part.prefix)):
+            logger.info(
+                "%s has a mask of answers, which --sft alone reads: all of its tokens are learned",
+                part.prefix,
+            )
     if config.boundaries:
         for indexed in opened:
             _check_ends(indexed, eod)
@@ -123,7 +132,7 @@ def build_answer_datasets(
         filler: the token that fills up rows.
 
     Raises:
-        ConfigError: for conversations that are too long, or a split without any.
+        ConfigError: for conversations that are too long, a split without any, or text alone.
         IndexedDatasetError: files that cannot be used.
     """
 
@@ -140,6 +149,13 @@ def build_answer_datasets(
         )
 
     opened = _open_all(config, AnswerFiles)
+    if all(files.mask is None for files in opened):
+        prefixes = ", ".join(files.prefix for files in opened)
+        raise ConfigError(
+            "--sft: expected a mask of answers, PREFIX_mask.bin and PREFIX_mask.idx, for at least "
+            f"one part of --data-path, got none for {prefixes}. If its mask is lost, prepare it "
+            "again by tools/preprocess_data.py --chat; text alone is trained without --sft."
+        )
     return _build_packed(config, opened, num_samples, seed, build)
 
 

@@ -12,6 +12,7 @@ FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
 # Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")
 _OUR_FORMAT = {"ckpt_format": FSDP_DTENSOR}
+_LOADS = ("load", "save")  # a run may resume from either
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class CheckpointConfig:
         noun="a folder",
         may_change=True,
     )
-    load_optim: bool = option(True, "load the optimizer's state", requires="load")
-    load_rng: bool = option(True, "load the state of the random generators", requires="load")
+    load_optim: bool = option(True, "load the optimizer's state", requires=_LOADS)
+    load_rng: bool = option(True, "load the state of the random generators", requires=_LOADS)
     finetune: bool = option(False, "load weights only, and begin at iteration 0", requires="load")
     exit_on_missing_checkpoint: bool = option(
         False, "end the run if --load holds no checkpoint", requires="load"
@@ -126,17 +127,17 @@ class CheckpointConfig:
         None, "iteration to load instead of the newest", at_least=0, requires="load"
     )
     verify_checkpoint: bool = option(
-        True, "hold what is loaded against the digests that were saved with it", requires="load"
+        True, "hold what is loaded against the digests that were saved with it", requires=_LOADS
     )
     dist_ckpt_strictness: str = option(
         "raise_all",
         "raise_all: the checkpoint has the model's keys and no others; raise_unexpected: it may "
         "have others",
         choices=STRICTNESS,
-        requires="load",
+        requires=_LOADS,
     )
     load_skip_keys: tuple[str, ...] = option(
-        (), "patterns of keys that are neither loaded nor missed", requires="load"
+        (), "patterns of keys that are neither loaded nor missed", requires=_LOADS
     )
     hf_model: str | None = option(
         None,

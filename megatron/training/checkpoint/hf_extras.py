@@ -5,23 +5,20 @@ processor, and files of the model that training began with.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.files import open_regular
-from megatron.training.checkpoint.hf_files import (
-    CONFIG_FILE,
+from megatron.training.checkpoint.hf_files import CONFIG_FILE, copy_file, read_json, write_json
+from megatron.training.checkpoint.hf_layout import INDEX_FILE
+from megatron.training.checkpoint.hf_tokenizer import (
     TOKEN_IDS,
     check_tokenizer,
-    read_json,
     save_tokenizer,
-    write_json,
+    tokenizer_files,
 )
-from megatron.training.checkpoint.hf_layout import INDEX_FILE
 
 # Of the model that training began with: texts and tokenizers, never weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.py", "*.txt")
@@ -38,16 +35,6 @@ _NOT_COPIED = (
 _GENERATION_FILE = "generation_config.json"
 # Its settings that name tokens, and so mean another tokenizer's.
 _OF_TOKENS = ("*token_id*", "*suppress_tokens", "*_ids", "sequence_bias")
-# One tokenizer's files among another's would be a third one.
-_TOKENIZER = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-)
 
 
 class FolderExtras(NamedTuple):
@@ -116,34 +103,47 @@ class FolderExtras(NamedTuple):
         if self.tokenizer is None and self.base_model_path is not None:
             file = Path(self.base_model_path) / CONFIG_FILE
             content = read_json(file) if file.exists() else {}
-            ids = {name: content[name] for name in TOKEN_IDS if name in content}
+            decoder = content.get("text_config", {})
+            found = {name: content.get(name, decoder.get(name)) for name in TOKEN_IDS}
+            ids = {name: own for name, own in found.items() if own is not None}
         return ids
 
     def copy_missing(self, folder: Path, ids: Mapping[str, Any]) -> None:
-        """Copies what the base model's folder has and this one lacks.
+        """Copies what the base model's folder has and this one lacks, and writes a generation
+        config with the tokenizer's ids beside a config.json if there is none.
 
         Args:
-            ids: what `save` returned. The generation config gets them with a tokenizer.
+            ids: what `save` returned. The base model's generation config gets them with a
+                tokenizer.
 
         Raises:
             CheckpointDamagedError: for a generation config that is no JSON object.
             OSError: if a file cannot be read, or is not a regular one.
         """
-        if self.base_model_path is None:
-            return
+        if self.base_model_path is not None:
+            self._copy_from(Path(self.base_model_path), folder, ids)
+        generation = folder / _GENERATION_FILE
+        if self.tokenizer is not None and not generation.exists():
+            named = _with_ids({}, ids)
+            if named and (folder / CONFIG_FILE).exists():
+                write_json(generation, named)
 
-        is_taken = self.tokenizer is not None or self.processor is not None
-        for path in sorted(Path(self.base_model_path).iterdir()):
-            is_wanted = _matches(path.name, _COPIED) and not _matches(path.name, _NOT_COPIED)
-            if is_taken and _matches(path.name, _TOKENIZER):
+    def _copy_from(self, base: Path, folder: Path, ids: Mapping[str, Any]) -> None:
+        own = set(tokenizer_files(base))
+        # One tokenizer's files among another's would be a third one. A processor may bring one.
+        is_taken = self.tokenizer is not None or any(tokenizer_files(folder))
+        for name in sorted({Path(path.name) for path in base.iterdir()} | own):
+            is_wanted = name in own or (
+                _matches(name.name, _COPIED) and not _matches(name.name, _NOT_COPIED)
+            )
+            if is_taken and name in own:
                 continue
-            if not is_wanted or (folder / path.name).exists() or path.is_dir():
+            if not is_wanted or (folder / name).exists() or (base / name).is_dir():
                 continue
-            if path.name == _GENERATION_FILE and self.tokenizer is not None:
-                write_json(folder / path.name, _with_ids(read_json(path), ids))
+            if name.name == _GENERATION_FILE and self.tokenizer is not None:
+                write_json(folder / name, _with_ids(read_json(base / name), ids))
             else:
-                with open_regular(path) as source, (folder / path.name).open("xb") as target:
-                    shutil.copyfileobj(source, target)
+                copy_file(base / name, folder / name)
 
 
 def _with_ids(generation: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,17 @@
-"""The files in a folder of weights of the transformers library: safetensors, JSON, a tokenizer."""
+"""The files in a folder of weights of the transformers library: safetensors and JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tokenizers
 import torch
 from safetensors import SafetensorError
-from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
@@ -22,7 +21,7 @@ from megatron.core.dist_checkpointing.errors import (
 )
 from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.files import read_regular, sync_folder, sync_stream
+from megatron.core.files import open_regular, read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.models.description import ModelDescription
@@ -34,10 +33,8 @@ from megatron.training.checkpoint.hf_layout import (
     FileTensor,
 )
 from megatron.training.checkpoint.safetensors_files import open_safetensors
-from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 CONFIG_FILE = "config.json"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in a config.json
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
 _SHOWN = 80  # characters of a name in a message
 
@@ -120,6 +117,10 @@ class WeightFiles:
         folder: where they are.
         config: the content of config.json; empty if there is none.
         names: of the tensors.
+
+    [Note: added rows] A vocabulary may get more rows than its files have: `add_rows`. Readers see
+    the tensors with these rows. Each is the mean of the rows in the file, which is also the mean of
+    those that the transformers library draws.
     """
 
     def __init__(self, folder: Path, files: dict[str, WeightFile], config: dict[str, Any]) -> None:
@@ -127,6 +128,8 @@ class WeightFiles:
         self.config = config
         self.names = list(files)
         self._files = files  # by the name of the tensor
+        self._num_rows: dict[str, int] = {}  # of tensors with added rows
+        self._means: dict[str, torch.Tensor] = {}
 
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
@@ -154,8 +157,15 @@ class WeightFiles:
         path = folder / CONFIG_FILE
         return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
+    def add_rows(self, names: Collection[str], num_rows: int) -> None:
+        """Shows matrices of the vocabulary with `num_rows` rows, see [Note: added rows]."""
+        self._num_rows |= dict.fromkeys(names, num_rows)
+        section = self.config.get("text_config", self.config)
+        section["vocab_size"] = num_rows
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].slice(name).get_shape())
+        there = tuple(self._files[name].slice(name).get_shape())
+        return (self._num_rows[name], *there[1:]) if name in self._num_rows else there
 
     def dtype(self, name: str) -> torch.dtype | None:
         """A tensor's dtype; None for one that is unknown here."""
@@ -176,12 +186,33 @@ class WeightFiles:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in new memory."""
         with self._reading(name):
-            return self._files[name].read(name, box)
+            file = self._files[name]
+            there = file.slice(name).get_shape()[0] if name in self._num_rows else None
+            if there is None or box.offsets[0] + box.sizes[0] <= there:
+                return file.read(name, box)
+
+            num_kept = max(0, there - box.offsets[0])
+            rows, columns = box.sizes
+            added = self._mean_row(name)[box.slices()[1]].expand(rows - num_kept, -1)
+            if num_kept == 0:
+                return added.clone()
+            return torch.cat([file.read(name, Box(box.offsets, (num_kept, columns))), added])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor over its mapped file, which must not change: it is read where it is used."""
+        """A tensor over its mapped file, which must not change: it is read where it is used. One
+        with added rows is a copy.
+        """
+        if name in self._num_rows:
+            shape = self.shape(name)
+            return self.read(name, Box((0,) * len(shape), shape))
         with self._reading(name):
             return self._files[name].mapped(name)
+
+    def _mean_row(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            there = self._files[name].mapped(name)
+            self._means[name] = there.mean(0, dtype=torch.float32).to(there.dtype)
+        return self._means[name]
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -250,63 +281,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# Tokenizers
-
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """CheckpointError for a tokenizer that `save_tokenizer` cannot write."""
-    is_ours = isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer))
-    if (
-        tokenizer is not None
-        and not is_ours
-        and not callable(getattr(tokenizer, "save_pretrained", None))
-    ):
-        raise CheckpointError(
-            "Expected a tokenizer of ours or one with save_pretrained, got "
-            f"{type(tokenizer).__name__}."
-        )
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> dict[str, Any]:
-    """Writes a tokenizer's files. Returns the token ids that a config.json names.
-
-    `NullTokenizer` has no files: its texts are token ids already.
-    """
-    if tokenizer is None:
-        return {}
-    if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer)):
-        fast = _byte_level() if isinstance(tokenizer, ByteTokenizer) else tokenizer.backend
-        fast.save(str(folder / "tokenizer.json"))
-        end = fast.id_to_token(tokenizer.eod)
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        write_json(
-            folder / "tokenizer_config.json", {**content, "clean_up_tokenization_spaces": False}
-        )
-
-    if isinstance(tokenizer, (HuggingFaceTokenizer, ByteTokenizer, NullTokenizer)):
-        return {"eos_token_id": tokenizer.eod}
-
-    tokenizer.save_pretrained(folder)
-    return {name: getattr(tokenizer, name, None) for name in TOKEN_IDS}
-
-
-def _byte_level() -> tokenizers.Tokenizer:
-    """`ByteTokenizer` in the form of the tokenizers library."""
-    # The library's byte alphabet: printable bytes stand for themselves, the others are replaced by
-    # letters from 256 on.
-    is_printable = [chr(byte) in set(pre_tokenizers.ByteLevel.alphabet()) for byte in range(256)]
-    others = iter(range(256, 512))
-    letters = [chr(byte) if is_printable[byte] else chr(next(others)) for byte in range(256)]
-
-    found = tokenizers.Tokenizer(
-        models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
-    )
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens(["<|endoftext|>"])
-    return found
+# Small files
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a new file."""
     path.write_bytes((json.dumps(content, indent=2) + "\n").encode())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file, which must be a regular one, to a new one. OSError if that is impossible."""
+    target.parent.mkdir(exist_ok=True)
+    with open_regular(source) as stream, target.open("xb") as copied:
+        shutil.copyfileobj(stream, copied)

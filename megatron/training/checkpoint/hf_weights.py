@@ -44,6 +44,7 @@ from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import (
     OwnModel,
     config_differences,
+    config_from_hf,
     description_of,
     ignored_prefixes,
     tied_names,
@@ -85,6 +86,7 @@ from megatron.training.checkpoint.hf_row_writer import (
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."  # of weights and buffers in our checkpoints
+_OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _PIECE_NUMEL = 2 << 20  # elements that are read at once
 # Constants that follow from config.json. Old versions of the transformers library saved them as
 # buffers, and it ignores them by now.
@@ -142,7 +144,7 @@ def save_hf(
     logger.info("saved weights in %s in %.2f s", folder, time.perf_counter() - start)
 
 
-def load_hf(model: nn.Module, folder: str | Path) -> None:
+def load_hf(model: nn.Module, folder: str | Path, *, adds_rows: bool = False) -> None:
     """Loads weights from safetensors files into a model, in place. All ranks of the default group
     call it together.
 
@@ -153,6 +155,8 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
         model: as in `save_hf`, with no save of it under way.
         folder: with `model.safetensors`, or shards and their index. Its config.json, if any, must
             describe what the model computes.
+        adds_rows: whether the model's vocabulary may have more rows than the folder's, which then
+            are the mean of the folder's rows. For our own models.
 
     Raises:
         ConfigError: for a GPT that no architecture of the transformers library computes.
@@ -163,6 +167,8 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
     contents = on_all_ranks(lambda: collect_weights(model))
     with ExitStack() as stack:
         files = on_all_ranks(lambda: WeightFiles.open(folder, stack))
+        if adds_rows:
+            on_all_ranks(lambda: _add_rows(model, contents, files))
         placed = on_all_ranks(lambda: _found(model, contents, files))
         on_all_ranks(lambda: _load(files, placed))
     logger.info("loaded weights from %s", folder)
@@ -170,12 +176,14 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
 
 def entries_to_load(model: nn.Module, files: WeightFiles) -> Sequence[tuple[Entry, RowMap]]:
     """What a model is loaded from: its weights, which may be on meta, and the rows of a folder's
-    tensors that each of them is.
+    tensors that each of them is. A vocabulary gets as many rows as the model has.
 
     Raises:
         ConfigError, CheckpointError: as `load_hf`.
     """
-    return _found(model, collect_weights(model), files)
+    contents = collect_weights(model)
+    _add_rows(model, contents, files)
+    return _found(model, contents, files)
 
 
 # Saving
@@ -228,6 +236,25 @@ def _finish(
 
 
 # Loading
+
+
+def _add_rows(model: nn.Module, contents: Contents, files: WeightFiles) -> None:
+    """Shows the matrices of the vocabulary with as many rows as a model of ours has, if the files
+    have fewer. ConfigError for a config.json of another model.
+    """
+    if not isinstance(model, OwnModel):
+        return
+    num_rows = description_of(model).vocab_size
+    there = config_from_hf(files.config, str(files.folder / CONFIG_FILE)).vocab_size
+    if num_rows <= there:
+        return
+
+    rows = rows_of(model, contents, files)
+    own = {at.name for key, at in rows.items() if key.endswith(_OF_VOCABULARY)}
+    tied = {other for name, others in tied_names(model).items() if name in own for other in others}
+    files.add_rows((own | tied) & set(files.names), num_rows)
+    message = "the vocabulary of %s gets %d more rows, each of them the mean of its %d rows"
+    logger.info(message, files.folder, num_rows - there, there)
 
 
 class _Placed(NamedTuple):

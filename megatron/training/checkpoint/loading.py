@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, check_param_groups
 from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.core.options import ConfigError, expect, given_options
+from megatron.core.options import ConfigError, expect, given_options, options_of
 from megatron.training.checkpoint.load_extras import (
     RNG_KEY,
     Extras,
@@ -72,6 +72,10 @@ from megatron.training.checkpoint.run_info import RecoverInfo, no_run_error
 from megatron.training.checkpoint.run_state import RunState, named_checkpoint, place_of
 
 logger = logging.getLogger(__name__)
+
+
+# The flags of parts that are not loaded.
+_LEAVE_OUT = ("load_optim", "load_rng", "load_skip_keys")
 
 
 class Loaded(NamedTuple):
@@ -94,6 +98,7 @@ def load_run(
     state: RunState,
     device: Device,
     *,
+    resumes: bool = False,
     known_damage: Mapping[str, str] | None = None,
     on_damage: Callable[[str, str], None] = lambda _path, _reason: None,
 ) -> Loaded | None:
@@ -105,6 +110,8 @@ def load_run(
     Args:
         schedule: determines whose schedule and optimizer options apply where the checkpoint's
             differ.
+        resumes: whether the checkpoints are those of this run itself. Flags that leave out a part
+            then hold once: not for a checkpoint of a start with the same flags.
         known_damage: reasons, by path, of checkpoints that were found damaged before; they are not
             read again.
         on_damage: called with the path and the reason of each checkpoint that is found damaged.
@@ -134,8 +141,9 @@ def load_run(
         reason = (known_damage or {}).get(path)
         if reason is None:
             try:
+                flags = _unless_held_before(config, store, name) if resumes else config
                 info = load_checkpoint(
-                    config, schedule, state, device, store, name, checks_first=False
+                    flags, schedule, state, device, store, name, checks_first=False
                 )
                 _log_loaded(f"{root}/{name}", info, state)
                 return Loaded(path, info, list(damaged))
@@ -149,6 +157,35 @@ def load_run(
     raise CheckpointError(
         f"Expected a checkpoint in {root} that is whole, got: {next(iter(damaged.values()))}"
     )
+
+
+def _unless_held_before(config: CheckpointConfig, store: Store, name: str) -> CheckpointConfig:
+    """The flags without those that leave out a part and that the start which saved the checkpoint
+    had, too: leaving it out again would lose what has been trained since.
+    """
+
+    def read() -> list[str]:
+        saved = read_train_state(store, name).get("config")
+        saved = saved if isinstance(saved, dict) else {}
+        own = {name: getattr(config, name) for name in _LEAVE_OUT}
+        own["load_skip_keys"] = list(config.load_skip_keys)
+        return [name for name, value in own.items() if saved.get(name) == value]
+
+    is_given = {field.name: field for field in given_options(config) if field.name in _LEAVE_OUT}
+    if not is_given:
+        return config
+    held = on_first_rank(read, f"reading the flags of the run that saved {name}")
+    for flag, field in is_given.items():
+        logger.info(
+            "%s does not hold for %s: the start that saved it had it, too. --load %s obeys it again"
+            if flag in held
+            else "%s holds for %s, which the run resumes from (--load %s would obey it every time)",
+            field.flag_for(getattr(config, flag)),
+            path_of(store, name),
+            store.root,
+        )
+    defaults = {field.name: field.default for field in options_of(CheckpointConfig)}
+    return replace(config, **{name: defaults[name] for name in held})
 
 
 def _log_loaded(path: str, info: RecoverInfo | None, state: RunState) -> None:

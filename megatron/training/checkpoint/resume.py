@@ -77,7 +77,7 @@ class Resumer:
             on_first_rank(lambda: self._memory().to_plain(), "reading the event log")
         )
 
-        flags = self._flags(known)
+        flags, resumes = self._flags(known)
         loaded = None
         if flags is not None:
             loaded = load_run(
@@ -85,6 +85,7 @@ class Resumer:
                 self._config.schedule,
                 engine.state,
                 self._device,
+                resumes=resumes,
                 known_damage=known.damaged,
                 on_damage=self._on_damage,
             )
@@ -119,7 +120,8 @@ class Resumer:
             # --hf-model, beside it, has said what the model is.
             load_dcp(folder, table, self._config.model, engine.state)
         elif checkpoint.hf_model is not None and not checkpoint.hf_init_random:
-            engine.load(SaveLoadMeta(checkpoint.hf_model, "hf"))
+            # As many rows as --vocab-size asks for, which the folder's settings are held against.
+            engine.load(SaveLoadMeta(checkpoint.hf_model, "hf", adds_rows=True))
 
     def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
         """Makes the folder of `--save` ready for this run: damaged checkpoints that were passed
@@ -145,13 +147,13 @@ class Resumer:
             )
         on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
 
-    def _flags(self, known: Memory) -> CheckpointConfig | None:
-        """The flags to load by; None: load nothing."""
+    def _flags(self, known: Memory) -> tuple[CheckpointConfig | None, bool]:
+        """The flags to load by (None: load nothing), and whether the run itself is resumed."""
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
         begins_as_told = checkpoint if checkpoint.load is not None else None
         save = checkpoint.save
         if mode == "off" or save is None or (self._config.training.skip_train and mode == "auto"):
-            return begins_as_told
+            return begins_as_told, False
 
         def look() -> list[Any]:  # a list, since ranks tell each other JSON
             load = checkpoint.load
@@ -168,8 +170,8 @@ class Resumer:
             newest is not None and known.begun is not None and newest > known.begun
         )
         if newest is None or (is_from_save and not has_saved):
-            return begins_as_told
-        return _everything_from(checkpoint, save)
+            return begins_as_told, False
+        return _newest_of(checkpoint, save), True
 
     def _memory(self) -> Memory:
         folder = self._config.events_dir
@@ -228,13 +230,12 @@ def _folder_of(load: str) -> str:
     return place_of(load if named is None else named[0])
 
 
-def _everything_from(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:
-    """The flags that resume the run itself from its newest checkpoint. Those that go with `--load`
-    say how it once began, except for whether digests are checked.
+def _newest_of(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:
+    """The flags that resume the run itself from its newest checkpoint. Those that choose where it
+    begins say how it once began.
     """
+    begins = ("finetune", "ckpt_step", "exit_on_missing_checkpoint")
     defaults = {
-        field.name: field.default
-        for field in options_of(CheckpointConfig)
-        if field.option.requires == "load" and field.name != "verify_checkpoint"
+        field.name: field.default for field in options_of(CheckpointConfig) if field.name in begins
     }
     return replace(checkpoint, load=root, **defaults)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron_hybrid import convert_hf, generate
 from megatron_hybrid.checkpoint import command as checkpoint
-from tests.helpers.hf_models import FAMILIES, TEXT, save_model
+from tests.helpers.hf_models import FAMILIES, TEXT, VOCAB, save_model
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
 from tests.unit_tests.training.helpers.hf_folders import digests, names_in
 
@@ -99,10 +100,49 @@ def test_an_export_does_not_need_the_folder_that_the_run_began_with(folder, tmp_
     assert line.startswith(f"export: {folder}, which training began with, is not there any more")
     assert names_in(tmp_path / "out") == [
         "config.json",
+        "generation_config.json",
         WEIGHTS,
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def with_padding_token(folder: Path) -> int:
+    """Gives a folder's tokenizer one id more than its model has rows; returns their number."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unused = range(tokenizer.get_vocab_size(), VOCAB)
+    tokenizer.add_tokens([*(f"<unused{number}>" for number in unused), "<pad>"])
+    (folder / "tokenizer.json").unlink()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer.get_vocab_size()
+
+
+def test_a_padding_token_beyond_the_rows_is_imported_by_the_flag_that_the_error_names(
+    model, folder, tmp_path, capsys
+):
+    num_ids = with_padding_token(folder)
+    line = refused(capsys, "import", folder, tmp_path / "runs")
+    assert f"--vocab-size {num_ids}" in line
+    converted("import", folder, tmp_path / "runs", "--vocab-size", str(num_ids))
+    converted("export", tmp_path / "runs", tmp_path / "out")
+    there, more = (load_file(path / WEIGHTS) for path in (model, tmp_path / "out"))
+    name = "model.embed_tokens.weight"
+    assert more[name].shape[0] == num_ids == VOCAB + 1
+    assert torch.equal(more[name][:VOCAB], there[name])
+    torch.testing.assert_close(more[name][VOCAB], there[name].float().mean(0).bfloat16())
+    assert all(torch.equal(more[other], there[other]) for other in there if other != name)
+
+
+def test_text_is_written_by_a_model_whose_tokenizer_has_a_padding_token_beyond_the_rows(
+    folder, capsys
+):
+    with_padding_token(folder)
+    asked = ["--load", str(folder), "--max-new-tokens", "3", "--temperature", "5", "--prompt"]
+    assert generate.main([*asked, "def main"]) == 0
+    assert "prompt: 'def main'" in capsys.readouterr().out
+    assert generate.main([*asked, "def <pad>"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--prompt: expected token ids below the {VOCAB} rows" in line
 
 
 def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):

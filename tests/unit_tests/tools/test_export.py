@@ -19,6 +19,7 @@ from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import generate, pretrain_gpt
 from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.ranks import run_ranks
+from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "def main():\n    return the_answer(to=everything)\n" * 20
@@ -91,6 +92,51 @@ def test_transformers_computes_our_logits_from_an_exported_run(
     with torch.no_grad():
         logits = ours(torch.tensor([ids]))
         torch.testing.assert_close(logits, theirs(torch.tensor([ids])).logits, rtol=1e-5, atol=1e-5)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+)
+TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+
+
+def chat_tokenizer(folder: Path) -> Path:
+    folder.mkdir()
+    make_tokenizer(folder, ["<|im_start|>", "<|im_end|>", "<s>", "<pad>"])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    config |= {"eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: " + TEMPLATE)
+    return folder
+
+
+def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewhere: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = chat_tokenizer(elsewhere / "chat")
+    settings = [word if word != "data/tokenizer.json" else "chat" for word in SETTINGS]
+    run_ranks(1, train, str(elsewhere), [*settings, "--save-hf-weights"])
+    assert checkpoint.main(["export", "runs/mine", "gpt", "--format", "hf"]) == 0
+
+    before = transformers.AutoTokenizer.from_pretrained(source)
+    for folder in ("gpt", "runs/mine/iter_0000002/hf"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        for template in (None, "tool_use"):
+            texts = [
+                each.apply_chat_template(TALK, chat_template=template, tokenize=False)
+                for each in (tokenizer, before)
+            ]
+            assert texts[0] == texts[1]
+            assert texts[0].startswith("tools: <s>" if template else "<s>")
+        assert tokenizer.special_tokens_map == before.special_tokens_map
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        for config in (model.config, model.generation_config):
+            found = config.bos_token_id, config.eos_token_id, config.pad_token_id
+            assert found == (258, 257, 259)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert Path(folder, name).read_bytes() == (source / name).read_bytes()
 
 
 def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(

@@ -77,6 +77,49 @@ def test_top_k_limits_the_choice_and_the_seed_repeats_it():
     assert len(set(sample([0], **hot))) > 3
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-9])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature):
+    assert sample([0], temperature=temperature) == [1, 2, 3, 4]
+    assert sample([0], temperature=temperature, top_k=3) == [1, 2, 3, 4]
+
+
+def test_an_infinite_temperature_draws_all_tokens_alike():
+    found = sample([0], temperature=float("inf"), num_new_tokens=400, eod=99)
+    assert min(found.count(token) for token in range(8)) > 25
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error_rather_than_text(temperature):
+    class Diverged(Counting):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * float("nan")
+
+    with pytest.raises(ValueError, match=r"finite.*--ckpt-step"):
+        sample([0], model=Diverged(8), temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--prompt", "caf\udce9"), ("--prompt", "\ud800"), ("--seed", str(1 << 64)), ("--seed", "0x")],
+)
+def test_words_that_are_no_text_and_seeds_beyond_64_bits_are_named_with_their_flag(
+    capsys, flag, value
+):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--load", "nowhere", "--prompt", "fine", flag, value])
+    assert end.value.code == 2
+    assert flag in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path, capsys):
+    ids = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "40"]
+    run_ranks(1, _train, [*SETTINGS, *ids, "--save", str(tmp_path)])
+    for prompt in ("3 41", "two", "-1"):
+        assert generate.main(["--load", str(tmp_path), f"--prompt={prompt}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("generate.py: Expected token ids")
+
+
 def _train(argv: list[str]) -> None:
     pretrain_gpt.run(argv)
 

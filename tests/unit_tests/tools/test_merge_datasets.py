@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.core.datasets.answer_dataset import AnswerFiles, mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tools.merge_datasets import main
 
@@ -44,6 +45,30 @@ def test_parts_are_merged_in_the_order_of_their_names(
         assert Path(f"{output}{suffix}").read_bytes() == other
 
 
+def write_chats(prefix: Path, masks: list[list[int]], first_token: int = 0) -> None:
+    write(
+        prefix,
+        [[first_token + number for number in range(len(mask))] for mask in masks],
+    )
+    write(Path(mask_prefix(prefix)), masks, np.uint8)
+
+
+def test_masks_of_conversations_are_merged_along_with_their_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = tmp_path / "parts", tmp_path / "all_chat_document"
+    # Sorted by name, a mask may come between the tokens of two conversations.
+    write_chats(folder / "a", [[0, 1, 1], [0, 1]])
+    write_chats(folder / "a_more", [[0, 0, 0, 1]], first_token=70)
+    main(["--input", str(folder), "--output-prefix", f"{output}.bin"])
+    assert "2 datasets, 3 documents, 3 sequences, 9 tokens, with masks" in capsys.readouterr().out
+
+    files = AnswerFiles(output)
+    assert files.mask is not None
+    assert [each.tolist() for each in files.tokens] == [[0, 1, 2], [0, 1], [70, 71, 72, 73]]
+    assert [each.tolist() for each in files.mask] == [[0, 1, 1], [0, 1], [0, 0, 0, 1]]
+
+
 @pytest.mark.parametrize(
     ("spoil", "output", "message"),
     [
@@ -54,6 +79,29 @@ def test_parts_are_merged_in_the_order_of_their_names(
         (lambda _: None, "parts/a_text_document.bin", "--output-prefix: expected another name"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
         (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "folder that exists"),
+        (lambda folder: write_chats(folder / "c", [[0, 1]]), "corpus", "no mask for .*a_text_doc"),
+        (lambda folder: write(folder / "c_chat_document", [[1]]), "corpus", "its answers.*--chat"),
+        (
+            lambda folder: write(folder / "c_mask", [[1]], np.uint8),
+            "corpus",
+            "c.bin beside its m",
+        ),
+        (
+            lambda folder: (
+                [write_chats(folder / name, [[0, 1]]) for name in "ab"]
+                + [write(folder / "b_mask", [[1]], np.uint8)]
+            ),
+            "corpus",
+            "another length in sequence 0",
+        ),
+        (
+            lambda folder: (
+                [write(folder / f"a_{part}", [[1]]) for part in ("text", "images")]
+                + [(folder / "a.json").touch()]
+            ),
+            "corpus",
+            "images in .*a.json.*--data-path",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(

@@ -72,7 +72,7 @@ def test_every_field_of_every_config_is_a_flag_with_a_help_line():
 def test_what_an_option_needs_is_an_option():
     options = {field.name: field.option for field in parse_config(MINIMAL, 1).options()}
     for option in options.values():
-        needed = (option.requires, option.overridden_by, *dict(option.no_effect_unless))
+        needed = (*option.requires, option.overridden_by, *dict(option.no_effect_unless))
         assert {name for name in needed if name is not None} <= options.keys()
 
 
@@ -112,6 +112,10 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
         (["--ckpt-step", "5"], "--load: expected a folder, since --ckpt-step is given, got None."),
         (["--ckpt-step", "0"], "--load: expected a folder, since --ckpt-step is given, got None."),
         (["--no-load-rng"], "--load: expected a folder, since --no-load-rng is given, got None."),
+        (
+            ["--load-skip-keys", "a", "--save", "x", "--recover-mode", "off"],
+            "--load: expected a folder, since --load-skip-keys is given with --recover-mode off",
+        ),
         (
             ["--no-save-optim"],
             "--save: expected a folder, since --no-save-optim is given, got None.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,21 @@ def test_the_rows_of_the_embedding_are_not_padded(folder):
         f"--make-vocab-size-divisible-by: expected a divisor of the {VOCAB} rows that the "
         f"embedding in {folder} has, got 128."
     ]
-    (line,) = refused(folder, "--vocab-size", 302)
+    (line,) = refused(folder, "--vocab-size", 300)
     assert line.startswith(f"--vocab-size: expected {VOCAB}, as ")
     config = config_of(folder, "--make-vocab-size-divisible-by", 7)
     assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
+
+
+def test_rows_are_added_by_the_size_of_the_vocabulary(folder):
+    for kind, flags, expected in (
+        ("HuggingFaceTokenizer", (), VOCAB + 1),
+        ("HuggingFaceTokenizer", ("--make-vocab-size-divisible-by", 8), 304),
+        ("NullTokenizer", (), VOCAB + 2),
+    ):
+        more = ("--vocab-size", VOCAB + 1, "--tokenizer-type", kind, *flags)
+        settings = config_of(folder, *more).tokenizer
+        assert padded_vocab_size(settings, build_tokenizer(settings)) == expected
 
 
 def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_path):
@@ -135,8 +147,12 @@ def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_pa
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder, tmp_path):
     small = config_of(changed(folder, tmp_path / "small", vocab_size=200)).tokenizer
     message = "--tokenizer-model: expected at most 200 ids, as many as the embedding in small has "
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         build_tokenizer(small, rows_of="small")
+    # The way out that is named is one.
+    (added,) = re.findall(r"--vocab-size \d+", str(caught.value))
+    more = config_of(tmp_path / "small", *added.split()).tokenizer
+    assert build_tokenizer(more).vocab_size == more.vocab_size
     for flags in ((), ("--tokenizer-type", "ByteTokenizer"), ("--tokenizer-type", "NullTokenizer")):
         config = config_of(folder, *flags)
         build_tokenizer(config.tokenizer, rows_of=str(folder))

@@ -87,6 +87,103 @@ def test_files_of_many_kinds_are_read_upright_and_in_rgb(tmp_path: Path) -> None
         assert SMALL.load(tmp_path / f"{mode}.png").grid == expected.grid
 
 
+# A black disc on nothing: what is hidden there is red, green, or black, too.
+def cutout(mode: str, hidden: tuple[int, int, int]) -> Any:
+    rows, columns = np.mgrid[:32, :40]
+    distance = np.hypot(rows - 15.5, columns - 19.5)
+    alpha = np.clip((14 - distance) * 50, 0, 255).astype(np.uint8)
+    colors = np.where((alpha > 0)[..., np.newaxis], np.uint8(0), np.uint8(hidden))
+    image = PIL.fromarray(np.dstack([colors, alpha]))
+    return image if mode == "RGBA" else image.convert(mode)
+
+
+def palette(shown: tuple[int, int, int]) -> Any:
+    image = PIL.new("P", (40, 32), 3)
+    image.putpalette([9, 9, 9, *shown, 0, 0, 0, 200, 0, 0])
+    image.paste(1, (8, 8, 24, 24))
+    return image
+
+
+def single_color(mode: str, color: Any) -> Any:
+    image = PIL.new(mode, (40, 32), color)
+    image.paste({"1": 1, "L": 77, "RGB": (77, 7, 200)}[mode], (8, 8, 24, 24))
+    return image
+
+
+TRANSPARENT = {
+    "rgba.png": (cutout("RGBA", (0, 0, 0)), {}),
+    "hidden.png": (cutout("RGBA", (255, 0, 0)), {}),
+    "la.png": (cutout("LA", (0, 255, 0)), {}),
+    "rgba.webp": (cutout("RGBA", (255, 0, 0)), {"lossless": True}),
+    "rgba.tiff": (cutout("RGBA", (0, 255, 0)), {}),
+    "index.gif": (palette((0, 90, 180)), {"transparency": 3}),
+    "index.png": (palette((0, 90, 180)), {"transparency": 3}),
+    "shares.png": (palette((0, 90, 180)), {"transparency": bytes([255, 128, 0, 30])}),
+    "gray.png": (single_color("L", 5), {"transparency": 5}),
+    "bits.png": (single_color("1", 0), {"transparency": 0}),
+    "color.png": (single_color("RGB", (1, 2, 3)), {"transparency": (1, 2, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_white_shows_through_transparent_pictures_as_in_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    image, options = TRANSPARENT[name]
+    image.save(tmp_path / name, **options)
+    found = SMALL.load(tmp_path / name)
+    with PIL.open(tmp_path / name) as opened:
+        expected = processor(SMALL)(images=[opened], return_tensors="pt")["pixel_values"]
+    patches = normalized_patches(torch.from_numpy(found.pixels), SMALL.mean, SMALL.std, 2)
+    torch.testing.assert_close(patches, expected, rtol=0, atol=1e-5)
+    corner = found.pixels[0].reshape(3, SMALL.patch_size, SMALL.patch_size)[:, 0, 0]
+    assert (corner > 200).all(), "nothing is there"
+
+
+def test_transparent_pictures_that_are_turned_keep_what_is_transparent(tmp_path: Path) -> None:
+    exif = PIL.Exif()
+    exif[0x0112] = 3  # upside down
+    palette((0, 90, 180)).save(tmp_path / "turned.png", transparency=3, exif=exif)
+    palette((0, 90, 180)).rotate(180).save(tmp_path / "upright.png", transparency=3)
+    turned = SMALL.load(tmp_path / "turned.png").pixels
+    assert np.array_equal(turned, SMALL.load(tmp_path / "upright.png").pixels)
+    assert turned.max() == 255
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tiff", "wide.tiff", "wide.pgm"])
+def test_gray_values_of_16_bits_keep_their_upper_8(tmp_path: Path, name: str) -> None:
+    ramp = np.linspace(0, 65535, 40 * 32).reshape(32, 40)
+    values = ramp.astype(np.uint16 if name.startswith("deep") else np.int32)
+    PIL.fromarray(values).save(tmp_path / name)
+    expected = PIL.fromarray((values // 256).astype(np.uint8)).convert("RGB")
+    assert np.array_equal(SMALL.load(tmp_path / name).pixels, SMALL.patches_of(expected).pixels)
+
+
+def test_one_transparent_gray_value_of_16_bits_is_not_its_neighbor(tmp_path: Path) -> None:
+    values = np.full((32, 40), 1000, np.uint16)
+    values[:, 20:] = 1001
+    PIL.fromarray(values).save(tmp_path / "deep.png", transparency=1000)
+    upper = np.where(values == 1000, 255, 1001 // 256).astype(np.uint8)
+    expected = SMALL.patches_of(PIL.fromarray(upper).convert("RGB"))
+    assert np.array_equal(SMALL.load(tmp_path / "deep.png").pixels, expected.pixels)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (np.linspace(0, 1, 1280, dtype=np.float32), r"got F from 0\.0 to 1\.0"),
+        (np.linspace(-5, 5, 1280).astype(np.int32), "got I from -5 to 5"),
+        (np.linspace(0, 1 << 20, 1280).astype(np.int32), "got I from 0 to 1048576"),
+    ],
+)
+def test_gray_values_without_a_known_range_are_refused(
+    tmp_path: Path, values: Any, told: str
+) -> None:
+    PIL.fromarray(values.reshape(32, 40)).save(tmp_path / "values.tiff")
+    with pytest.raises(ImageError, match=rf"values\.tiff: .*{told}.*8 bits"):
+        SMALL.load(tmp_path / "values.tiff")
+
+
 def test_what_is_no_picture_is_refused_by_name(tmp_path: Path) -> None:
     picture(64, 64).save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles, mask_prefix
-from megatron.core.datasets.builder import build_answer_datasets
+from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -157,6 +157,51 @@ def test_blends_of_conversations_and_text_have_splits_of_their_own(tmp_path: Pat
     assert train & valid <= {FILLER}
     batch = splits.train.collate(samples[:2])  # type: ignore[attr-defined]
     assert sum(batch["lengths"]) == 32
+
+
+@pytest.mark.parametrize("lost", [(".bin", ".idx"), (".bin",), (".idx",)], ids="".join)
+@pytest.mark.parametrize("prefix", ["out_chat_document", "merged"])
+def test_conversations_that_have_lost_their_mask_are_refused_in_every_part_and_split(
+    tmp_path: Path, prefix: str, lost: tuple[str, ...]
+) -> None:
+    write_chats(tmp_path / "whole_chat_document", [8] * 50)
+    write_chats(tmp_path / prefix, [8] * 50)
+    for suffix in lost:
+        Path(f"{mask_prefix(tmp_path / prefix)}{suffix}").unlink()
+    whole, part = str(tmp_path / "whole_chat_document"), str(tmp_path / prefix)
+    # Without both, a name that says nothing is that of text, which another part may stand beside.
+    blends = (
+        [(part,)] if len(lost) == 2 and prefix == "merged" else [(part,), ("9", whole, "1", part)]
+    )
+    for blend in blends:
+        config = GPTDatasetConfig(seq_length=16, data_path=blend, split="80,10,10", sft=True)
+        for num_samples in ((4, 0, 0), (0, 4, 0), (0, 0, 4)):
+            with pytest.raises((ConfigError, IndexedDatasetError), match=rf"{prefix}.*--chat"):
+                build_answer_datasets(config, num_samples, VOCAB, seed=1, filler=FILLER)
+
+
+def test_text_beside_conversations_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokens(tmp_path / "news_text_document", [[1, 2, 3]])
+    write_chats(tmp_path / "out_chat_document", [8])
+    with caplog.at_level("INFO"):
+        assert AnswerFiles(tmp_path / "news_text_document").mask is None
+        assert AnswerFiles(tmp_path / "out_chat_document").mask is not None
+    (line,) = caplog.messages
+    assert "news_text_document" in line
+
+
+def test_conversations_that_are_learned_whole_without_sft_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_chats(tmp_path / "out_chat_document", [8] * 50)
+    config = GPTDatasetConfig(seq_length=16, data_path=(str(tmp_path / "out_chat_document"),))
+    with caplog.at_level("INFO"):
+        build_gpt_datasets(config, (4, 0, 0), VOCAB, seed=1)
+    (line,) = [line for line in caplog.messages if "mask" in line]
+    assert "out_chat_document" in line
+    assert "--sft" in line
 
 
 def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> None:

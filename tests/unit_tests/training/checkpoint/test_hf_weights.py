@@ -76,10 +76,11 @@ def sharded_gpt(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     config: TransformerConfig = QWEN3,
+    num_rows: int = VOCAB,
 ) -> nn.Module:
     """Over all ranks, with fp32 main weights that are the same on any number of ranks."""
     with torch.device("meta"):
-        model = GPTModel(config, VOCAB)
+        model = GPTModel(config, num_rows)
     mesh = build_mesh("cpu", dist.get_world_size())
     if engine == "torch_fsdp2":
         torch_fsdp2.shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
@@ -197,7 +198,11 @@ def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_p
 
 def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
     save_exactly(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
-    assert names_in(tmp_path / "gpt") == ["config.json", "model.safetensors"]
+    assert names_in(tmp_path / "gpt") == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
     with pytest.raises(
         CheckpointError,
@@ -237,6 +242,43 @@ def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, 
     for world_size in (1, 2, 3):
         before, after = run_ranks(world_size, load, tmp_path / "2")[0]
         assert after == losses[world_size - 1] != before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_that_are_added_to_a_vocabulary_are_the_mean_of_the_others(
+    tmp_path: Path, engine: str, config: TransformerConfig, world_size: int
+) -> None:
+    # More rows than one rank holds, and in one piece with those of the file.
+    num_rows = VOCAB + 40
+    before = plain_gpt(config)
+    save_exactly(before, tmp_path / "gpt", CPU)
+
+    def load(target: Path) -> None:
+        model = sharded_gpt(engine, seed=1, config=config, num_rows=num_rows)
+        with pytest.raises(CheckpointError, match=f"vocab_size {VOCAB} .* {num_rows}"):
+            load_hf(model, tmp_path / "gpt")
+        load_hf(model, tmp_path / "gpt", adds_rows=True)
+        save_exactly(model, target, CPU)
+
+    run_ranks(world_size, load, tmp_path / "more")
+    there, more = (load_file(tmp_path / name / "model.safetensors") for name in ("gpt", "more"))
+    assert json.loads((tmp_path / "more/config.json").read_text())["vocab_size"] == num_rows
+    of_vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} & there.keys()
+    assert len(of_vocabulary) == (1 if config is QWEN3 else 2)
+    for name in of_vocabulary:
+        assert torch.equal(more[name][:VOCAB], there[name])
+        mean = there[name].mean(0, keepdim=True).expand(40, -1)
+        torch.testing.assert_close(more[name][VOCAB:], mean, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(more[name], there[name]) for name in there.keys() - of_vocabulary)
+
+
+def test_no_rows_are_taken_away_from_a_vocabulary(tmp_path: Path) -> None:
+    save_exactly(plain_gpt(), tmp_path / "gpt", CPU)
+    fewer = GPTModel(QWEN3, VOCAB - 1)
+    with pytest.raises(CheckpointError, match=f"vocab_size {VOCAB} .* {VOCAB - 1}"):
+        load_hf(fewer, tmp_path / "gpt", adds_rows=True)
 
 
 def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
