@@ -1,19 +1,20 @@
-"""How programs end: with one line for bad input, quietly when the reader of their output has gone,
-and without temporary files when they are stopped.
+"""How programs end: with one line for bad input, quietly when the reader of their output has closed
+the pipe, and without temporary files when a signal stops them.
 
-Blocks that write files remove what is unfinished when an exception passes through them. So SIGTERM
-and SIGHUP become exceptions, as Python does it with SIGINT, and the process ends by the signal
-afterwards.
+Code that writes files removes unfinished ones when an exception passes through it. So SIGTERM and
+SIGHUP raise an exception, as SIGINT does in Python, and the process ends by the signal afterwards.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import FrameType
@@ -39,7 +40,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     """Ends a program with exit code 1 and one line for bad input and unusable files.
 
     Args:
-        program: the name that the line begins with.
+        program: name at the start of the line.
     """
     try:
         yield
@@ -77,8 +78,8 @@ def run(main: Callable[[], int]) -> int:
 
 @contextmanager
 def quiet_pipes() -> Iterator[None]:
-    """Ends a program quietly if the reader of stdout or stderr goes, as in `program | head`, and
-    with one line if stdout cannot be written.
+    """Ends a program quietly if the reader of stdout or stderr closes it, as in `program | head`,
+    and with one line if stdout cannot be written.
     """
     try:
         try:
@@ -93,6 +94,43 @@ def quiet_pipes() -> Iterator[None]:
             if _is_broken(stream):
                 _discard(stream)
         raise SystemExit(_EXIT_BROKEN_PIPE) from error
+
+
+@contextmanager
+def worker_pool(
+    num_workers: int, start: Callable[..., None], *arguments: object
+) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that end with this one, also if it is killed.
+
+    Args:
+        start: called in each worker first, with the arguments.
+    """
+    # Spawned, not forked: a fork of a process that has used the tokenizer's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (start, arguments))
+    try:
+        yield pool
+    except BaseException:
+        # Without waiting: a signal to the whole process group may have ended a worker in the middle
+        # of a result, whose rest the pool would wait for.
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _start_worker(start: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    # Ctrl-C reaches every process of the terminal. The process that started the workers handles it
+    # and ends them; a worker killed by it might still hold the queue's lock.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    start(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a worker"
+    parent.join()
+    os._exit(_EXIT_FAILURE)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -124,7 +162,7 @@ def _flush() -> None:
 
 
 def _is_broken(stream: object) -> bool:
-    """Whether a stream is a pipe or a socket that nobody reads."""
+    """Whether a stream is a pipe or a socket without a reader."""
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)  # type: ignore[attr-defined]
@@ -134,7 +172,7 @@ def _is_broken(stream: object) -> bool:
 
 
 def _discard(stream: object) -> None:
-    """Sends to nowhere what a stream still holds."""
+    """Redirects a stream to /dev/null, with its buffered content."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())  # type: ignore[attr-defined]
     os.close(nowhere)

@@ -1,8 +1,8 @@
 """Input of the preprocessing tools: text files and JSON lines, compressed or not.
 
-The suffix says what a file is, in any case: `.jsonl`, `.ndjson`, `.jsonlines` and `.json` are JSON
-lines. Any other file is JSON lines if its first line is a JSON object, and text otherwise. A suffix
-behind it, such as `.gz`, says how the file is compressed.
+Files with the suffixes `.jsonl`, `.ndjson`, `.jsonlines` and `.json`, in upper or lower case, are
+JSON lines. Any other file is JSON lines if its first line is a JSON object, and text otherwise. A
+second suffix such as `.gz` names the compression.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # f
 # A line or a document is in memory as a whole, with its tokens: 20 times its bytes with
 # ByteTokenizer, and up to 130 times with a Hugging Face tokenizer.
 _MAX_BYTES = 1 << 30
-_HEAD_BYTES = 1 << 20  # enough to tell what a file is
+_HEAD_BYTES = 1 << 20  # enough to tell JSON lines from text
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -37,7 +37,7 @@ class Line(NamedTuple):
     Attributes:
         place: file and number, for messages.
         content: of a line that is too long, the first `_MAX_BYTES` and one more.
-        folder: start of relative paths.
+        folder: directory of relative paths.
     """
 
     place: str
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     folder: Path
 
     def text(self) -> str:
-        """The line as text, without a byte order mark. ValueError says why it has none."""
+        """The line as text, without a byte order mark. ValueError for other bytes."""
         if len(self.content) > _MAX_BYTES:
             raise ValueError(f"expected at most {_MAX_BYTES} bytes, got more")
         try:
@@ -129,7 +129,7 @@ def is_json_lines(path: Path) -> bool:
     except (ValueError, RecursionError) as error:
         if not suffix:
             raise InputError(
-                f"{path}: expected a suffix, since the first line begins as JSON does but is none. "
+                f"{path}: expected a suffix, since the first line starts as JSON but is not. "
                 "Rename the file to .jsonl if each line is a JSON object, or to .txt."
             ) from error
         return False
@@ -158,7 +158,7 @@ def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line
     """The lines of files, without blank ones.
 
     Args:
-        folder: start of relative paths; default: the folder of their file.
+        folder: directory of relative paths; default: the folder of their file.
     """
     for path in files:
         own = path.parent if folder is None else folder

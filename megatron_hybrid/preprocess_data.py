@@ -13,14 +13,12 @@ import argparse
 import collections
 import contextlib
 import json
-import multiprocessing
 import os
 import reprlib
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +37,7 @@ from megatron.training.tokenizer import (
     say_prefix,
     train_bpe,
 )
-from megatron_hybrid.endings import one_line_errors
+from megatron_hybrid.endings import one_line_errors, worker_pool
 from megatron_hybrid.input_files import (
     InputError,
     find_files,
@@ -397,24 +395,15 @@ def _encode_all(
             yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
         return
 
-    # Spawned, not forked: a fork of a process that has used the tokenizer's threads may hang.
-    executor = ProcessPoolExecutor(
-        num_workers,
-        multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer, append_eod),
-    )
     pending: collections.deque[tuple[int, Future[list[Encoded]]]] = collections.deque()
-    try:
+    with worker_pool(num_workers, _start_worker, tokenizer, append_eod) as pool:
         for chunk in chunks:
-            pending.append((_num_bytes(chunk), executor.submit(_encode_in_worker, chunk)))
+            pending.append((_num_bytes(chunk), pool.submit(_encode_in_worker, chunk)))
             if len(pending) > num_workers * _CHUNKS_PER_WORKER:
                 num_bytes, future = pending.popleft()
                 yield num_bytes, future.result()
         for num_bytes, future in pending:
             yield num_bytes, future.result()
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 def _num_bytes(chunk: list[Document]) -> int:
@@ -425,9 +414,6 @@ _in_worker: dict[str, tuple[Tokenizer, bool]] = {}
 
 
 def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
-    # Ctrl-C reaches every process of the terminal. The process that started the workers handles it
-    # and ends them; a worker killed by it might still hold the queue's lock.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The workers share the cores, so the tokenizer's own threads would only compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _in_worker["settings"] = (tokenizer, append_eod)

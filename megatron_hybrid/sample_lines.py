@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
+from megatron_hybrid.endings import worker_pool
 from megatron_hybrid.input_files import Line
 
 _MOST_TOLD = 10  # skipped samples that are named
@@ -74,11 +72,9 @@ def make_samples(
             yield try_to_make(maker, line)
         return
 
-    # Not forked: the tokenizers library has threads.
-    context = multiprocessing.get_context("spawn")
     iterator = iter(lines)
     chunks = iter(lambda: list(itertools.islice(iterator, _CHUNK)), [])
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (maker,)) as pool:
+    with worker_pool(num_workers, _start_worker, maker) as pool:
         # As many in flight as keep the workers busy: all of the input need not be in memory.
         pending = [pool.submit(_make_chunk, c) for c in itertools.islice(chunks, 2 * num_workers)]
         while pending:
@@ -91,7 +87,6 @@ _worker_maker: Maker[Any] | None = None  # of this process, if it is a worker
 
 def _start_worker(maker: Maker[Any]) -> None:
     global _worker_maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_maker = maker
 
 

@@ -205,10 +205,16 @@ class _Tracer(Extension):
 
 
 def _add_calls(tree: nodes.Template, tracer: _Tracer) -> None:
-    """Adds the tracer's calls to all loops, and to all assignments of a name in a loop."""
+    """Adds the tracer's calls to all loops, and to what loops assign, as in
+    `{% set message = messages[i] %}`.
+    """
 
     def call(method: str, *arguments: nodes.Expr) -> nodes.Node:
         return nodes.ExprStmt(tracer.call_method(method, list(arguments)))
+
+    def loaded(target: nodes.Node) -> list[nodes.Name]:
+        names = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
+        return [nodes.Name(one.name, "load") for one in names]
 
     def visit(node: nodes.Node, in_loop: bool) -> None:
         is_loop = isinstance(node, nodes.For) and not node.recursive
@@ -222,23 +228,18 @@ def _add_calls(tree: nodes.Template, tracer: _Tracer) -> None:
                 setattr(node, field, [new for one in statements for new in traced(one, in_loop)])
         if is_loop:
             assert isinstance(node, nodes.For)
-            names = [nodes.Name(one.name, "load") for one in _names(node.target)]
-            node.body.insert(0, call("reach", *names))
+            node.body.insert(0, call("reach", *loaded(node.target)))
 
     def traced(node: nodes.Node, in_loop: bool) -> list[nodes.Node]:
         if isinstance(node, nodes.For) and not node.recursive:
             return [call("open_loop"), node, call("close_loop")]
-        if in_loop and isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
-            return [node, call("fetch", nodes.Name(node.target.name, "load"))]
+        if in_loop and isinstance(node, nodes.Assign) and isinstance(node.node, nodes.Getitem):
+            return [node, *(call("fetch", name) for name in loaded(node.target))]
         return [node]
 
     visit(tree, in_loop=False)
     tree.set_lineno(1)
     tree.set_environment(tracer.environment)
-
-
-def _names(target: nodes.Node) -> list[nodes.Name]:
-    return [target] if isinstance(target, nodes.Name) else list(target.find_all(nodes.Name))
 
 
 class _GuardedNamespace(Namespace):

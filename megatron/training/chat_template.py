@@ -35,11 +35,11 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, shown
 from megatron.training.chat_program import ChatProgram, Traced
 from megatron.training.conversations import ASSISTANT, ConversationError, is_learned
+from megatron.training.tokenizer import special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 CONFIG_FILE = "tokenizer_config.json"
-TOKENS_FILE = "special_tokens_map.json"
 _PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_BYTES = 1 << 22
@@ -112,7 +112,7 @@ class ChatTemplate:
         """
         folder = Path(tokenizer)
         folder = folder if folder.is_dir() else folder.parent
-        tokens = _special_tokens(folder)
+        tokens = special_tokens(folder)
         if template is not None:
             return cls(_read(Path(template)), tokens, str(template), ends)
         found = find_template(folder)
@@ -342,22 +342,6 @@ def find_template(folder: Path) -> str | dict[str, str] | None:
     return None
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that templates know by name."""
-    config = _read_config(folder / CONFIG_FILE)
-    # As transformers does: newer files list all added tokens in the configuration.
-    more = {} if "added_tokens_decoder" in config else _read_config(folder / TOKENS_FILE)
-    tokens = {}
-    for content in (config, more):
-        named = content.get("extra_special_tokens")
-        values = {name: value for name, value in content.items() if name.endswith("_token")}
-        values |= named if isinstance(named, dict) else {}
-        for name, value in values.items():
-            if (text := _text_of_token(value)) is not None:
-                tokens[name] = text
-    return tokens
-
-
 def _read(path: Path) -> str:
     try:
         return read_regular(path, max_bytes=_MAX_BYTES, what="a chat template").decode()
@@ -385,9 +369,3 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"--tokenizer-model: expected a JSON object in {path}, got {shown(content)}."
         )
     return content
-
-
-def _text_of_token(value: object) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None

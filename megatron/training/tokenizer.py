@@ -106,7 +106,6 @@ class HuggingFaceTokenizer:
             library.
 
     Attributes:
-        path: where it was read from.
         backend: the library's own tokenizer.
         path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
@@ -119,8 +118,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.backend, eos = _load(self.path)
+        self.backend, eos = _load(Path(path))
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -354,12 +352,19 @@ def special_tokens(folder: Path) -> dict[str, str]:
     ConfigError for files that cannot be read, and for an `eos_token` that is no text.
     """
     found: dict[str, str] = {}
-    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        content = _read_object(file) if os.path.lexists(file) else {}
-        for name, token in content.items():
+    files = [folder / "tokenizer_config.json", folder / "special_tokens_map.json"]
+    contents = [(file, _read_object(file)) for file in files if os.path.lexists(file)]
+    # As in the transformers library, whose newer files list all added tokens in the configuration.
+    if not any("added_tokens_decoder" in content for _, content in contents):
+        contents.reverse()
+    for file, content in contents:
+        named = content.get("extra_special_tokens")
+        tokens = {name: token for name, token in content.items() if name.endswith("_token")}
+        tokens |= named if isinstance(named, dict) else {}
+        for name, token in tokens.items():
             if isinstance(token, dict):
                 token = token.get("content")
-            if isinstance(token, str) and name.endswith("_token"):
+            if isinstance(token, str):
                 found.setdefault(name, token)
             elif name == "eos_token" and token is not None:
                 expected = f"a string as eos_token in {file}"

@@ -17,8 +17,12 @@ from typing import Any
 import pytest
 
 from megatron.training.chat_template import ChatTemplate
-from megatron.training.conversation_tokenizer import ConversationTokenizer
-from megatron.training.conversations import ConversationError, parse_conversation
+from megatron.training.conversation_tokenizer import PictureTokenizer
+from megatron.training.conversations import (
+    ConversationError,
+    parse_conversation,
+    parse_picture_conversation,
+)
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from tests.peers.helpers.peer_runs import PYTHON, ROOT, TIMEOUT
 
@@ -32,7 +36,7 @@ CONTROL = [
     *("<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|user|>"),
     *("<|assistant|>", "<|observation|>", "<|system|>", "<｜User｜>", "<｜Assistant｜>"),
     *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>"),
-    *("<|eot|>", "<|eom|>", "<tool_call|>"),
+    *("<|eot|>", "<|eom|>", "<tool_call|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
 ]
 
 TOOLS = [
@@ -53,6 +57,11 @@ TOOLS = [
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def user_parts(text: str, num_pictures: int) -> dict[str, Any]:
+    pictures = [{"type": "image", "path": "a.png"}] * num_pictures
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": text}]}
 
 
 def assistant(text: str, **others: object) -> dict[str, Any]:
@@ -107,6 +116,16 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         "tools": TOOLS,
     },
 }
+# Each picture takes one token, as in a text that no processor has expanded.
+PICTURES: dict[str, Any] = {
+    "messages": [
+        user_parts("What is this?", 1),
+        assistant("A cat.", reasoning_content="It purrs."),
+        user_parts("And these?", 2),
+        assistant("Two dogs.", thinking="They bark."),
+    ]
+}
+VISION = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"]
 MARKED = [
     *("cohere_training", "cohere2_training", "deepseek_r1_distill_training"),
     *("deepseekv3_training", "diffusion_gemma_training", "gemma_training", "gemma3_training"),
@@ -233,7 +252,7 @@ class Peer:
         backend.save(str(file))
         (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
         requests, answers = folder / "requests.json", folder / "answers.json"
-        requests.write_text(json.dumps(CONVERSATIONS))
+        requests.write_text(json.dumps({**CONVERSATIONS, "pictures": PICTURES}))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
         arguments = ["-m", "tests.peers.helpers.chat_template_job", file, requests, answers]
         ran = subprocess.run(
@@ -248,9 +267,9 @@ class Peer:
         assert ran.returncode == 0, ran.stderr[-20_000:]
         self.found: dict[str, Any] = json.loads(answers.read_text())
 
-    def tokenizer(self, template: str) -> ConversationTokenizer:
+    def tokenizer(self, template: str) -> PictureTokenizer:
         (self.folder / "chat_template.jinja").write_text(self.found[template]["source"])
-        return ConversationTokenizer(HuggingFaceTokenizer(self.folder))
+        return PictureTokenizer(HuggingFaceTokenizer(self.folder))
 
     def answers(self, template: str, conversation: str) -> tuple[str, list[str]]:
         """The text of a conversation, and the answers in it."""
@@ -282,6 +301,22 @@ def test_masks_of_marked_templates_are_those_of_transformers(
     assert found.tokens.tolist() == expected["tokens"]
     assert found.is_answer.astype(int).tolist() == expected["mask"]
     assert 0 < sum(expected["mask"]) < len(expected["mask"])
+
+
+@pytest.mark.parametrize("template", VISION)
+def test_masks_of_conversations_about_pictures_are_those_of_transformers(
+    peer: Peer, template: str
+) -> None:
+    expected = peer.found[f"{template}_training"]["made"]["pictures"]
+    record = parse_picture_conversation(PICTURES)
+    found = peer.tokenizer(f"{template}_training").render_pictures(record, [1, 1, 1])
+    assert found.tokens.tolist() == expected["tokens"]
+    assert found.is_answer.astype(int).tolist() == expected["mask"]
+    # More tokens for a picture move the answers.
+    more = peer.tokenizer(template).render_pictures(record, [4, 1, 7])
+    few = peer.tokenizer(template).render_pictures(record, [1, 1, 1])
+    assert len(more.tokens) == len(few.tokens) + 9
+    assert more.tokens[more.is_answer].tolist() == few.tokens[few.is_answer].tolist()
 
 
 def merged(text: str, answers: list[str]) -> list[str]:

@@ -281,8 +281,8 @@ class SampleIndex:
         sync_stream(stream)
 
     def _remove_others_partial_files(self) -> None:
-        """Removes what killed builds of other indices have left: files whose lock is free, and that
-        nobody has written to for an hour, as a node may whose locks do not reach this one.
+        """Removes files that killed builds of other indices have left: their lock is free, and no
+        process, on a node with separate locks perhaps, has written to them for an hour.
         """
         own = self.path.with_suffix(_PARTIAL)
         # The file system's clock, which may differ from this node's.

@@ -99,9 +99,9 @@ class BatchLoader:
     """Micro-batches in the order of a sampler, read ahead by worker processes.
 
     A worker hands over an error in the data as a value. Raised in the worker, it would come out of
-    PyTorch's loader with the worker's traceback in place of its one line. So it does for a lack of
-    shared memory, which would otherwise be met by a thread that loses the batch: the loader would
-    wait for it forever.
+    PyTorch's loader with the worker's traceback in place of its one line. The same holds for a
+    lack of shared memory. Without that, a thread of the worker would meet it and lose the batch,
+    and the loader would wait forever.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -120,7 +120,7 @@ class BatchLoader:
 
         Raises:
             IndexedDatasetError: data that cannot be used; raised where its batch would come.
-            ConfigError: no shared memory for the workers, or for a batch of theirs.
+            ConfigError: no shared memory for the workers or for their batches.
         """
         try:
             batches = iter(self._loader)

@@ -1,4 +1,4 @@
-"""How programs end: by a signal, with nobody to read their output, on a full disk."""
+"""How programs end: by a signal, with a closed pipe, on a full disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def add(self, *given):
     added(self, *given)
     calls.append(1)
     if len(calls) == 3:
-        os.kill(os.getpid(), int(number.split()[-1]))
+        stop = os.killpg if number.startswith("group ") else os.kill
+        stop(os.getpid(), int(number.split()[-1]))
 
 IndexedDatasetBuilder._add = add
 if program.endswith(".py"):
@@ -73,6 +74,7 @@ def run_until_stopped(
         capture_output=True,
         text=True,
         timeout=300,
+        start_new_session=True,
     )
 
 
@@ -97,6 +99,42 @@ def test_a_stopped_program_removes_its_files_and_ends_by_the_signal(
     assert done.returncode == -number, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path: Path) -> None:
+    """A worker may be in the middle of a result, larger than a pipe takes at once."""
+    (tmp_path / "in.jsonl").write_text('{"text": "%s"}\n' % ("words " * 50_000) * 60)
+    arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "ByteTokenizer"]
+    arguments += ["--output-prefix", tmp_path / "out", "--workers", 2]
+    number = f"group {int(signal.SIGTERM)}"
+    done = run_until_stopped(number, "tools/preprocess_data.py", *arguments)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+KILLED = """
+import os, signal
+from megatron_hybrid.endings import worker_pool
+
+if __name__ == "__main__":
+    with worker_pool(2, print, "started") as pool:
+        pool.submit(abs, 1).result()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    # It returns when the last process has closed the output.
+    done = subprocess.run(
+        [sys.executable, tmp_path / "killed.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert "Traceback" not in done.stderr
 
 
 def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path: Path) -> None:
@@ -140,7 +178,7 @@ def run_with_output(
 @pytest.mark.parametrize(
     "program", ["tools/timeline.py --help", "tools/preprocess_data.py", "megatron-hybrid"]
 )
-def test_a_program_whose_reader_has_gone_ends_quietly(
+def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
     tmp_path: Path, inputs: Path, program: str
 ) -> None:
     text = ["--input", inputs / "text.jsonl", "--tokenizer-type", "ByteTokenizer"]

@@ -1,4 +1,4 @@
-"""What an input file is, compressed input, and bad lines of text."""
+"""Kinds of input files, compressed input, and bad lines of text."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_file_without_a_suffix_that_may_be_either_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_long_first_line_is_read_to_its_end_to_tell_what_a_file_is(tmp_path: Path) -> None:
+def test_a_long_first_line_is_read_to_its_end_to_tell_json_lines_from_text(tmp_path: Path) -> None:
     (tmp_path / "part").write_text(json.dumps({"text": "long " * (1 << 19)}))
     preprocess("--input", tmp_path / "part", "--output-prefix", tmp_path / "out")
     assert texts(tmp_path / "out") == ["long " * (1 << 19)]

@@ -156,7 +156,7 @@ def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
     found = ChatTemplate.of_files(tmp_path / "tokenizer.json")
     assert found.render([]) == "<s>default"
     assert found.render([], [{"name": "add"}]) == "tools add"
-    assert found.special_tokens == {"bos_token": "<s>"}
+    assert found.special_tokens == {"bos_token": "<s>", "pad_token": "<pad>"}
     del config["added_tokens_decoder"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = ChatTemplate.of_files(tmp_path)
