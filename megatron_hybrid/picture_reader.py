@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megatron.core.models.multimodal.patch_grid import decoder_positions
 from megatron.core.models.multimodal.vision_language_model import Images, VisionLanguageModel
 from megatron.core.options import ConfigError
-from megatron.training.conversations import Conversation, ConversationTokenizer, Picture, Turn
+from megatron.training.conversation_tokenizer import PictureTokenizer
+from megatron.training.conversations import Conversation
 from megatron.training.images import PROCESSOR_FILE, ImageProcessing, normalized_patches
 from megatron.training.tokenizer import Tokenizer
 
@@ -66,7 +67,7 @@ class PictureReader:
     ) -> None:
         self._model = model
         self._processing = processing
-        self._conversations = ConversationTokenizer(tokenizer)
+        self._conversations = PictureTokenizer(tokenizer)
         self.end = self._conversations.end
         vision = model.vision
         for name, own, wanted in (
@@ -116,7 +117,8 @@ class PictureReader:
             ImageError: for a picture that cannot be used.
         """
         images = [self._processing.load(path) for path in pictures]
-        turn = Turn("user", (*(Picture(str(path)) for path in pictures), question))
+        parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]
+        turn = {"role": "user", "content": parts if pictures else question}
         block = self._processing.merge_size**2
         counts = [image.grid.num_patches // block for image in images]
         tokens = self._conversations.prompt(Conversation((turn,)), counts).tolist()

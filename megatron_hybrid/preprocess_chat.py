@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from megatron.core.datasets.answer_dataset import mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
-from megatron.core.options import ConfigError, shown
-from megatron.training.chat_template import ChatTemplate
-from megatron.training.conversations import ROLES, ConversationError, Rendered, encode_answers
+from megatron.core.options import ConfigError
+from megatron.training.conversation_tokenizer import ConversationTokenizer, Rendered
+from megatron.training.conversations import parse_conversation
 from megatron.training.tokenizer import HuggingFaceTokenizer
 from megatron_hybrid.sample_lines import SampleError, Skipped, lines_of, make_samples
 
@@ -41,7 +41,7 @@ class ChatMaker:
     def __init__(self, tokenizer: str, template: str | None = None) -> None:
         self._files = (tokenizer, template)
         self.tokenizer = HuggingFaceTokenizer(tokenizer)
-        self.template = ChatTemplate.of_files(tokenizer, template)
+        self._conversations = ConversationTokenizer(self.tokenizer, template)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A compiled template does not travel to workers.
@@ -53,39 +53,7 @@ class ChatMaker:
         Raises:
             ConversationError: what the record has is no conversation to learn from.
         """
-        messages, tools = _messages_of(record)
-        chat = self.template.render_answers(messages, tools)
-        found = encode_answers(self.tokenizer.backend, chat.text, chat.answers)
-        # The first token follows nothing, so it is never learned.
-        if not found.is_answer[1:].any():
-            raise ConversationError("expected something that the assistant says, got nothing")
-        return found
-
-
-def _messages_of(record: object) -> tuple[list[Mapping[str, Any]], Sequence[Any] | None]:
-    """The turns and the tools of a line: OpenAI's `messages`, or `conversations` of ShareGPT."""
-    if not isinstance(record, Mapping):
-        raise ConversationError(f"expected a JSON object, got {shown(record)}")
-    tools = record.get("tools")
-    if "messages" in record:
-        said = record["messages"]
-    elif "conversations" in record:
-        said = record["conversations"]
-    else:
-        raise ConversationError(f"expected messages or conversations, got {shown(list(record))}")
-    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
-        raise ConversationError(f"expected a list of turns, got {shown(said)}")
-
-    messages: list[Mapping[str, Any]] = []
-    for number, turn in enumerate(said, start=1):
-        if isinstance(turn, Mapping) and turn.get("from") in ROLES and "value" in turn:
-            turn = {"role": ROLES[turn["from"]], "content": turn["value"]}
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            raise ConversationError(
-                f"turn {number}: expected an object with a role, got {shown(turn)}"
-            )
-        messages.append(turn)
-    return messages, tools
+        return self._conversations.render(parse_conversation(record))
 
 
 class ChatSummary(NamedTuple):
@@ -109,7 +77,8 @@ def write_chats(
     """Writes the conversations of all lines of `files`.
 
     Raises:
-        SampleError: for a line that makes no sample, unless such lines are left out.
+        SampleError: for a line that makes no sample, unless such lines are left out, and for too
+            many of them.
         ConfigError: if there are no samples at all.
         OSError: for files that cannot be read or written.
     """
@@ -137,6 +106,7 @@ def write_chats(
                 f"--input: expected at least one conversation, got none and "
                 f"{len(skipped.reasons)} bad line(s)."
             )
+        skipped.check(tokens.num_documents)
     return ChatSummary(prefix, tokens.num_documents, tokens.num_tokens, num_answer_tokens, skipped)
 
 

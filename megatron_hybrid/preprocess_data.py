@@ -242,7 +242,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="with --chat: leave out lines that are no conversation to learn from, and count them",
+        help="with --chat: leave out lines that are no conversation to learn from, and count them; "
+        "more than a tenth of all lines is an error",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():

@@ -17,19 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
-from megatron.training.conversations import (
-    ConversationError,
-    ConversationTokenizer,
-    parse_conversation,
-)
-from megatron.training.images import ImageProcessing
+from megatron.training.conversation_tokenizer import PictureTokenizer
+from megatron.training.conversations import parse_picture_conversation
+from megatron.training.images import ImageProcessing, find_picture
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
 from megatron_hybrid.sample_lines import (
     MAX_MESSAGE,
@@ -48,14 +45,20 @@ class SampleMaker:
     Attributes:
         tokenizer: a tokenizer.json, or the folder of a Hugging Face tokenizer.
         processing: of pictures.
+        template: a file with a chat template; default: the tokenizer's own.
     """
 
     tokenizer: str
     processing: ImageProcessing
+    template: str | None = None
 
     def __post_init__(self) -> None:
         config = TokenizerConfig(tokenizer_model=self.tokenizer)
-        self._conversations = ConversationTokenizer(build_tokenizer(config))
+        self._conversations = PictureTokenizer(build_tokenizer(config), self.template)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A compiled template does not travel to workers.
+        return SampleMaker, (self.tokenizer, self.processing, self.template)
 
     @property
     def image_token(self) -> int:
@@ -69,14 +72,14 @@ class SampleMaker:
             ConversationError: what the record has is no conversation to learn from.
             ImageError: a picture cannot be used.
         """
-        conversation = parse_conversation(record)
-        images = tuple(self.processing.load(folder / path) for path in conversation.pictures)
+        conversation = parse_picture_conversation(record)
+        images = tuple(
+            self.processing.load(find_picture(picture, folder)) for picture in conversation.pictures
+        )
         block = self.processing.merge_size**2
-        rendered = self._conversations.render(
+        rendered = self._conversations.render_pictures(
             conversation, [image.grid.num_patches // block for image in images]
         )
-        if not rendered.is_answer.any():
-            raise ConversationError("expected something that the assistant says, got nothing")
         return ImageTextSample(rendered.tokens, rendered.is_answer, images)
 
 
@@ -106,7 +109,7 @@ def preprocess(
         skip_bad_samples: leave out lines that make no sample; otherwise the first ends it.
 
     Raises:
-        SampleError: for such a line.
+        SampleError: for such a line, and for too many that are left out.
         ConfigError: if there are no samples at all.
         OSError: for files that cannot be read or written.
     """
@@ -128,6 +131,7 @@ def preprocess(
                 f"--input: expected at least one sample, got none and {len(skipped.reasons)} bad "
                 "line(s)."
             )
+        skipped.check(writer.num_samples)
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
 
 
@@ -146,7 +150,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
         summary = preprocess(
             files,
             arguments.output_prefix,
-            SampleMaker(arguments.tokenizer_model, _processing(arguments)),
+            SampleMaker(arguments.tokenizer_model, _processing(arguments), arguments.chat_template),
             image_folder=arguments.image_folder,
             skip_bad_samples=arguments.skip_bad_samples,
             num_workers=arguments.workers,
@@ -195,6 +199,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="a tokenizer.json, or the folder of a Hugging Face tokenizer, with the tokens of "
         "Qwen's chat template",
     )
+    add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
     add(
         "--processor",
         metavar="FOLDER",
@@ -211,7 +216,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out lines with broken pictures or texts, and count them",
+        help="leave out lines with broken pictures or texts, and count them; more than a tenth of "
+        "all lines is an error",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser

@@ -30,7 +30,7 @@ from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
-from megatron.training.conversations import IMAGE, VIDEO, VISION_BEGIN, VISION_END
+from megatron.training.conversation_tokenizer import IMAGE, VIDEO, VISION_BEGIN, VISION_END
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch
 from megatron.training.model_loss import ModelLoss, loss_of, mean_of, weight_of

@@ -17,6 +17,7 @@ from megatron.core.options import ConfigError
 
 MAX_MESSAGE = 2000  # characters
 _MOST_TOLD = 10  # skipped samples that are named
+_MOST_SKIPPED = 0.1  # of all lines
 _CHUNK = 16  # samples that a worker makes at a time
 
 Sample = TypeVar("Sample", covariant=True)
@@ -142,6 +143,21 @@ class Skipped:
         if not self._is_allowed:
             raise error
         self.reasons.append(str(error))
+
+    def check(self, num_kept: int) -> None:
+        """Raises SampleError, after the first reasons are printed, if more than a tenth of all
+        lines were left out. To be called before anything is published.
+
+        Args:
+            num_kept: lines that made samples.
+        """
+        num_lines = num_kept + len(self.reasons)
+        if len(self.reasons) > _MOST_SKIPPED * num_lines:
+            self.tell()
+            raise SampleError(
+                f"--skip-bad-samples: expected at most {_MOST_SKIPPED:.0%} bad lines, got "
+                f"{len(self.reasons)} of {num_lines}. Repair the input, or take these lines out."
+            )
 
     def tell(self) -> None:
         """Prints the first ones, and how many more there are."""

@@ -1,48 +1,54 @@
-"""Chat templates: from a conversation to the text that a model reads of it, and to what of that
-text the assistant says.
+"""Chat templates: from a conversation to the text that a model reads, and to the answers in it.
 
 A template is a Jinja program that comes with a tokenizer. It gets the names that the transformers
-library gives it: `messages`, `tools`, `add_generation_prompt` and the special tokens, and may call
-`raise_exception` and `strftime_now`. It runs in Jinja's sandbox.
+library gives it: `messages`, `tools`, `add_generation_prompt` and the special tokens, and runs in
+the same environment (`chat_program.py`).
 
 [Note: what the assistant says]
-A template may mark it with `{% generation %}` ... `{% endgeneration %}`. Most do not. Then the
-conversation is rendered up to where the assistant begins, and up to where it has ended; what the
-second has beyond the first is what it says, without white space behind it. Some templates render a
-turn otherwise once there are later ones (they take out what was thought). Then the turn is looked
-for in the whole conversation, and what ends it behind it; where it is not found, the
-conversation is refused, since what would be learned is not known.
+Answers are located in one rendering of the whole conversation, since many templates render a turn
+differently when others follow: they drop what was thought, or end the last turn in another way.
+
+- A template may mark answers with `{% generation %}` ... `{% endgeneration %}`. These marks decide.
+- Otherwise an answer is the text that the template wrote while it handled the assistant's message,
+  after the generation prompt and without the white space at the end. The generation prompt is the
+  text that the template adds for an answer to the turns before. A turn may have only its beginning:
+  prompts that open a block of thoughts are followed by other text in turns without thoughts.
+- Some templates leave it to the next turn to end an answer (GLM ends it with `<|user|>`). A special
+  token that follows an answer without one is a part of it.
+
+A template that writes an assistant's message in no loop over the messages, or without the prompt,
+does not say which text is the answer. Such a conversation is refused.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.core.files import UnusableFileError, read_regular
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, shown
-from megatron.training.conversations import ASSISTANT, ConversationError
+from megatron.training.chat_program import ChatProgram, Traced
+from megatron.training.conversations import ASSISTANT, ConversationError, is_learned
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 CONFIG_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
+_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_BYTES = 1 << 22
 _MAX_DEPTH = 64
 
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Characters for private use, around what a template marks.
-_BEGIN, _END = "\ue0f0", "\ue0f1"
+# transformers copies what was thought to all names that templates read, from the first one given.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# A prompt may be followed by a part of it only: whole tags, words and blanks.
+_PROMPT_PARTS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s|[^<\[\s]+|.")
 
 
 class RenderedChat(NamedTuple):
@@ -60,69 +66,61 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: the program.
+        source: the program, or programs by name: `default`, and `tool_use` for conversations with
+            tools.
         special_tokens: by the names that templates know, such as `eos_token`.
-        name: of where it is from, for messages.
+        name: where the template is from, for messages.
+        ends: tokens that may end an answer: the special tokens of the tokenizer.
 
     Raises:
         ConfigError: no Jinja program.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, name: str = "template"
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "template",
+        ends: Collection[str] = (),
     ) -> None:
         self.name = name
         self.special_tokens = dict(special_tokens or {})
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        sources = {_DEFAULT: source} if isinstance(source, str) else source
         try:
-            self._template = environment.from_string(source)
+            self._programs = {key: ChatProgram(text) for key, text in sources.items()}
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"--chat-template: expected a Jinja template in {name}, got "
                 f"{printable(str(error))}."
             ) from error
-        self._is_marked = _MARK.search(source) is not None
+        first = self.special_tokens.get("bos_token")
+        self._ends = tuple(token for token in ends if token and token != first)
 
     @classmethod
-    def of_files(cls, tokenizer: str | Path, template: str | Path | None = None) -> ChatTemplate:
+    def of_files(
+        cls, tokenizer: str | Path, template: str | Path | None = None, ends: Collection[str] = ()
+    ) -> ChatTemplate:
         """The template of a tokenizer.
 
         Args:
             tokenizer: a folder of the transformers library, or a file in one.
             template: a file with another template.
+            ends: as for the class.
 
         Raises:
             ConfigError: there is none, or a file cannot be read.
         """
         folder = Path(tokenizer)
         folder = folder if folder.is_dir() else folder.parent
-        config = _read_config(folder / CONFIG_FILE)
-        tokens = {
-            name: text
-            for name, value in config.items()
-            if name.endswith("_token") and (text := _text_of_token(value)) is not None
-        }
+        tokens = _special_tokens(folder)
         if template is not None:
-            return cls(_read(Path(template)), tokens, str(template))
-        own = folder / TEMPLATE_FILE
-        if own.is_file():
-            return cls(_read(own), tokens, str(own))
-        found = config.get("chat_template")
-        if isinstance(found, list):
-            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
-        if not isinstance(found, str):
+            return cls(_read(Path(template)), tokens, str(template), ends)
+        found = find_template(folder)
+        if found is None:
             raise ConfigError(
                 f"--chat-template: expected a file, since {folder} has no chat template, got none."
             )
-        return cls(found, tokens, str(folder / CONFIG_FILE))
+        return cls(found, tokens, str(folder), ends)
 
     def render(
         self,
@@ -141,51 +139,53 @@ class ChatTemplate:
         Raises:
             ConversationError: the template cannot render it.
         """
-        return self._marked(messages, tools, asks=asks).replace(_BEGIN, "").replace(_END, "")
+        return self._run(_prepared(messages), tools, asks=asks).text
 
     def render_answers(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> RenderedChat:
-        """The text of a conversation, and what of it the assistant says: see the note above.
+        """The text of a conversation, and what the assistant says in it: see the note above.
+
+        Turns of the assistant that are not to be learned are no answers.
 
         Raises:
             ConversationError: the template cannot render it, or does not say what the answers are.
         """
-        marked = self._marked(messages, tools)
-        if self._is_marked:
-            return _unmarked(marked)
+        prepared = _prepared(messages)
+        answering = {
+            index
+            for index, message in enumerate(prepared)
+            if message.get("role") == ASSISTANT and is_learned(message, index + 1)
+        }
+        whole = self._run(prepared, tools)
+        if self._program(tools).is_marked:
+            is_all = all(is_learned(message, number) for number, message in enumerate(prepared, 1))
+            return RenderedChat(whole.text, self._marked(whole, None if is_all else answering))
+        answers: list[tuple[int, int]] = []
+        prompts: list[str] = []
+        for index in sorted(answering):
+            answers += self._answer(whole, index, prepared, tools, prompts)
+        return RenderedChat(whole.text, tuple(answers))
 
-        answers = []
-        for number, message in enumerate(messages):
-            if message.get("role") != ASSISTANT:
-                continue
-            asked = self.render(messages[:number], tools, asks=True)
-            said = self.render(messages[: number + 1], tools)
-            end = _end_of_answer(marked, asked, said, message.get("content"))
-            if end is None:
-                raise ConversationError(
-                    f"turn {number + 1}: expected a template that renders a turn as it does "
-                    "without those behind it, or marks answers with {% generation %}, got "
-                    f"{self.name}"
-                )
-            answers.append((len(asked), end))
-        return RenderedChat(marked, tuple(answers))
+    def _program(self, tools: Sequence[Any] | None) -> ChatProgram:
+        name = _WITH_TOOLS if tools is not None and _WITH_TOOLS in self._programs else _DEFAULT
+        return self._programs[name]
 
-    def _marked(
+    def _run(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None,
         *,
         asks: bool = False,
-    ) -> str:
+    ) -> Traced:
+        variables = {
+            **self.special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": asks,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=asks,
-                **self.special_tokens,
-            )
+            return self._program(tools).run(messages, variables)
         # A program that meets what it was not made for may raise nearly anything.
         except Exception as error:
             raise ConversationError(
@@ -193,61 +193,169 @@ class ChatTemplate:
                 f"{printable(f'{type(error).__name__}: {error}')}"
             ) from error
 
+    def _marked(self, whole: Traced, learned: set[int] | None) -> tuple[tuple[int, int], ...]:
+        """What the template marks.
 
-def _end_of_answer(whole: str, asked: str, said: str, content: object) -> int | None:
-    """Where in a whole conversation an answer ends; None where that cannot be told.
+        Args:
+            learned: the messages that are to be learned; None: all that is marked.
+        """
+        answers = []
+        for message, begin, text in whole.marks:
+            end = begin + len(text)
+            if whole.text[begin:end] != text or (learned is not None and message is None):
+                raise ConversationError(
+                    f"expected a template that marks answers where it writes them, not in a macro, "
+                    f"got {self.name}"
+                )
+            if text and (learned is None or message in learned):
+                answers.append((begin, end))
+        return tuple(answers)
 
-    Args:
-        asked: the conversation up to where the answer begins.
-        said: up to where it has ended, as if nothing followed.
-        content: of the turn.
+    def _answer(
+        self,
+        whole: Traced,
+        index: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        prompts: list[str],
+    ) -> list[tuple[int, int]]:
+        """The answer that a message is. It has several parts if others are written between them.
+
+        Args:
+            prompts: those of earlier answers; this one's is added.
+        """
+        text = whole.text
+        parts = [
+            (begin, end)
+            for message, begin, end in whole.segments
+            if message == index and not text[begin:end].isspace()
+        ]
+        is_behind = not parts and bool(whole.segments) and index + 1 == len(messages)
+        if is_behind:
+            # Some templates write the last answer behind their loop.
+            parts = [(whole.segments[-1].end, len(text))]
+        if not parts:
+            raise ConversationError(
+                f"turn {index + 1}: expected a template that writes each turn in a loop over the "
+                f"messages, got {self.name}"
+            )
+        (first, first_end), (_, last_end) = parts[0], parts[-1]
+        prompt = self._prompt(messages[:index], tools)
+        if prompt is None:  # the template renders no conversation without an answer
+            prompt = self._prompt(messages, tools)
+        if prompt is not None and not prompt.strip():
+            # Some templates ask for no answer to a tool's output, but begin a turn with it later.
+            prompt = next((one for one in prompts if text.startswith(one, first)), prompt)
+        begin = None if prompt is None else _after_prompt(text, first, first_end, prompt)
+        if begin is None or (is_behind and begin == first):
+            raise ConversationError(
+                f"turn {index + 1}: expected a template that writes its generation prompt before "
+                f"each answer, or marks answers with {{% generation %}}, got {self.name}"
+            )
+        assert prompt is not None, "it was found"
+        if prompt.strip():
+            prompts.append(prompt)
+        parts[0] = (begin, first_end)
+        parts[-1] = (parts[-1][0], self._end_of_answer(text, parts[-1][0], last_end, prompts))
+        return [(begin, end) for begin, end in parts if begin < end]
+
+    def _prompt(
+        self, before: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+    ) -> str | None:
+        """What the template writes for an answer to these messages; None if it refuses them."""
+        try:
+            asked = self._run(before, tools, asks=True)
+            if asked.segments and (prompt := asked.text[asked.segments[-1].end :]).strip():
+                return prompt
+            # The last turn may have it, or it is empty.
+            unasked = self._run(before, tools).text
+        except ConversationError:
+            return None
+        return asked.text[_num_common(asked.text, unasked) :]
+
+    def _end_of_answer(self, text: str, begin: int, end: int, prompts: Sequence[str]) -> int:
+        answer = text[begin:end].rstrip()
+        end = begin + len(answer)
+        following = text[end:].lstrip()
+        if not self._ends or answer.endswith(self._ends) or following.startswith(tuple(prompts)):
+            return end
+        # The longest: `<|user|>` before a token `<`.
+        token = max((t for t in self._ends if following.startswith(t)), key=len, default="")
+        return len(text) - len(following) + len(token) if token else end
+
+
+def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as transformers gives them to templates: without keys that are null, and with
+    what was thought under the names that templates read.
     """
-    if not whole.startswith(asked):
-        return None
-    if said.startswith(asked) and whole.startswith(said):
-        return max(len(asked), len(said.rstrip()))
-
-    text = content.strip() if isinstance(content, str) else ""
-    before, found, ending = said.rpartition(text) if text else ("", "", "")
-    ending = ending.rstrip()
-    begin = len(asked) + len(whole[len(asked) :]) - len(whole[len(asked) :].lstrip())
-    is_there = bool(found) and whole.startswith(text + ending, begin)
-    return begin + len(text) + len(ending) if is_there and before else None
+    prepared = []
+    for message in messages:
+        given = {key: value for key, value in message.items() if value is not None}
+        thought = next((given[key] for key in _THOUGHTS if key in given), None)
+        if thought is not None:
+            given = {"thinking": thought, **given, "reasoning_content": thought}
+        prepared.append(given)
+    return prepared
 
 
-class _Generation(Extension):
-    """The tag `{% generation %}`, which puts marks around what is between it and its end."""
-
-    tags = {"generation"}  # noqa: RUF012  as the class it derives from has it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _unmarked(marked: str) -> RenderedChat:
-    text, answers = "", []
-    for number, part in enumerate(marked.split(_BEGIN)):
-        said, end, rest = part.partition(_END) if number else ("", "", part)
-        if number and not end:
-            raise ConversationError("expected an end of what the template marks, got none")
-        if said:
-            answers.append((len(text), len(text) + len(said)))
-        text += said + rest
-    return RenderedChat(text, tuple(answers))
+def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
+    """Where an answer begins in what was written for its message; None if that cannot be told."""
+    # Without a prompt, or where the turn before ends with it.
+    if not prompt.strip() or text.endswith(prompt, 0, begin):
+        return begin
+    # White space between turns may belong to the one or to the other.
+    begin = end - len(text[begin:end].lstrip())
+    prompt = prompt.lstrip()
+    common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
+    parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
+    kept = max((one for one in parts if one <= common), default=0)
+    return begin + kept if kept else None
 
 
-def _to_json(value: Any, indent: int | None = None, **others: Any) -> str:
-    # Unlike Jinja's own, which escapes for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **others)
+def _num_common(first: str, second: str) -> int:
+    """The number of characters that two texts begin with alike."""
+    if first.startswith(second):
+        return len(second)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def find_template(folder: Path) -> str | dict[str, str] | None:
+    """The chat template that a folder of the transformers library has: a text, or texts by name."""
+    named = {}
+    if (folder / TEMPLATE_FILE).is_file():
+        named[_DEFAULT] = _read(folder / TEMPLATE_FILE)
+    for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+        named[path.stem] = _read(path)
+    if _DEFAULT in named:
+        return named
+    for file in (CONFIG_FILE, _PROCESSOR_TEMPLATE_FILE):
+        found = _read_config(folder / file).get("chat_template")
+        if isinstance(found, list):
+            items = [one for one in found if isinstance(one, dict)]
+            found = {one["name"]: one.get("template") for one in items if "name" in one}
+        if isinstance(found, dict):
+            found = {str(name): text for name, text in found.items() if isinstance(text, str)}
+            found = found if _DEFAULT in found else None
+        if isinstance(found, str | dict):
+            return found
+    return None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The tokens that templates know by name."""
+    config = _read_config(folder / CONFIG_FILE)
+    # As transformers does: newer files list all added tokens in the configuration.
+    more = {} if "added_tokens_decoder" in config else _read_config(folder / TOKENS_FILE)
+    tokens = {}
+    for content in (config, more):
+        named = content.get("extra_special_tokens")
+        values = {name: value for name, value in content.items() if name.endswith("_token")}
+        values |= named if isinstance(named, dict) else {}
+        for name, value in values.items():
+            if (text := _text_of_token(value)) is not None:
+                tokens[name] = text
+    return tokens
 
 
 def _read(path: Path) -> str:

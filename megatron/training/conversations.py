@@ -1,263 +1,227 @@
-"""Conversations about pictures, and the text that a model reads of them.
+"""Conversations as people have them in JSON, and as chat templates take them.
 
-Two forms of JSON are read. OpenAI's, whose content may be a text or a list of parts:
+Two forms are read. OpenAI's, whose content may be a text or a list of parts:
 
     {"messages": [
         {"role": "user", "content": [{"type": "image", "image": "cat.png"},
                                      {"type": "text", "text": "What is this?"}]},
         {"role": "assistant", "content": "A cat."}]}
 
-and LLaVA's, where `<image>` stands for the next one of the pictures beside it:
+and that of ShareGPT and LLaVA, where `<image>` stands for the next one of the pictures beside it:
 
     {"images": ["cat.png"],
      "conversations": [{"from": "human", "value": "<image>What is this?"},
                        {"from": "gpt", "value": "A cat."}]}
 
-The text is that of Qwen's chat template, in which the picture above may take four tokens:
-
-    <|im_start|>user
-    <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What is
-    this?<|im_end|>
-    <|im_start|>assistant
-    A cat.<|im_end|>
+Both may have `"tools"` and `"system"` beside the turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from megatron.core.json_reading import parse_json
+from megatron.core.options import shown
 
-from megatron.core.log import printable
-from megatron.core.options import ConfigError, shown
-from megatron.training.tokenizer import HuggingFaceTokenizer, Tokenizer
-
-ASSISTANT = "assistant"
-_ROLES = ("system", "user", ASSISTANT)
+SYSTEM, ASSISTANT = "system", "assistant"
 # Of LLaVA's and ShareGPT's files.
-ROLES = {"system": "system", "human": "user", "user": "user", "gpt": ASSISTANT}
+_ROLES = {SYSTEM: SYSTEM, "human": "user", "user": "user", "gpt": ASSISTANT}
 _PLACE = "<image>"
-_BEGIN, _END = "<|im_start|>", "<|im_end|>"
-VISION_BEGIN, VISION_END = "<|vision_start|>", "<|vision_end|>"
-IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
-_SPECIAL = (_BEGIN, _END, VISION_BEGIN, VISION_END, IMAGE)
+# Whether a turn is to be learned: OpenAI's and Axolotl's names, and those of ms-swift.
+_LEARNED = ("weight", "train", "training", "loss")
 
 
 class ConversationError(ValueError):
     """A conversation that cannot be used. The message says why."""
 
 
-class Picture(NamedTuple):
-    """The place of a picture in a text."""
-
-    path: str
-
-
-class Turn(NamedTuple):
-    """What one side says: texts and pictures in their order."""
-
-    role: str  # system, user or assistant
-    parts: tuple[str | Picture, ...]
-
-
 class Conversation(NamedTuple):
-    """Turns in their order."""
-
-    turns: tuple[Turn, ...]
-
-    @property
-    def pictures(self) -> tuple[str, ...]:
-        """The paths of all pictures, in the order of their places."""
-        return tuple(
-            part.path for turn in self.turns for part in turn.parts if isinstance(part, Picture)
-        )
-
-
-class Rendered(NamedTuple):
-    """A conversation in tokens.
+    """Turns in their order.
 
     Attributes:
-        tokens: [tokens] int64.
-        is_answer: [tokens] bool: what the assistant says, and the end of it.
+        messages: as chat templates take them, each with a `role`. A picture is the part
+            `{"type": "image"}` of its content.
+        tools: that the assistant may call.
+        pictures: paths and URIs of all pictures, in the order of their places.
     """
 
-    tokens: NDArray[np.int64]
-    is_answer: NDArray[np.bool_]
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Sequence[Any] | None = None
+    pictures: tuple[str, ...] = ()
 
 
 def parse_conversation(record: object) -> Conversation:
-    """A conversation as JSON has it. ConversationError says what is wrong with it."""
+    """A conversation as JSON has it. Its contents are left to the chat template.
+
+    Raises:
+        ConversationError: saying what is wrong with it.
+    """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {shown(record)}")
-    listed = record.get("images", record.get("image"))
-    pictures = [listed] if isinstance(listed, str) else list(listed or [])
-    if not all(isinstance(one, str) for one in pictures):
-        raise ConversationError(f"expected images as paths, got {shown(listed)}")
-
     if "messages" in record:
-        said, speaker, text, roles = (
-            record["messages"],
-            "role",
-            "content",
-            dict(zip(_ROLES, _ROLES, strict=True)),
-        )
+        said = record["messages"]
     elif "conversations" in record:
-        said, speaker, text, roles = record["conversations"], "from", "value", ROLES
+        said = record["conversations"]
     else:
         raise ConversationError(f"expected messages or conversations, got {shown(list(record))}")
     if not isinstance(said, Sequence) or isinstance(said, str) or not said:
         raise ConversationError(f"expected a list of turns, got {shown(said)}")
 
-    left = iter(pictures)
-    turns = []
-    for number, turn in enumerate(said, start=1):
-        role = turn.get(speaker) if isinstance(turn, Mapping) else None
-        if not isinstance(turn, Mapping) or role not in roles:
-            raise ConversationError(
-                f"turn {number}: expected {speaker} as one of {', '.join(roles)}, got {shown(role)}"
-            )
-        parts = _parts(turn.get(text), left, number)
-        turns.append(Turn(roles[role], tuple(part for part in parts if part != "")))
+    messages = [_message(turn, number) for number, turn in enumerate(said, start=1)]
+    return Conversation((*_system(record, messages), *messages), _tools(record.get("tools")))
+
+
+def parse_picture_conversation(record: object) -> Conversation:
+    """A conversation as JSON has it, with pictures in the places that it names.
+
+    Raises:
+        ConversationError: saying what is wrong with it.
+    """
+    messages, tools, _ = parse_conversation(record)
+    assert isinstance(record, Mapping), "a conversation was found in it"
+    listed = record.get("images", record.get("image"))
+    beside = [listed] if isinstance(listed, str) else listed or []
+    if not isinstance(beside, list) or not all(isinstance(one, str) for one in beside):
+        raise ConversationError(f"expected images as paths, got {shown(listed)}")
+
+    left = iter(beside)
+    placed: list[Mapping[str, Any]] = []
+    pictures: list[str] = []
+    for number, message in enumerate(messages, start=1):
+        if message.get("content") is not None:
+            parts = list(_parts(message["content"], left, number))
+            pictures += [part for is_picture, part in parts if is_picture]
+            message = {**message, "content": _content(parts)}
+        placed.append(message)
     if unused := list(left):
         raise ConversationError(
-            f"expected a place {_PLACE} for each of {len(pictures)} image(s), got none for "
+            f"expected a place {_PLACE} for each of {len(beside)} image(s), got none for "
             f"{len(unused)}"
         )
-    return Conversation(tuple(turns))
+    return Conversation(tuple(placed), tools, tuple(pictures))
 
 
-def _parts(content: object, pictures: Any, number: int) -> list[str | Picture]:
-    """What a turn consists of. `pictures` gives the next path for a place without one."""
+def is_learned(message: Mapping[str, Any], number: int) -> bool:
+    """Whether a turn of the assistant is to be learned: not with `"weight": 0` or
+    `"train": false`.
 
-    def next_picture() -> Picture:
-        path = next(pictures, None)
+    Args:
+        number: of the turn, for messages.
+
+    Raises:
+        ConversationError: a value other than these and their opposites.
+    """
+    for name in _LEARNED:
+        value = message.get(name)
+        if value is not None and value not in (0, 1):
+            raise ConversationError(f"turn {number}: expected {name} 0 or 1, got {shown(value)}")
+        if value == 0:
+            return False
+    return True
+
+
+def _message(turn: object, number: int) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise ConversationError(f"turn {number}: expected an object with a role, got {shown(turn)}")
+    if isinstance(turn.get("role"), str):
+        return dict(turn)
+    if "from" in turn and "value" in turn:
+        speaker = turn["from"]
+        if not isinstance(speaker, str) or speaker not in _ROLES:
+            raise ConversationError(
+                f"turn {number}: expected from as one of {', '.join(_ROLES)}, got {shown(speaker)}"
+            )
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        return {"role": _ROLES[speaker], "content": turn["value"], **others}
+    raise ConversationError(f"turn {number}: expected an object with a role, got {shown(turn)}")
+
+
+def _system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turn that a system prompt beside the turns is."""
+    prompt = record.get("system")
+    if prompt is None or prompt == "":
+        return []
+    if not isinstance(prompt, str):
+        raise ConversationError(f"expected a text as system, got {shown(prompt)}")
+    if messages[0]["role"] != SYSTEM:
+        return [{"role": SYSTEM, "content": prompt}]
+    if messages[0].get("content") != prompt:
+        raise ConversationError(
+            "expected a system prompt either beside the turns or as the first one, got two"
+        )
+    return []
+
+
+def _tools(given: object) -> Sequence[Any] | None:
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = parse_json(given) if given.strip() else None
+        except ValueError as error:
+            raise ConversationError(f"expected a list of tools, got {shown(given)}") from error
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ConversationError(f"expected a list of tools, each an object, got {shown(given)}")
+    return tools
+
+
+def _parts(content: object, left: Iterator[str], number: int) -> Iterator[tuple[bool, str]]:
+    """The parts of a turn: whether each is a picture, and its text or path.
+
+    Args:
+        left: gives the next path for a place without one.
+    """
+
+    def next_picture() -> str:
+        path = next(left, None)
         if path is None:
             raise ConversationError(
                 f"turn {number}: expected an image for each {_PLACE}, got fewer"
             )
-        return Picture(path)
+        return path
 
     if isinstance(content, str):
         first, *others = content.split(_PLACE)
-        found: list[str | Picture] = [first]
+        yield False, first
         for text in others:
-            found += [next_picture(), text]
-        return found
+            yield True, next_picture()
+            yield False, text
+        return
 
     if not isinstance(content, Sequence):
         raise ConversationError(
             f"turn {number}: expected a text or a list of parts, got {shown(content)}"
         )
-    parts: list[str | Picture] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        elif kind == "image":
-            path = part.get("image", part.get("path"))
+            yield False, part["text"]
+        elif kind in ("image", "image_url"):
+            path = _path_of(part)
             if path is not None and not isinstance(path, str):
                 raise ConversationError(f"turn {number}: expected a path, got {shown(path)}")
-            parts.append(next_picture() if path is None else Picture(path))
+            yield True, next_picture() if path is None else path
         else:
             raise ConversationError(
-                f"turn {number}: expected parts of type text or image, got {shown(part)}"
+                f"turn {number}: expected parts of type text, image or image_url, got {shown(part)}"
             )
-    return parts
 
 
-class ConversationTokenizer:
-    """Makes tokens of conversations.
-
-    Args:
-        tokenizer: one of Hugging Face's, with the special tokens of Qwen's chat template.
-
-    Attributes:
-        image_token: in the place of each block of an image's patches.
-
-    Raises:
-        ConfigError: a tokenizer without these tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ConfigError(
-                f"--tokenizer-type: expected HuggingFaceTokenizer for conversations, got "
-                f"{tokenizer.name}."
-            )
-        ids = {token: tokenizer.backend.token_to_id(token) for token in _SPECIAL}
-        known = {token: number for token, number in ids.items() if number is not None}
-        lacking = [token for token in ids if token not in known]
-        if lacking:
-            raise ConfigError(
-                f"--tokenizer-model: expected the tokens {', '.join(_SPECIAL)} of Qwen's chat "
-                f"template, got a tokenizer without {', '.join(lacking)}."
-            )
-        self._backend = tokenizer.backend
-        self.end = known[_END]
-        self.image_token = known[IMAGE]
-
-    def render(self, conversation: Conversation, num_tokens: Sequence[int]) -> Rendered:
-        """The tokens of a conversation.
-
-        Args:
-            num_tokens: of each picture, in the order of their places.
-
-        Raises:
-            ConversationError: a text that spells out tokens of images.
-        """
-        counts = iter(num_tokens)
-        text, answers = "", []
-        for turn in conversation.turns:
-            text += f"{_BEGIN}{turn.role}\n"
-            begin = len(text)
-            for part in turn.parts:
-                text += self._of_picture(next(counts)) if isinstance(part, Picture) else part
-            text += _END
-            if turn.role == ASSISTANT:
-                answers.append((begin, len(text)))
-            text += "\n"
-        found = self._encoded(text, answers)
-        given, wanted = int((found.tokens == self.image_token).sum()), sum(num_tokens)
-        if given != wanted:
-            raise ConversationError(
-                f"expected {wanted} tokens {IMAGE}, those of {len(num_tokens)} image(s), got "
-                f"{given}: the text spells them out"
-            )
-        return found
-
-    def prompt(self, conversation: Conversation, num_tokens: Sequence[int]) -> NDArray[np.int64]:
-        """The tokens of a conversation up to where the assistant is to answer."""
-        asked = self.render(conversation, num_tokens).tokens
-        begin = self._encoded(f"{_BEGIN}{ASSISTANT}\n", []).tokens
-        return np.concatenate([asked, begin])
-
-    def _of_picture(self, num_tokens: int) -> str:
-        return f"{VISION_BEGIN}{IMAGE * num_tokens}{VISION_END}"
-
-    def _encoded(self, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
-        return encode_answers(self._backend, text, answers)
+def _path_of(part: Mapping[str, Any]) -> object:
+    """The path or URI that a picture's part has; None if it stands for one beside the turns."""
+    names = ("image", "path", "url", "image_url")
+    found = next((part[name] for name in names if part.get(name) is not None), None)
+    return found.get("url", found) if isinstance(found, Mapping) else found
 
 
-def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
-    """The tokens of a text, and which of them begin inside of an answer.
-
-    Args:
-        backend: a tokenizer of the `tokenizers` library.
-        answers: begin and end in characters.
-
-    Raises:
-        ConversationError: the tokenizer has no tokens for it.
-    """
-    try:
-        encoding = backend.encode(text, add_special_tokens=False)
-    except Exception as error:  # the library raises plain Exception
-        raise ConversationError(
-            f"expected a text that the tokenizer has tokens for, got {printable(str(error))}"
-        ) from error
-    begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
-    is_answer = np.zeros(len(begins), np.bool_)
-    for begin, stop in answers:
-        is_answer |= (begins >= begin) & (begins < stop)
-    return Rendered(np.array(encoding.ids, np.int64), is_answer)
+def _content(parts: Sequence[tuple[bool, str]]) -> str | list[dict[str, str]]:
+    """A content as chat templates take it: not all of them take a list where a text will do."""
+    if not any(is_picture for is_picture, _ in parts):
+        return "".join(text for _, text in parts)
+    return [
+        {"type": "image"} if is_picture else {"type": "text", "text": text}
+        for is_picture, text in parts
+        if is_picture or text
+    ]

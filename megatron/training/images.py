@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import math
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import torch
@@ -143,14 +145,15 @@ class ImageProcessing:
             sides = [math.ceil(side * grow / block) * block for side in (height, width)]
         return sides[0], sides[1]
 
-    def load(self, path: Path) -> StoredImage:
-        """The patches of a picture in a file.
+    def load(self, source: Path | bytes) -> StoredImage:
+        """The patches of a picture in a file, or of the file's content.
 
         Raises:
             ImageError: a file that is missing, no picture, broken, or too large.
         """
+        name = "data:" if isinstance(source, bytes) else source
         try:
-            content = read_regular(path, max_bytes=_MAX_IMAGE_BYTES, what="a picture")
+            content = source if isinstance(source, bytes) else _read(source)
             with warnings.catch_warnings(), Image.open(io.BytesIO(content)) as image:
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 if image.width * image.height > _MOST_PIXELS:
@@ -161,10 +164,10 @@ class ImageProcessing:
                 upright = ImageOps.exif_transpose(image)
                 return self.patches_of(upright.convert("RGB"))
         except ImageError as error:
-            raise ImageError(f"{path}: {error}.") from error
+            raise ImageError(f"{name}: {error}.") from error
         except Exception as error:  # the library raises many kinds for broken files
             raise ImageError(
-                f"{path}: expected a picture, got {printable(f'{type(error).__name__}: {error}')}."
+                f"{name}: expected a picture, got {printable(f'{type(error).__name__}: {error}')}."
             ) from error
 
     def patches_of(self, image: Any) -> StoredImage:
@@ -183,6 +186,45 @@ class ImageProcessing:
         # Blocks of patches row by row, patches row by row in them; then the pixels by channel.
         in_order = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         return np.ascontiguousarray(in_order).reshape(grid.num_patches, -1)
+
+
+def _read(path: Path) -> bytes:
+    return read_regular(path, max_bytes=_MAX_IMAGE_BYTES, what="a picture")
+
+
+def find_picture(named: str, folder: Path) -> Path | bytes:
+    """The file that a conversation names, or the content that it has.
+
+    Args:
+        named: a path, or a URI of the kind `file://` or `data:`.
+        folder: that relative paths begin in.
+
+    Raises:
+        ImageError: another kind of URI, or a broken one.
+    """
+    scheme, colon, rest = named.partition(":")
+    scheme = scheme.lower() if colon else ""
+    if scheme in ("http", "https"):
+        raise ImageError(
+            f"expected a path, a file:// or a data: URI, got {named[:100]}; pictures are not "
+            "downloaded"
+        )
+    if scheme == "file":
+        host, slash, path = rest.removeprefix("//").partition("/")
+        if not rest.startswith("//") or not slash or host not in ("", "localhost"):
+            raise ImageError(f"expected a URI like file:///folder/picture.png, got {named[:100]}")
+        return Path(unquote(f"/{path}"))
+    if scheme != "data":
+        return folder / named
+    kind, comma, content = rest.partition(",")
+    if not comma:
+        raise ImageError(f"expected a URI like data:image/png;base64,..., got {named[:100]}")
+    if not kind.endswith(";base64"):
+        return unquote_to_bytes(content)
+    try:
+        return base64.b64decode(unquote_to_bytes(content), validate=True)
+    except ValueError as error:
+        raise ImageError(f"expected base64 in a data: URI, got {error}") from error
 
 
 def normalized_patches(

@@ -105,6 +105,7 @@ class HuggingFaceTokenizer:
             library.
 
     Attributes:
+        path: where it was read from.
         backend: the library's own tokenizer.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
         prefix: what the files put before every text, such as Llama's and Gemma's mark of its
@@ -116,7 +117,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.backend, eos = _load(Path(path))
+        self.path = Path(path)
+        self.backend, eos = _load(self.path)
         self.backend.no_truncation()
         self.backend.no_padding()
         vocabulary = self.backend.get_vocab(with_added_tokens=True)

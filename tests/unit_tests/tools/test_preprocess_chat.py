@@ -111,15 +111,47 @@ def test_a_line_that_is_no_conversation_ends_it_with_its_file_and_number(
 def test_bad_lines_are_left_out_and_counted_where_that_is_wanted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), talk(1)]
+    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), *map(talk, range(1, 9 * len(BROKEN)))]
     assert preprocess(folder, lines, "--skip-bad-samples") == 0
     told = capsys.readouterr()
-    assert "2 conversations, " in told.out
+    assert f"{9 * len(BROKEN)} conversations, " in told.out
     assert f"{len(BROKEN)} skipped" in told.out
     assert told.err.count("skipped: ") == len(BROKEN)
     with pytest.raises(SystemExit, match="1"):
         preprocess(folder, ["{"], "--skip-bad-samples", name="none")
     assert "at least one conversation, got none and 1 bad line(s)" in capsys.readouterr().err
+
+
+def test_a_run_that_would_leave_out_more_than_a_tenth_of_its_lines_fails(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [*map(talk, range(26)), "[]", "3", "null"]
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, lines, "--skip-bad-samples")
+    error = capsys.readouterr().err
+    assert "at most 10% bad lines, got 3 of 29" in error
+    assert "in.jsonl, line 27: " in error
+    assert contents(folder) == {}
+    assert preprocess(folder, [*lines, talk(26)], "--skip-bad-samples") == 0
+    assert "27 conversations, " in capsys.readouterr().out
+
+
+def test_turns_with_weight_0_are_read_and_not_learned(folder: Path) -> None:
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "bad", "weight": 0},
+        {"from": "human", "value": "c"},
+        {"from": "gpt", "value": "good"},
+    ]
+    assert preprocess(folder, [json.dumps({"conversations": turns, "system": "Be brief."})]) == 0
+    files = AnswerFiles(folder / "out_chat_document")
+    assert files.mask is not None
+    tokens, mask = files.tokens.get(0), files.mask.get(0).astype(np.bool_)
+    decode = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
+    assert decode(tokens[mask].tolist(), skip_special_tokens=False) == "good<|im_end|>"
+    text = decode(tokens.tolist(), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "assistant\nbad<|im_end|>" in text
 
 
 def test_another_template_may_be_given(folder: Path) -> None:

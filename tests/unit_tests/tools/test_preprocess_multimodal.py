@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -88,7 +89,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),
         "expected a place <image> for each of 1 image(s)",
     ),
-    "spelt out": (line("0.png", "<|image_pad|>"), "expected 2 tokens <|image_pad|>"),
+    "spelt out": (line("0.png", "<|image_pad|>"), "expected <|image_pad|> once for each of 1"),
 }
 
 
@@ -110,10 +111,11 @@ def test_a_bad_line_is_an_error_that_names_file_and_line_and_leaves_nothing(
 def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line("0.png"), *(bad for bad, _ in BROKEN.values()), line("1.png"), *["{"] * 5]
+    bad = [*(bad for bad, _ in BROKEN.values()), *["{"] * 5]
+    lines = [line("0.png"), *bad, line("1.png"), *[line(None)] * (9 * len(bad) - 2)]
     assert preprocess(folder, lines, "--skip-bad-samples", "--workers", 2) == 0
     told = capsys.readouterr()
-    assert "out: 2 samples, 2 images, " in told.out
+    assert f"out: {9 * len(bad)} samples, 2 images, " in told.out
     assert f"{len(BROKEN) + 5} skipped" in told.out
     assert told.err.count("skipped: ") == 11, "ten are named"
     assert f"skipped: {len(BROKEN) + 5 - 10} more" in told.err
@@ -121,6 +123,41 @@ def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
     with pytest.raises(SystemExit, match="1"):
         preprocess(folder, ["{"], "--skip-bad-samples", name="none")
     assert "at least one sample, got none and 1 bad line(s)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, lines[:-1], "--skip-bad-samples", name="many")
+    assert f"at most 10% bad lines, got {len(bad)} of " in capsys.readouterr().err
+    assert not list(folder.glob("many*"))
+
+
+def test_pictures_are_read_from_paths_and_uris(folder: Path) -> None:
+    content = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A cat."}]
+    spaced = folder / "a b.png"
+    spaced.write_bytes((folder / "0.png").read_bytes())
+    lines = [line("0.png"), line(spaced.as_uri()), json.dumps({"messages": turns})]
+    assert preprocess(folder, lines) == 0
+    files = ImageTextFiles(folder / "out")
+    first, *others = (files[number].images[0].pixels for number in range(3))
+    assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("picture", "told"),
+    [
+        ("https://example.com/cat.png", "pictures are not downloaded"),
+        ("file://host/cat.png", "expected a URI like file:///"),
+        ("data:image/png;base64", "expected a URI like data:image/png;base64,"),
+        ("data:image/png;base64,#", "expected base64 in a data: URI"),
+        ("data:image/png;base64,AAAA", "data:: expected a picture"),
+    ],
+)
+def test_uris_that_name_no_picture_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], picture: str, told: str
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        preprocess(folder, [line(picture)])
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

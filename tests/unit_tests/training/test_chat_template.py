@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.chat_template import ChatTemplate
+from megatron.training.conversation_tokenizer import encode_answers
 from megatron.training.conversations import ConversationError
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
@@ -38,10 +39,6 @@ THINKING = (
     "{%- else %}{{- message.content }}{%- endif %}"
     "{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-# Turns depend on how many there are.
-COUNTING = (
-    "{% for message in messages %}{{ messages | length }} {{ message.content }}\n{% endfor %}"
 )
 TALK = [
     {"role": "system", "content": 'Be <brief> & "good".'},
@@ -96,6 +93,32 @@ def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, asks: boo
     assert own.special_tokens["eos_token"] == "</s>"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[3] | tojson(ensure_ascii=True) }}",
+        "{{ messages | tojson(indent=2, sort_keys=True) }}",
+        "{{ messages[3] | tojson(separators=(',', ':')) }}",
+        "{{ messages[0] | tojson(False, 4) }}",
+        "{{ strftime_now('%Y') }}{% for m in messages %}{% if loop.index == 2 %}{% continue %}"
+        "{% endif %}{{ m.content }}{% if loop.index == 4 %}{% break %}{% endif %}{% endfor %}",
+        "{% set n = namespace(a=1, self=2) %}{% for m in messages %}{% set n.a = n.a + 1 %}"
+        "{% endfor %}{{ n.a + n.self }}{{ dict(b=3) | tojson }}{{ dict.fromkeys('ab') | tojson }}",
+        "{% macro say(m, n=1) %}  {{ m.role }}{{ n }}\n{% endmacro %}"
+        "{% for m in messages | selectattr('role', 'equalto', 'user') %}\n"
+        "    {% set x %} {{ say(m, n=loop.index) | trim }} {% endset %}\n{{ x }}|{% endfor %}",
+        "{% for m in messages recursive %}{{ m.content }}{% if loop.depth == 1 %}"
+        "{{ loop(messages[1:2]) }}{% endif %}{% else %}none{% endfor %}",
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% endfor %}{{ documents is none }}"
+        "{{ tools is none }}{{ pad_token is defined }}{{ eos_token }}",
+    ],
+)
+def test_programs_write_what_they_write_for_transformers(source: str) -> None:
+    templates = pytest.importorskip("transformers.utils.chat_template_utils")
+    (expected,), _ = templates.render_jinja_template([TALK], chat_template=source, **TOKENS)
+    assert ChatTemplate(source, TOKENS).render(TALK) == expected
+
+
 def test_marked_answers_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     make_tokenizer(tmp_path)
@@ -108,32 +131,45 @@ def test_marked_answers_are_those_of_transformers(tmp_path: Path) -> None:
         ascii_only, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
     )
     chat = ChatTemplate(MARKED, TOKENS).render_answers(ascii_only)
-    encoding = theirs.backend_tokenizer.encode(chat.text, add_special_tokens=False)
-    ((begin, end),) = chat.answers
-    is_answer = [int(begin <= first < end) for first, _ in encoding.offsets]
-    assert found["input_ids"] == encoding.ids
-    assert found["assistant_masks"] == is_answer
-    assert sum(is_answer) > 0
+    own = encode_answers(theirs.backend_tokenizer, chat.text, chat.answers)
+    assert found["input_ids"] == own.tokens.tolist()
+    assert found["assistant_masks"] == own.is_answer.tolist()
+    assert own.is_answer.any()
 
 
 def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatTemplate.of_files(tmp_path)
+    tokens = {"bos_token": "<wrong>", "pad_token": {"content": "<pad>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
     config = {
         "bos_token": {"content": "<s>", "lstrip": False},
+        "add_bos_token": True,
+        "added_tokens_decoder": {},
         "chat_template": [
-            {"name": "tool_use", "template": "tools"},
+            {"name": "tool_use", "template": "tools {{ tools[0].name }}"},
             {"name": "default", "template": "{{ bos_token }}default"},
         ],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.of_files(tmp_path / "tokenizer.json").render([]) == "<s>default"
+    found = ChatTemplate.of_files(tmp_path / "tokenizer.json")
+    assert found.render([]) == "<s>default"
+    assert found.render([], [{"name": "add"}]) == "tools add"
+    assert found.special_tokens == {"bos_token": "<s>"}
+    del config["added_tokens_decoder"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ChatTemplate.of_files(tmp_path)
+    assert found.special_tokens == {"bos_token": "<wrong>", "pad_token": "<pad>"}
     (tmp_path / "chat_template.jinja").write_text("file")
+    assert ChatTemplate.of_files(tmp_path).render([], []) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+    assert ChatTemplate.of_files(tmp_path).render([], []) == "other"
     assert ChatTemplate.of_files(tmp_path).render([]) == "file"
     other = tmp_path / "other.jinja"
     other.write_text("{{ bos_token }}other")
-    assert ChatTemplate.of_files(tmp_path, other).render([]) == "<s>other"
+    assert ChatTemplate.of_files(tmp_path, other).render([], []) == "<wrong>other"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +179,8 @@ def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
         ("{{ messages[9].content.strip() }}", "got UndefinedError"),
         ("{{ ().__class__.__bases__[0].__subclasses__() }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ namespace(__class__=1) }}", "SecurityError"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "SecurityError"),
         ("{% for x in range(10**9) %}{% endfor %}", "OverflowError"),
     ],
 )
@@ -151,9 +189,137 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
         ChatTemplate(source).render(TALK)
 
 
-def test_templates_that_do_not_say_what_answers_are_are_refused() -> None:
-    with pytest.raises(ConversationError, match=r"turn 3: expected a template that renders a turn"):
-        ChatTemplate(COUNTING).render_answers(TALK)
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ messages[1].content }} {{ messages[2].content }}", r"turn 3: .* in a loop"),
+        (
+            "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+            "{{ all() }}",
+            r"turn 3: .* in a loop",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<bot>{% endif %}",
+            r"turn 3: .* generation prompt",
+        ),
+        (
+            "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ messages[2].content }}",
+            r"turn 3: .* in a loop",
+        ),
+        (
+            "{% macro say(m) %}a{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+            "{% for m in messages %}{{ m.role + say(m) }}{% endfor %}",
+            r"marks answers where it writes them",
+        ),
+    ],
+    ids=["no loop", "a macro", "no prompt", "not in the loop", "marks in a macro"],
+)
+def test_templates_that_do_not_say_what_answers_are_are_refused(source: str, told: str) -> None:
+    with pytest.raises(ConversationError, match=told):
+        ChatTemplate(source).render_answers(TALK)
+
+
+# As DeepSeek's: the prompt opens a block of thoughts, turns close it, and after the output of tools
+# comes no prompt. Its last turn ends in another way.
+OPENING = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}{{- '<|User|>' + message.content }}"
+    "{%- elif message.role == 'tool' %}{{- '<|out|>' + message.content + '<|/out|>' }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{%- if loop.index0 == 0 or loop.previtem.role != 'tool' %}{{- '<|Bot|></think>' }}{% endif %}"
+    "{{- message.content }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<|call|>' + call.name }}{%- endfor %}"
+    "{{- '<|done|>' if loop.last else '<|end|>' }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
+    "{{- '<|Bot|><think>\\n' }}{%- endif %}"
+)
+# By index, with the prompt in the last turn, and the end of an answer in the next turn.
+BY_INDEX = (
+    "{% for i in range(messages|length) %}{% set message = messages[i] %}"
+    "<|{{ message.role }}|>\n{{ message.content }}"
+    "{% if loop.last and add_generation_prompt %}<|assistant|>\n{% endif %}{% endfor %}"
+)
+# Gemma writes the output of tools into the turn of the assistant.
+INSIDE = (
+    "{%- for message in messages %}{%- if message.role != 'tool' %}"
+    "{{- '<turn>' + message.role + '\\n' }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<call>' + call.name }}{%- endfor %}"
+    "{%- if message.tool_calls %}{%- for k in range(loop.index0 + 1, messages|length) %}"
+    "{%- set follow = messages[k] %}"
+    "{%- if follow.role == 'tool' %}{{- '<out>' + follow.content + '</out>' }}{%- endif %}"
+    "{%- endfor %}{%- endif %}"
+    "{{- message.content + '</turn>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<turn>assistant\\n' }}{%- endif %}"
+)
+# Nemotron Nano writes the last answer behind its loop.
+BEHIND = (
+    "{%- set others = messages[:-1] if messages[-1].role == 'assistant' else messages %}"
+    "{%- for message in others %}{{- '<turn>' + message.role + '\\n' + message.content }}"
+    "{{- '<end>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt or messages[-1].role == 'assistant' %}"
+    "{{- '<turn>assistant\\n<think>\\n' }}{%- endif %}"
+    "{%- if messages[-1].role == 'assistant' %}{{- messages[-1].content + '<end>\\n' }}{%- endif %}"
+)
+# White space before each turn.
+SPACED = (
+    "{% for message in messages %}\n\n  ### {{ message.role }}:\n{{ message.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}\n### assistant:\n{% endif %}"
+)
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "I ask.", "tool_calls": [{"name": "add"}, {"name": "see"}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            OPENING,
+            [
+                "</think>I ask.<|call|>add<|call|>see<|end|>",
+                "Two.<|end|>",
+                "</think>Yes.<|done|>",
+            ],
+        ),
+        (BY_INDEX, ["I ask.<|tool|>", "Two.<|user|>", "Yes."]),
+        (INSIDE, ["<call>add<call>see", "I ask.</turn>", "Two.</turn>", "Yes.</turn>"]),
+        (BEHIND, ["I ask.<end>", "Two.<end>", "Yes.<end>"]),
+        (SPACED, ["I ask.</s>", "Two.</s>", "Yes.</s>"]),
+    ],
+    ids=["opening", "by index", "inside", "behind", "spaced"],
+)
+def test_answers_are_located_in_the_whole_conversation(source: str, expected: list[str]) -> None:
+    template = ChatTemplate(source, ends=["<|user|>", "<|tool|>", "<|end|>"])
+    chat = template.render_answers(CALLS)
+    assert [chat.text[begin:end] for begin, end in chat.answers] == expected
+
+
+def test_a_content_that_begins_as_the_prompt_does_is_learned_from_its_beginning() -> None:
+    source = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    talk = [TALK[1], {"role": "assistant", "content": "<thin air>"}]
+    assert answers_of(source, talk) == ["<thin air><|im_end|>"]
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["found", "marked"])
+def test_turns_with_weight_0_are_no_answers(source: str) -> None:
+    talk = [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]]
+    assert answers_of(source, talk) == answers_of(source)[1:]
+    assert answers_of(source, [*talk[:4], {**TALK[4], "train": False}]) == []
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_what_was_thought_has_the_name_that_the_template_reads(field: str, read: str) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.{read} }}}}>{{{{ m.content }}}}.{{% endfor %}}"
+    talk = [{"role": "assistant", "content": "Two.", field: "1 + 1", "name": None}]
+    assert answers_of(source, talk) == ["<1 + 1>Two.."]
 
 
 def test_what_is_no_template_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,293 @@
+"""The Jinja program of a chat template, run so that one knows which message wrote which text.
+
+The environment is that of the transformers library: its filters, functions, extensions and sandbox.
+Before a template is compiled, calls are added to its loops that write nothing. They record, at the
+current length of the output, which message the loop has reached. A rendering then consists of
+segments, each written while the template handled one message. `{% generation %}` is recorded the
+same way.
+
+Lengths are known where the template writes to its output. A macro and a `{% set %}` block collect
+text first, which then counts as written where the collected text is used: in the segment of the
+message whose loop body calls the macro. A template that handles all of its messages inside of one
+macro has no segments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+class Segment(NamedTuple):
+    """A part of a rendering, written while the template handled one message.
+
+    Attributes:
+        message: its index.
+        begin, end: in characters.
+    """
+
+    message: int
+    begin: int
+    end: int
+
+
+class Mark(NamedTuple):
+    """What a template put between `{% generation %}` and `{% endgeneration %}`.
+
+    Attributes:
+        message: index of the message that the template handled; None outside of its loops.
+        begin: in characters.
+        text: that was marked.
+    """
+
+    message: int | None
+    begin: int
+    text: str
+
+
+class Traced(NamedTuple):
+    """A rendering, and what wrote its parts. Text outside of the segments belongs to no message."""
+
+    text: str
+    segments: tuple[Segment, ...]
+    marks: tuple[Mark, ...]
+
+
+class ChatProgram:
+    """A compiled chat template.
+
+    Raises:
+        jinja2.TemplateError: the source is no Jinja template.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Tracer, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(
+            raise_exception=_raise,
+            strftime_now=lambda form: datetime.now().strftime(form),
+            namespace=_GuardedNamespace,
+            dict=_DictMaker(),
+        )
+        tracer = environment.extensions[_Tracer.identifier]
+        assert isinstance(tracer, _Tracer)
+        self._tracer = tracer
+        tree = environment.parse(source)
+        # A tag in a comment or in a raw block is none.
+        self.is_marked = tracer.has_marks
+        _add_calls(tree, tracer)
+        code = environment.compile(tree)
+        globals_ = environment.make_globals(None)
+        self._template = environment.template_class.from_code(environment, code, globals_)
+
+    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Traced:
+        """Renders a conversation.
+
+        Args:
+            messages: distinct objects, since the trace tells them apart by identity.
+            variables: further names that the template knows.
+
+        Raises:
+            Exception: nearly any kind, from a program that meets what it was not made for.
+        """
+        trace = self._tracer.trace = _Trace(messages)
+        pieces = []
+        for piece in self._template.generate(messages=messages, **variables):
+            pieces.append(piece)
+            trace.length += len(piece)
+        return Traced("".join(pieces), tuple(trace.segments), tuple(trace.marks))
+
+
+class _Trace:
+    """What is recorded of one rendering.
+
+    Attributes:
+        length: characters that the template has written so far.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.length = 0
+        self.segments: list[Segment] = []
+        self.marks: list[Mark] = []
+        self._indices = {id(message): index for index, message in enumerate(messages)}
+        # The message of each loop that is running; None for loops over anything else.
+        self._loops: list[int | None] = []
+        self._begin = 0  # of the current segment
+
+    @property
+    def current(self) -> int | None:
+        """Index of the message that the innermost loop over messages has reached."""
+        return next((one for one in reversed(self._loops) if one is not None), None)
+
+    def index_of(self, value: object) -> int | None:
+        """Index of a message; None for other values."""
+        return self._indices.get(id(value))
+
+    def open_loop(self) -> None:
+        self._loops.append(None)
+
+    def close_loop(self) -> None:
+        self._finish_segment()
+        self._loops.pop()
+
+    def reach(self, message: int | None) -> None:
+        """The innermost loop begins with its next item."""
+        self._finish_segment()
+        self._loops[-1] = message
+
+    def fetch(self, message: int) -> None:
+        """A message is assigned to a name: loops over indices reach their messages so."""
+        # A loop over messages may look at other messages than its own.
+        if self._loops and self._loops[-1] is None:
+            self.reach(message)
+
+    def _finish_segment(self) -> None:
+        begin, self._begin = self._begin, self.length
+        message = self.current
+        if message is None or self.length == begin:
+            return
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.message, last.end) == (message, begin):
+            # A loop inside of a message, over parts or tool calls, does not divide it.
+            begin = self.segments.pop().begin
+        self.segments.append(Segment(message, begin, self.length))
+
+
+class _Tracer(Extension):
+    """The calls that templates make while they run, and the tag `{% generation %}`.
+
+    Attributes:
+        trace: of the current rendering.
+        has_marks: whether the template has the tag.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  as in the class it derives from
+    trace: _Trace
+    has_marks = False
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        self.has_marks = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        self.trace.marks.append(Mark(self.trace.current, self.trace.length, text))
+        return text
+
+    def open_loop(self) -> None:
+        self.trace.open_loop()
+
+    def close_loop(self) -> None:
+        self.trace.close_loop()
+
+    def reach(self, *targets: object) -> None:
+        """Called with what the names of a loop's target stand for."""
+        found = map(self.trace.index_of, targets)
+        self.trace.reach(next((one for one in found if one is not None), None))
+
+    def fetch(self, value: object) -> None:
+        if (message := self.trace.index_of(value)) is not None:
+            self.trace.fetch(message)
+
+
+def _add_calls(tree: nodes.Template, tracer: _Tracer) -> None:
+    """Adds the tracer's calls to all loops, and to all assignments of a name in a loop."""
+
+    def call(method: str, *arguments: nodes.Expr) -> nodes.Node:
+        return nodes.ExprStmt(tracer.call_method(method, list(arguments)))
+
+    def visit(node: nodes.Node, in_loop: bool) -> None:
+        is_loop = isinstance(node, nodes.For) and not node.recursive
+        in_loop = is_loop or (in_loop and not isinstance(node, nodes.Macro))
+        for child in node.iter_child_nodes():
+            visit(child, in_loop)
+        # Lists of statements: body, else_ and elif_ of a node.
+        for field in ("body", "else_"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):
+                setattr(node, field, [new for one in statements for new in traced(one, in_loop)])
+        if is_loop:
+            assert isinstance(node, nodes.For)
+            names = [nodes.Name(one.name, "load") for one in _names(node.target)]
+            node.body.insert(0, call("reach", *names))
+
+    def traced(node: nodes.Node, in_loop: bool) -> list[nodes.Node]:
+        if isinstance(node, nodes.For) and not node.recursive:
+            return [call("open_loop"), node, call("close_loop")]
+        if in_loop and isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
+            return [node, call("fetch", nodes.Name(node.target.name, "load"))]
+        return [node]
+
+    visit(tree, in_loop=False)
+    tree.set_lineno(1)
+    tree.set_environment(tracer.environment)
+
+
+def _names(target: nodes.Node) -> list[nodes.Name]:
+    return [target] if isinstance(target, nodes.Name) else list(target.find_all(nodes.Name))
+
+
+class _GuardedNamespace(Namespace):
+    """`namespace()` of templates, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # A template may name an attribute `self`.
+        self, *others = args
+        values = dict(*others, **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attributes like {name!r}")
+
+
+class _DictMaker:
+    """`dict()` of templates: no class, whose attributes they could reach."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Unlike Jinja's own filter, which escapes for HTML and sorts keys.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,343 @@
+"""Tokens and masks of conversations, against transformers with the chat templates that TRL has.
+
+TRL has published templates, and variants of them that mark answers. Masks of the marked ones must
+be those of transformers; answers of the published ones must be those that their variants mark.
+"""
+
+# ruff: noqa: RUF001  DeepSeek's tokens have full-width bars
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.chat_template import ChatTemplate
+from megatron.training.conversation_tokenizer import ConversationTokenizer
+from megatron.training.conversations import ConversationError, parse_conversation
+from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
+from tests.peers.helpers.peer_runs import PYTHON, ROOT, TIMEOUT
+
+pytestmark = pytest.mark.peer
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+# Special tokens of all families: what the answers of unmarked templates end with among them.
+CONTROL = [
+    *("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>"),
+    *("<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|start_header_id|>"),
+    *("<|end_header_id|>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|user|>"),
+    *("<|assistant|>", "<|observation|>", "<|system|>", "<｜User｜>", "<｜Assistant｜>"),
+    *("<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>"),
+    *("<|eot|>", "<|eom|>", "<tool_call|>"),
+]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "number", "description": "one of them"}},
+                "required": ["a"],
+            },
+        },
+    }
+]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **others: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **others}
+
+
+def calls(text: str, tool: str) -> list[dict[str, Any]]:
+    """A call of a tool, and its output."""
+    function = {"name": tool, "arguments": {"a": 1, "b": "größe"}}
+    call = {"type": "function", "id": "abcdefghi", "function": function}
+    answer = {"role": "tool", "name": tool, "tool_call_id": "abcdefghi", "content": "2"}
+    return [assistant(text, tool_calls=[call]), answer]
+
+
+# One and two turns; thinking in a field and in the text; tools.
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "one turn": {"messages": [user("How many?"), assistant("It is one.")]},
+    "two turns": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            user("How many?"),
+            assistant("It is one."),
+            user("Größer?"),
+            assistant(" Two, I think.\n"),
+        ]
+    },
+    "thinking": {
+        "messages": [
+            user("How many?"),
+            assistant("It is one.", reasoning_content="I count."),
+            user("And now?"),
+            assistant("Two.", thinking="I count again."),
+        ]
+    },
+    "inline thinking": {
+        "messages": [
+            user("How many?"),
+            assistant("<think>\nI count.\n</think>\n\nIt is one."),
+            user("And now?"),
+            assistant("<think>\nI count again.\n</think>\n\nTwo."),
+        ]
+    },
+    "tools": {
+        "messages": [
+            user("How many?"),
+            *calls("", "add"),
+            assistant("It is one."),
+            user("And now?"),
+            *calls("I add.", "add"),
+            assistant("Two."),
+        ],
+        "tools": TOOLS,
+    },
+}
+MARKED = [
+    *("cohere_training", "cohere2_training", "deepseek_r1_distill_training"),
+    *("deepseekv3_training", "diffusion_gemma_training", "gemma_training", "gemma3_training"),
+    *("glm4moe_training", "gptoss_training", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),
+    *("lfm2_training", "lfm2_v2_training", "llama3_training", "muse_glimmer_training"),
+    *("nemotron_3_5_lightning_training", "nemotron_3_nano_training", "nemotron_3_super_training"),
+    *("nemotron_3_ultra_training", "phi3_training", "phi3_5_training", "qwen2_5_training"),
+    *("qwen2_5_vl_training", "qwen3_training", "qwen3_5_nothink_training"),
+    *("qwen3_5_think_training", "qwen3_6_training", "qwen3_8_training"),
+    *("qwen3_instruct_2507_training", "qwen3_vl_training"),
+]
+# Templates that render as their marked variants.
+UNMARKED = [
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma"),
+    *("gemma3", "gptoss", "lfm2", "lfm2_v2", "llama3", "muse_glimmer"),
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+    *("phi3", "phi3_5", "qwen2_5", "qwen2_5_vl", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
+]
+# What a variant marks before the answer: the generation prompt, or the part of it that TRL marks.
+PROMPTS = (
+    *("", "\n", "<think>", "<think>\n", "<|start|>assistant", "<｜Assistant｜>"),
+    "<｜tool▁outputs▁end｜>",
+)
+# TRL changes the text of these, so their answers are written down here.
+_THOUGHT = "<think>\n\n</think>\n\n"
+_CALL = '{"name": "add", "arguments": {"a": 1, "b": "größe"}}'
+_FUNCTION = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ngröße\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+_ARGUMENTS = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>b</arg_key>\n<arg_value>größe</arg_value>\n</tool_call>"
+)
+BY_HAND: dict[tuple[str, str], list[str]] = {
+    ("qwen3", "one turn"): [_THOUGHT + "It is one.<|im_end|>"],
+    ("qwen3", "two turns"): [
+        "It is one.<|im_end|>",
+        _THOUGHT + " Two, I think.\n<|im_end|>",
+    ],
+    ("qwen3", "thinking"): [
+        "It is one.<|im_end|>",
+        "<think>\nI count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3", "inline thinking"): [
+        "It is one.<|im_end|>",
+        "<think>\nI count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3_5_think", "one turn"): ["\n</think>\n\nIt is one.<|im_end|>"],
+    ("qwen3_5_think", "two turns"): [
+        "It is one.<|im_end|>",
+        "\n</think>\n\nTwo, I think.<|im_end|>",
+    ],
+    ("qwen3_5_think", "thinking"): [
+        "It is one.<|im_end|>",
+        "I count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3_5_think", "inline thinking"): [
+        "It is one.<|im_end|>",
+        "I count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3_5_nothink", "two turns"): ["It is one.<|im_end|>", "Two, I think.<|im_end|>"],
+    ("qwen3_5_nothink", "thinking"): [
+        "It is one.<|im_end|>",
+        "I count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("glm4moe", "two turns"): [
+        "\n<think></think>\nIt is one.<|user|>",
+        "\n<think></think>\nTwo, I think.",
+    ],
+    ("glm4moe", "thinking"): [
+        "\n<think></think>\nIt is one.<|user|>",
+        "\n<think>I count again.</think>\nTwo.",
+    ],
+    ("glm4moe", "inline thinking"): [
+        "\n<think></think>\nIt is one.<|user|>",
+        "\n<think>I count again.</think>\nTwo.",
+    ],
+    ("qwen3", "tools"): [
+        f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>",
+        "It is one.<|im_end|>",
+        f"I add.\n<tool_call>\n{_CALL}\n</tool_call><|im_end|>",
+        _THOUGHT + "Two.<|im_end|>",
+    ],
+    ("qwen3_5_think", "tools"): [
+        _FUNCTION + "<|im_end|>",
+        "It is one.<|im_end|>",
+        "\n</think>\n\nI add.\n\n" + _FUNCTION + "<|im_end|>",
+        "\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("qwen3_6", "inline thinking"): [
+        "It is one.<|im_end|>",
+        "I count again.\n</think>\n\nTwo.<|im_end|>",
+    ],
+    ("glm4moe", "tools"): [
+        f"\n<think></think>\n{_ARGUMENTS}<|observation|>",
+        "\n<think></think>\nIt is one.<|user|>",
+        f"\n<think></think>\nI add.\n{_ARGUMENTS}<|observation|>",
+        "\n<think></think>\nTwo.",
+    ],
+    # The output of tools is written into the turn of the assistant.
+    ("gemma4", "tools"): [
+        '<|tool_call>call:add{a:1,b:<|"|>größe<|"|>}<tool_call|>',
+        "It is one.<turn|>",
+        '<|tool_call>call:add{a:1,b:<|"|>größe<|"|>}<tool_call|>',
+        "I add.<turn|>",
+        "Two.<turn|>",
+    ],
+}
+
+
+class Peer:
+    """A folder with a tokenizer, and what transformers makes of the conversations with it."""
+
+    def __init__(self, folder: Path) -> None:
+        if not PYTHON.exists():
+            pytest.fail(f"{PYTHON} is missing: make .venv-peers/trainers/.installed")
+        self.folder = folder
+        file = train_bpe([json.dumps(CONVERSATIONS)] * 4, 600, folder / "tokenizer.json")
+        content = json.loads(file.read_text())
+        known = {token["content"] for token in content["added_tokens"]}
+        backend = HuggingFaceTokenizer(file).backend
+        backend.add_special_tokens([token for token in CONTROL if token not in known])
+        backend.save(str(file))
+        (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+        requests, answers = folder / "requests.json", folder / "answers.json"
+        requests.write_text(json.dumps(CONVERSATIONS))
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
+        arguments = ["-m", "tests.peers.helpers.chat_template_job", file, requests, answers]
+        ran = subprocess.run(
+            [str(PYTHON), *map(str, arguments)],
+            cwd=folder,
+            env=inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT,
+        )
+        assert ran.returncode == 0, ran.stderr[-20_000:]
+        self.found: dict[str, Any] = json.loads(answers.read_text())
+
+    def tokenizer(self, template: str) -> ConversationTokenizer:
+        (self.folder / "chat_template.jinja").write_text(self.found[template]["source"])
+        return ConversationTokenizer(HuggingFaceTokenizer(self.folder))
+
+    def answers(self, template: str, conversation: str) -> tuple[str, list[str]]:
+        """The text of a conversation, and the answers in it."""
+        source = self.found[template]["source"]
+        own = ChatTemplate(source, SPECIAL, template, CONTROL)
+        messages, tools, _ = parse_conversation(CONVERSATIONS[conversation])
+        chat = own.render_answers(messages, tools)
+        return chat.text, [chat.text[begin:end] for begin, end in chat.answers]
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    return Peer(tmp_path_factory.mktemp("peer"))
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", MARKED)
+def test_masks_of_marked_templates_are_those_of_transformers(
+    peer: Peer, template: str, conversation: str
+) -> None:
+    expected = peer.found[template]["made"][conversation]
+    tokenizer = peer.tokenizer(template)
+    record = parse_conversation(CONVERSATIONS[conversation])
+    if expected is None:
+        with pytest.raises(ConversationError, match="expected a conversation that"):
+            tokenizer.render(record)
+        return
+    found = tokenizer.render(record)
+    assert found.tokens.tolist() == expected["tokens"]
+    assert found.is_answer.astype(int).tolist() == expected["mask"]
+    assert 0 < sum(expected["mask"]) < len(expected["mask"])
+
+
+def merged(text: str, answers: list[str]) -> list[str]:
+    """Marked texts, those that follow each other as one."""
+    pieces: list[str] = []
+    position = end = 0
+    for answer in answers:
+        begin = text.index(answer, position)
+        if pieces and begin == end:
+            pieces[-1] += answer
+        else:
+            pieces.append(answer)
+        position = end = begin + len(answer)
+    return pieces
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", UNMARKED)
+def test_answers_of_published_templates_are_those_that_their_variants_mark(
+    peer: Peer, template: str, conversation: str
+) -> None:
+    variant = f"{template}_training"
+    if peer.found[template]["made"][conversation] is None:
+        with pytest.raises(ConversationError, match="expected a conversation that"):
+            peer.answers(template, conversation)
+        return
+    text, answers = peer.answers(template, conversation)
+    marked_text, marked = peer.answers(variant, conversation)
+    if text != marked_text:
+        # The original drops thoughts that are written into an answer.
+        assert (template, conversation) == ("deepseek_r1_distill", "inline thinking")
+        return
+    # Phi's variants mark the end of the text, too, which no answer comes before.
+    marked = [one for one in merged(text, marked) if one != "</s>"]
+    assert len(answers) == len(marked)
+    for answer, mark in zip(answers, marked, strict=True):
+        # White space after the end of an answer is not learned here.
+        ended = mark.rstrip() if not mark.endswith("</s>") else mark.removesuffix("</s>").rstrip()
+        assert ended.removesuffix(answer.rstrip()) in PROMPTS, (answer, mark)
+
+
+@pytest.mark.parametrize(("template", "conversation"), BY_HAND)
+def test_answers_of_templates_without_such_a_variant(
+    peer: Peer, template: str, conversation: str
+) -> None:
+    _, answers = peer.answers(template, conversation)
+    assert answers == BY_HAND[template, conversation]
+
+
+def test_all_templates_of_the_peer_are_compared(peer: Peer) -> None:
+    by_hand = {template for template, _ in BY_HAND}
+    compared = {*MARKED, *UNMARKED, *by_hand}
+    others = {name for name in peer.found if name not in compared}
+    # They take lists of parts alone, as do their variants, or render as a template above does.
+    assert others == {
+        *("idefics3", "idefics3_training", "llava_next", "llava_next_training"),
+        *("smolvlm", "smolvlm_training", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+        *("llama3_1", "llama3_2"),
+    }
