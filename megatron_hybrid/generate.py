@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         print(f"{program}: {printable(str(error))}", file=sys.stderr)
         return 2
 
-    sentence = None if arguments.image else say_prefix(tokenizer)
-    if sentence is not None:
+    if sentence := say_prefix(tokenizer):
         print(sentence)
     generator = torch.Generator().manual_seed(arguments.seed)
     for question in questions:
