@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         )
         questions = _questions(arguments, model, tokenizer, seq_length)
         _check_ids(questions, description_of(model).vocab_size)
-        if not arguments.image and (sentence := say_prefix(tokenizer)):
+        if sentence := say_prefix(tokenizer):
             print(sentence)
         generator = torch.Generator().manual_seed(arguments.seed)
         for question in questions:

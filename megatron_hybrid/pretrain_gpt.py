@@ -46,8 +46,6 @@ from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size, say_prefix
 
-logger = logging.getLogger(__name__)
-
 _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
 REJECTED = {field.name for field in options_of(VisionConfig)}
@@ -93,12 +91,12 @@ def run(argv: Sequence[str]) -> Outcome:
             "--vision-num-layers: expected a model of text alone, got one with a vision tower. "
             "pretrain_vlm.py trains it."
         )
-    log.configure(launch.rank, short_time=config.logging.is_short)
+    logger = log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
-    _log_prefix(config, tokenizer)
+    _log_prefix(config, tokenizer, logger)
 
     def model_provider(config: RunConfig) -> nn.Module:
         return GPTModel(config.model, vocab_size)
@@ -119,14 +117,14 @@ def run(argv: Sequence[str]) -> Outcome:
     )
 
 
-def _log_prefix(config: RunConfig, tokenizer: Tokenizer) -> None:
+def _log_prefix(config: RunConfig, tokenizer: Tokenizer, logger: logging.Logger) -> None:
     """Says how texts begin, and warns of data that begin otherwise."""
     sentence = say_prefix(tokenizer)
     if sentence is None or config.data.mock_data:
         return
     if lacking := without_prefix(config.data, tokenizer.prefix):
         logger.warning(
-            "%s, but the documents of %s do not: prepare them again, or train without it",
+            "%s, but the documents of %s do not; preprocessing them again makes them begin so",
             sentence,
             ", ".join(lacking),
         )

@@ -236,8 +236,8 @@ def evaluate(
             sums += torch.stack([said.loss * weight, weight])
     finally:
         model.train(was_training)
-    loss, weight = _sum_over_ranks(sums, mesh)
-    return loss / (weight or 1.0)
+    total, total_weight = _sum_over_ranks(sums, mesh)
+    return total / (total_weight or 1.0)
 
 
 def _sum_over_ranks(sums: torch.Tensor, mesh: DeviceMesh) -> list[float]:

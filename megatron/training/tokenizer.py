@@ -154,7 +154,7 @@ class ByteTokenizer:
     name = "ByteTokenizer"
     vocab_size = 257
     eod = 256
-    prefix = ()
+    prefix: tuple[int, ...] = ()
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
@@ -180,7 +180,7 @@ class NullTokenizer:
         self.name = f"NullTokenizer({vocab_size})"
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
-        self.prefix = ()
+        self.prefix: tuple[int, ...] = ()
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError for a word that is no id of the vocabulary."""

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.training.arguments import parse_config
 from megatron_hybrid import generate, preprocess_data
 from tests.functional_tests.helpers.runs import losses
+from tests.helpers.hf_models import begin_texts
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
@@ -75,11 +78,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
         talks.append(talk)
     lines = folder / "chats.jsonl"
     lines.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    return Chats(talks, lines, tokenizer, preprocess_chats(lines, tokenizer, folder))
+
+
+def preprocess_chats(lines: Path, tokenizer: Path, folder: Path) -> str:
+    """Writes files of conversations in a folder. Returns their prefix."""
+    argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
+    argv += ["--tokenizer-model", tokenizer, "--workers", 2]
     with contextlib.redirect_stdout(io.StringIO()):
-        argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
-        argv += ["--tokenizer-model", tokenizer, "--workers", 2]
         assert preprocess_data.main([str(word) for word in argv]) == 0
-    return Chats(talks, lines, tokenizer, str(folder / "out_chat_document"))
+    return str(folder / "out_chat_document")
 
 
 def flags(chats: Chats, *others: object) -> list[str]:
@@ -87,9 +95,12 @@ def flags(chats: Chats, *others: object) -> list[str]:
     return [str(word) for word in (*MODEL, *TRAINING, *data, *others)]
 
 
-def run(argv: list[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
+def run(argv: list[str]) -> str:
+    """A run on this rank; returns its log."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
         pretrain_gpt.run(argv)
+    return log.getvalue()
 
 
 def train(chats: Chats, folder: Path, *others: object, world_size: int = 1) -> dict[int, float]:
@@ -194,6 +205,21 @@ def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
     found = train(chats, tmp_path / "rows", *OFFLOADED, PER_TOKEN, world_size=2)
     assert found == pytest.approx(expected, rel=1e-5)
     assert train(chats, tmp_path / "default") != pytest.approx(expected, rel=1e-5)
+
+
+def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
+    chats: Chats, tmp_path: Path
+) -> None:
+    shutil.copytree(chats.tokenizer, tmp_path / "tokenizer")
+    begin_texts(tmp_path / "tokenizer", FILLER + 3)
+    begun = chats._replace(tokenizer=tmp_path / "tokenizer")
+    short = ["--train-iters", 1, "--skip-train"]
+    assert "texts begin with" not in run_ranks(1, run, flags(chats, *short))[0]
+    (log,) = run_ranks(1, run, flags(begun, *short))
+    assert re.search(f"texts begin with .*, but the documents of {chats.prefix} do not", log)
+    again = preprocess_chats(chats.lines, begun.tokenizer, tmp_path)
+    (log,) = run_ranks(1, run, flags(begun._replace(prefix=again), *short))
+    assert re.search("texts begin with .*, as the tokenizer's files say\n", log)
 
 
 @pytest.mark.parametrize(

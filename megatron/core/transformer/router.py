@@ -191,7 +191,8 @@ class Router(nn.Module):
 def _means(rows: Tensor, lengths: Sequence[int]) -> Tensor:
     """The mean row of each of so many consecutive rows: [lengths, columns]."""
     if len(set(lengths)) == 1:
-        return rows.unflatten(0, (len(lengths), -1)).mean(dim=1)
+        means: Tensor = rows.unflatten(0, (len(lengths), -1)).mean(dim=1)
+        return means
     return torch.stack([part.mean(dim=0) for part in rows.split(list(lengths))])
 
 
