@@ -436,8 +436,8 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
     run.write("skip", iteration=9, grad_norm=None)
     assert run.lines()[4] == (
         "trouble: 2 starts that ended without a word, 2 skipped iterations (last 9), "
-        "1 nan iteration (last 4), 1 damaged checkpoint (last runs/a/iter_0000010), signals SIGTERM, 2 injected faults (last "
-        "kill:rank=1,step=5)"
+        "1 nan iteration (last 4), 1 damaged checkpoint (last runs/a/iter_0000010), "
+        "signals SIGTERM, 2 injected faults (last kill:rank=1,step=5)"
     )
 
 
