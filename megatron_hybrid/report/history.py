@@ -116,9 +116,17 @@ def _row(event: Event, words: _Words) -> EventRow:
         what=words.what,
         mark=mark,
         iteration=iteration,
-        rank=as_whole(number_in(event, "rank")),
+        rank=_rank(event),
         detail=words.detail(event),
     )
+
+
+def _rank(event: Event) -> int | None:
+    """The rank that an event is about; by default the one that has written it."""
+    ranks = event.get("ranks") if is_kind(event, EventKind.LOST, EventKind.HANG) else None
+    if isinstance(ranks, list):
+        return ranks[0] if len(ranks) == 1 and type(ranks[0]) is int else None
+    return as_whole(number_in(event, "rank"))
 
 
 def _text(event: Mapping[str, Any], key: str) -> str:

@@ -203,6 +203,14 @@ def test_a_figure_says_whether_it_is_the_last_or_a_median(run):
     assert "Loss 2.500 last" in text
 
 
+def test_a_lost_rank_is_told_by_its_own_number_and_not_by_its_witness(run):
+    run.start()
+    run.write("lost", ranks=[3], cause="it was killed")
+    run.write("hang", ranks=[1, 2], cause="they sleep")
+    ranks = {row[1]: row[3] for row in page_of(run).rows if len(row) > 4}
+    assert (ranks["rank lost"], ranks["hang"]) == ("3", "\u2013")
+
+
 def test_the_page_says_who_has_made_each_start(run):
     for restart in (0, 1, 0):
         run.start(restart=restart)
