@@ -147,9 +147,11 @@ def _tiles(report: Report, duration: Callable[[float], str]) -> list[str]:
         "Time per iteration": ("" if now.seconds is None else _time_text(now.seconds), recent),
         "Memory of rank 0": (memory_text(now), "at most so far"),
     }
+    # What nothing is known of, a validation that the run does not make for example, has no tile.
     tiles += [
-        _tile(name, text or _NONE, f"<small>{which}</small>" if text else "")
+        _tile(name, text, f"<small>{which}</small>")
         for name, (text, which) in texts.items()
+        if text
     ]
     return ['<div class="tiles">', *tiles, "</div>"]
 

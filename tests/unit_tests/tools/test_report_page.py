@@ -190,7 +190,13 @@ def test_a_dense_run_on_the_device_has_no_sections_of_lanes_and_experts(run):
     run.metrics(range(1, 9))
     text = page_of(run).text
     assert "Speed and memory" in text
-    for words in ("Lanes of offloading", "Balance of experts", "Auxiliary losses", "Loss scale"):
+    for words in (
+        "Validation loss",
+        "Lanes of offloading",
+        "Balance of experts",
+        "Auxiliary losses",
+        "Loss scale",
+    ):
         assert words not in text
 
 
