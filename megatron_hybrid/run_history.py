@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.format.names import iteration_of
-from megatron.training.health.events import EventKind
+from megatron.training.health.events import STOPPED, EventKind
 
 Event = dict[str, Any]
 
@@ -91,6 +91,11 @@ def split_sessions(events: Iterable[Event]) -> list[Session]:
 
         sessions[-1].events.append(event)
     return sessions
+
+
+def is_relaunch(sessions: Sequence[Session], number: int) -> bool:
+    """Whether the launcher has made a start again, which counts; else somebody has."""
+    return number > 0 and sessions[number].restart > sessions[number - 1].restart
 
 
 def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None:
@@ -198,7 +203,7 @@ def _is_process(pid: int) -> bool:
 def is_under_way(event: Event) -> bool:
     """Whether the iteration that an event names is one that is being made."""
     if is_kind(event, EventKind.EXIT):
-        return event.get("name") not in ("FINISHED", "PREEMPTED")
+        return event.get("name") not in ("FINISHED", STOPPED, "PREEMPTED")
     return is_kind(event, EventKind.INJECT, EventKind.SIGNAL)
 
 

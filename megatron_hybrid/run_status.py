@@ -7,11 +7,11 @@ checkpoints.
 
     state: running since 2026-11-21 20:16:01 (4 min 2 s), heartbeat 3 s ago in forward, process 4711
     on node1
-    progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left
+    progress: iteration 320/500, loss 4.081, mean 385.9 ms per iteration, 1 min 9 s left
     checkpoint: iteration 300, 12 s ago, took 0.15 s; no save failed since
-    restarts: 1, the last from iteration 200, with 2 ranks; last end: rank 1 was killed in iteration
-    217 (forward)
-    trouble: none
+    restarts: 1 by the launcher, the last from iteration 200, with 2 ranks; last end: rank 1 was
+    killed in iteration 217 (forward)
+    trouble: 1 lost rank (last 1)
 
 DIR is the folder of --events-dir, or of --save without it. The state is one of
 
@@ -48,8 +48,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.help_format import ProgramParser
-from megatron.core.log import printable
-from megatron.training.health.events import EventKind, read_events, read_heartbeat
+from megatron.core.log import counted, printable
+from megatron.training.health.events import STOPPED, EventKind, read_events, read_heartbeat
 from megatron_hybrid.run_history import (
     Event,
     Published,
@@ -59,6 +59,7 @@ from megatron_hybrid.run_history import (
     cause_of,
     is_kind,
     is_of,
+    is_relaunch,
     is_under_way,
     life_of,
     newest_checkpoint,
@@ -85,10 +86,12 @@ _MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
 # not handled gives its own name; all others are failures.
 _ENDS = {
     "FINISHED": "finished",
+    STOPPED: "stopped",
     "PREEMPTED": "preempted",
     "PREEMPTED_UNSAVED": "preempted",
     "HANG": "hung",
 }
+_LOSSES = (EventKind.LOST, EventKind.HANG)
 # What goes wrong, by name: the event, and its field that is told.
 _TROUBLES = {
     "skipped": (EventKind.SKIP, "iteration"),
@@ -177,8 +180,6 @@ def run_status(
         heartbeat = None
     state = _state(session, heartbeat, now, stale_seconds)
     progress = _progress(session, heartbeat, is_running=state["state"] in ("running", "saving"))
-    if state["state"] == "finished" and _is_early(progress):
-        state["state"] = "stopped"
     has_failed = state["state"] in ("preempted", "failed", "hung", "dead")
     return {
         **state,
@@ -186,7 +187,7 @@ def run_status(
         "progress": progress,
         "checkpoint": _checkpoint(checkpoint, events, now),
         "restarts": _restarts(sessions, has_failed=has_failed),
-        "trouble": _trouble(events),
+        "trouble": _trouble(events) | _lost(sessions, is_over=has_failed),
     }
 
 
@@ -215,7 +216,7 @@ def _state(
         state = "preempted" if name.startswith("SIG") else _ENDS.get(name, "failed")
         detail = f"exit code {'unknown' if code is None else code} ({name})"
         left = restarts_left(session) if state in ("failed", "hung") else None
-        detail += f", {_count(left, 'restart')} left" if left else ""
+        detail += f", {counted(left, 'restart')} left" if left else ""
         exit_code = EXIT_DEAD if code is None else code & 0xFF
         return _state_of(state, exit_code, number_in(end, "time"), now, detail)
 
@@ -290,12 +291,6 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
     }
 
 
-def _is_early(progress: dict[str, Any]) -> bool:
-    """Whether there would have been more to train."""
-    iteration, train_iters = progress["iteration"], progress["train_iters"]
-    return None not in (iteration, train_iters) and iteration < train_iters
-
-
 def _checkpoint(
     checkpoint: Published | None, events: Sequence[Event], now: float
 ) -> dict[str, Any] | None:
@@ -321,13 +316,15 @@ def _checkpoint(
 
 
 def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any]:
-    """How often the run was started again, and why it last ended before its time."""
+    """How often the run was started again, by whom, and why it last ended before its time."""
+    relaunches = sum(is_relaunch(sessions, number) for number in range(len(sessions)))
     session = sessions[-1]
     resume = session.last(EventKind.RESUME) or {}
     world_size = number_in(resume, "world_size") or number_in(session.start, "world_size")
     ended = [session] if has_failed else sessions[-2:-1]
     return {
-        "count": len(sessions) - 1,
+        "count": relaunches,
+        "by_hand": len(sessions) - 1 - relaunches,
         "iteration": as_whole(number_in(resume, "iteration")),
         "world_size": as_whole(world_size),
         "last_end": cause_of(ended[0]) if ended else None,
@@ -344,6 +341,27 @@ def _trouble(events: Iterable[Event]) -> dict[str, Any]:
                 is_repeated = name not in ("signals", "injected") and value in trouble[name]
                 trouble[name] += [] if is_repeated else [value]
     return trouble
+
+
+def _lost(sessions: Sequence[Session], *, is_over: bool) -> dict[str, Any]:
+    """The ranks that were lost or hung, and the starts of which nobody could say how they ended.
+
+    Args:
+        is_over: whether the last start has ended.
+    """
+    lost: list[Any] = []
+    hung: list[Any] = []
+    silent = 0
+    for session in sessions:
+        named = [event for event in session.events if is_kind(event, *_LOSSES)]
+        for event in named:
+            ranks, found = event.get("ranks"), lost if is_kind(event, EventKind.LOST) else hung
+            known = ranks if isinstance(ranks, list) else []
+            found += [rank for rank in known if isinstance(rank, int)]
+        has_ended = is_over or session is not sessions[-1]
+        is_silent = bool(session.events) and not named and session.end() is None
+        silent += has_ended and is_silent
+    return {"lost": lost, "hung": hung, "silent": silent}
 
 
 def _state_line(status: dict[str, Any]) -> str:
@@ -364,7 +382,7 @@ def _progress_line(progress: dict[str, Any]) -> str:
         suffix = "" if where == progress["iteration"] else f" in {where}"
         parts.append(f"loss {progress['loss']:.4g}{suffix}")
     if progress["ms_per_iteration"] is not None:
-        parts.append(f"{progress['ms_per_iteration']:.1f} ms per iteration")
+        parts.append(f"mean {progress['ms_per_iteration']:.1f} ms per iteration")
     if progress["seconds_left"] is not None:
         parts.append(f"{duration_text(progress['seconds_left'])} left")
     return ", ".join(parts)
@@ -383,29 +401,34 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
 
     number, failed = checkpoint["failed_since"], "no save failed since"
     if number:
-        failed = f"{_count(number, 'save')} failed since: {checkpoint['failure']}"
+        failed = f"{counted(number, 'save')} failed since: {checkpoint['failure']}"
     return f"{', '.join(parts)}; {failed}"
 
 
 def _restarts_line(restarts: dict[str, Any]) -> str:
-    text = str(restarts["count"] or "none")
-    if restarts["count"] and restarts["iteration"] is not None:
+    kinds = ((restarts["count"], "by the launcher"), (restarts["by_hand"], "by hand"))
+    made = [f"{number} {by}" for number, by in kinds if number]
+    text = ", ".join(made) or "none"
+    if made and restarts["iteration"] is not None:
         text += f", the last from iteration {restarts['iteration']}"
     if restarts["world_size"] is not None:
-        text += f", with {_count(restarts['world_size'], 'rank')}"
+        text += f", with {counted(restarts['world_size'], 'rank')}"
     return text + ("" if restarts["last_end"] is None else f"; last end: {restarts['last_end']}")
 
 
 def _trouble_line(trouble: dict[str, Any]) -> str:
-    def counted(name: str, noun: str) -> list[str]:
+    def told(name: str, noun: str) -> list[str]:
         found = trouble[name]
-        return [f"{_count(len(found), noun)} (last {found[-1]})"] if found else []
+        return [f"{counted(len(found), noun)} (last {found[-1]})"] if found else []
 
-    parts = counted("skipped", "skipped iteration") + counted("nan", "nan iteration")
-    parts += counted("damaged", "damaged checkpoint")
+    parts = told("lost", "lost rank") + told("hung", "hung rank")
+    if trouble["silent"]:
+        parts.append(f"{counted(trouble['silent'], 'start')} that ended without a word")
+    parts += told("skipped", "skipped iteration") + told("nan", "nan iteration")
+    parts += told("damaged", "damaged checkpoint")
     if trouble["signals"]:
         parts.append(f"signals {' '.join(dict.fromkeys(map(str, trouble['signals'])))}")
-    parts += counted("injected", "injected fault")
+    parts += told("injected", "injected fault")
     return ", ".join(parts) or "none"
 
 
@@ -425,10 +448,6 @@ def duration_text(seconds: float) -> str:
         if total >= size:
             return f"{total // size} {name} {total % size // smaller} {smaller_name}"
     return f"{total} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.core.files import Sync, published, read_regular
 from megatron.core.help_format import ProgramParser
-from megatron.core.log import printable
+from megatron.core.log import counted, printable
 from megatron.core.trace_file import Trace, merged
 from megatron_hybrid.timeline_shares import LaneShare, StepShares, shares_of
 
@@ -81,7 +81,7 @@ def _merge(arguments: argparse.Namespace) -> None:
         )
     with published(arguments.merge, Sync.NOTHING) as stream:
         stream.write(merged(traces))
-    shown = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    shown = counted(len(ranks), "rank")
     print(f"{shown} in {arguments.merge}, for https://ui.perfetto.dev")
 
 

@@ -27,6 +27,7 @@ import torch
 
 from megatron.core.cgroups import CGROUPS, lines_of, own_cgroups
 from megatron.core.device import Device
+from megatron.core.log import counted
 from megatron.core.numa import prefer_node
 
 ARRAY_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
@@ -232,9 +233,10 @@ def check_host_memory(
     local = sum(need.nbytes for need in needs)
     if available and local * num_local_ranks > min(available.values()):
         got = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in available.items())
+        ranks = counted(num_local_ranks, "rank")
         raise HostMemoryError(
-            f"Expected host memory for {_sum_shown(needs)}, times {num_local_ranks} ranks on this "
-            f"machine = {format_bytes(local * num_local_ranks)}, got available: {got}."
+            f"Expected host memory for {_sum_shown(needs)}, times {ranks} on this machine = "
+            f"{format_bytes(local * num_local_ranks)}, got available: {got}."
         )
 
 

@@ -35,6 +35,11 @@ def printable(text: str, limit: int = 500) -> str:
     return shown[: max(limit - len(_CUT), 0)] + _CUT[:limit]
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class _StdoutHandler(logging.Handler):
     """Writes lines to the present `sys.stdout`, above the progress bar if there is one."""
 

@@ -40,7 +40,7 @@ from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.engine import TrainEngine
 from megatron.training.engines import build_engine
-from megatron.training.health.events import CONFIG_FILE, EventKind, EventLog
+from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.interrupts import OnInterrupt
@@ -329,8 +329,10 @@ class _Run:
     def write_exit(self, code: ExitCode, reason: str, iteration: int) -> None:
         """The event of the run's end, from rank 0."""
         if self._launch.rank == 0:
+            is_early = iteration < self._config.training.train_iters
+            name = STOPPED if code is ExitCode.FINISHED and is_early else code.name
             self._events.write(
-                EventKind.EXIT, code=int(code), name=code.name, reason=reason, iteration=iteration
+                EventKind.EXIT, code=int(code), name=name, reason=reason, iteration=iteration
             )
 
     def _train(self, loop: Loop, datasets: SplitDatasets) -> Outcome:

@@ -62,7 +62,7 @@ from megatron.core.dist_checkpointing.store import (
 )
 from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
-from megatron.core.log import printable
+from megatron.core.log import counted, printable
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
@@ -138,7 +138,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
 
     for row in rows:
         size = "" if row["num_bytes"] is None else format_bytes(row["num_bytes"])
-        ranks = "" if row["world_size"] is None else f"{row['world_size']} ranks"
+        ranks = "" if row["world_size"] is None else counted(row["world_size"], "rank")
         note = f"  {row['problem']}" if row["problem"] else ""
         if row["is_run"] is False:
             note = f"  {_NO_RUN}"

@@ -50,18 +50,16 @@ def iteration_axis(first: int, last: int, start: float, end: float) -> Axis:
 def value_axis(
     low: float, high: float, start: float, end: float, *, is_logarithmic: bool = False
 ) -> Axis:
-    """An axis of values that ends with ticks, or that holds decades."""
+    """An axis of values that ends at a tick or near them, or that holds decades."""
     if is_logarithmic:
         return _decades(low, high, start, end)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # a flat line lies in the middle
         margin = 0.1 * abs(low)
         low, high = (low - margin, high + margin) if margin else (0.0, 1.0)
-    # A curve that is near 0 for its size begins there.
-    if 0 < low < 0.4 * high:
-        low = 0.0
-
-    step = _nice_step(high - low, 4)
-    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    step, margin = _nice_step(high - low, 6), 0.05 * (high - low)
+    # Up to the next tick, where that is near: a curve fills its picture.
+    low = max(math.floor(low / step + 1e-9) * step, low - margin)
+    high = min(math.ceil(high / step - 1e-9) * step, high + margin)
     return Axis(low, high, start, end, _multiples(low, high, step))
 
 

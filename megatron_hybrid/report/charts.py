@@ -24,16 +24,16 @@ from megatron_hybrid.report.svg import Chart, Line
 
 _GIB = 2.0**30
 _LANE_NAMES = ("down (d2h)", "host update", "up (h2d)")
-_RECENT = 50  # iterations, for the page's figures of now
+RECENT = 50  # iterations, for the page's figures of now
 
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under a heading; or, if there are none, why."""
+    """Charts under a heading; or, if there are none, a sentence that says why."""
 
     title: str
     charts: Sequence[Chart]
-    absence: str = ""  # a sentence; there may be charts beside it
+    absence: str
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ def sections_of(metrics: Mapping[str, Columns], note: str) -> list[Section]:
         note: why there are no metrics, or not all.
     """
     none = note or "No iteration has been made yet."
+    # What not every run has is left out where it is not.
+    special = [_lanes(metrics), _experts(metrics[TRAIN])]
     return [
         _learning(metrics, none),
         _speed(metrics, none),
-        _lanes(metrics),
-        _experts(metrics[TRAIN]),
+        *(section for section in special if section.charts),
     ]
 
 
@@ -143,11 +144,7 @@ def _lanes(metrics: Mapping[str, Columns]) -> Section:
             Chart(f"{title}: lanes at work", _lane_lines(columns, LANES), " ms", True),
             Chart(f"{title}: waited for", _lane_lines(columns, WAITS), " ms", True),
         ]
-    absence = (
-        "No lane times: run with --timing-log-level 1, and with --optimizer-cpu-offload or "
-        "--activation-offload, whose lanes they are."
-    )
-    return _section("Lanes of offloading, per step", charts, absence)
+    return _section("Lanes of offloading, per step", charts)
 
 
 def _lane_lines(columns: Columns, names: Sequence[str]) -> list[Line]:
@@ -173,13 +170,11 @@ def _experts(train: Columns) -> Section:
             "Idle experts", [_line(train, "idle_experts", "without a token", 0)], is_from_zero=True
         ),
     ]
-    absence = "No loads of experts: the model has no mixture, or has made no iteration yet."
-    return _section("Balance of experts", charts, absence)
+    return _section("Balance of experts", charts)
 
 
-def _section(title: str, charts: Sequence[Chart], absence: str) -> Section:
-    found = [chart for chart in charts if chart.curves]
-    return Section(title, found, "" if found else absence)
+def _section(title: str, charts: Sequence[Chart], absence: str = "") -> Section:
+    return Section(title, [chart for chart in charts if chart.curves], absence)
 
 
 def _line(columns: Columns, name: str, label: str, color: int, *, size: float = 1.0) -> Line:
@@ -194,7 +189,7 @@ def _last(columns: Columns, name: str) -> float | None:
 
 
 def _recent(columns: Columns, name: str) -> float | None:
-    values = columns.values[name][-_RECENT:]
+    values = columns.values[name][-RECENT:]
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else None
 

@@ -8,9 +8,18 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron.core.dist_checkpointing.format.names import iteration_of
+from megatron.core.log import counted
 from megatron.training.health.events import EventKind
 from megatron_hybrid.report.svg import RESTART, SAVE, SKIP, TROUBLE, Mark
-from megatron_hybrid.run_history import Event, Session, as_whole, cause_of, is_kind, number_in
+from megatron_hybrid.run_history import (
+    Event,
+    Session,
+    as_whole,
+    cause_of,
+    is_kind,
+    is_relaunch,
+    number_in,
+)
 
 _SECONDS_DIGITS = 2
 
@@ -32,7 +41,7 @@ class StartRow:
     """One start of the run."""
 
     time: float | None
-    restart: int
+    started_by: str
     world_size: int | None
     iteration: int | None  # from which it went on
     last_iteration: int | None
@@ -57,7 +66,7 @@ def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[StartRo
         is_running: whether the last one is under way.
     """
     rows = []
-    for session in sessions:
+    for number, session in enumerate(sessions):
         if not session.events:
             continue
         resume = session.last(EventKind.RESUME) or {}
@@ -67,7 +76,7 @@ def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[StartRo
         rows.append(
             StartRow(
                 time=number_in(session.start or session.events[0], "time"),
-                restart=int(session.restart),
+                started_by="launcher" if is_relaunch(sessions, number) else "hand",
                 world_size=as_whole(size),
                 iteration=as_whole(number_in(resume, "iteration")),
                 last_iteration=as_whole(
@@ -107,9 +116,17 @@ def _row(event: Event, words: _Words) -> EventRow:
         what=words.what,
         mark=mark,
         iteration=iteration,
-        rank=as_whole(number_in(event, "rank")),
+        rank=_rank(event),
         detail=words.detail(event),
     )
+
+
+def _rank(event: Event) -> int | None:
+    """The rank that an event is about; by default the one that has written it."""
+    ranks = event.get("ranks") if is_kind(event, EventKind.LOST, EventKind.HANG) else None
+    if isinstance(ranks, list):
+        return ranks[0] if len(ranks) == 1 and type(ranks[0]) is int else None
+    return as_whole(number_in(event, "rank"))
 
 
 def _text(event: Mapping[str, Any], key: str) -> str:
@@ -128,7 +145,7 @@ def _seconds(event: Event) -> str:
 
 def _started(event: Event) -> str:
     size = as_whole(number_in(event, "world_size"))
-    ranks = "" if size is None else f"{size} rank{'' if size == 1 else 's'}, "
+    ranks = "" if size is None else f"{counted(size, 'rank')}, "
     return f"{ranks}process {_text(event, 'pid')} on {_text(event, 'host')}"
 
 

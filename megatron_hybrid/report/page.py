@@ -17,7 +17,14 @@ from typing import Any
 from megatron.core.log import printable
 from megatron_hybrid.report.assets import SCRIPT, STYLE
 from megatron_hybrid.report.axis import figures
-from megatron_hybrid.report.charts import Section, iterations_of, memory_text, now_of, sections_of
+from megatron_hybrid.report.charts import (
+    RECENT,
+    Section,
+    iterations_of,
+    memory_text,
+    now_of,
+    sections_of,
+)
 from megatron_hybrid.report.collect import Report
 from megatron_hybrid.report.svg import (
     BOTTOM,
@@ -128,16 +135,24 @@ def _header(report: Report, date: Callable[[float], str]) -> list[str]:
 def _tiles(report: Report, duration: Callable[[float], str]) -> list[str]:
     progress, now = report.status["progress"], now_of(report.metrics)
     tiles = [_progress_tile(progress, duration)]
+    speed = "" if now.tokens_per_second is None else figures(now.tokens_per_second)
+    recent = f"median of the last {RECENT}"
     texts = {
-        "Loss": "" if now.loss is None else figures(now.loss),
-        "Validation loss": "" if now.validation_loss is None else figures(now.validation_loss),
-        "Tokens per second": (
-            "" if now.tokens_per_second is None else figures(now.tokens_per_second)
+        "Loss": ("" if now.loss is None else figures(now.loss), "last"),
+        "Validation loss": (
+            "" if now.validation_loss is None else figures(now.validation_loss),
+            "last",
         ),
-        "Time per iteration": "" if now.seconds is None else _time_text(now.seconds),
-        "Memory of rank 0": memory_text(now),
+        "Tokens per second": (speed, recent),
+        "Time per iteration": ("" if now.seconds is None else _time_text(now.seconds), recent),
+        "Memory of rank 0": (memory_text(now), "at most so far"),
     }
-    tiles += [_tile(name, text or _NONE) for name, text in texts.items()]
+    # What nothing is known of, a validation that the run does not make for example, has no tile.
+    tiles += [
+        _tile(name, text, f"<small>{which}</small>")
+        for name, (text, which) in texts.items()
+        if text
+    ]
     return ['<div class="tiles">', *tiles, "</div>"]
 
 
@@ -176,7 +191,7 @@ def _charts(report: Report, sections: Sequence[Section], data: list[str]) -> lis
         if number == 0 and section.charts:
             parts += _legend(report.marks)
             parts += [_note(report.metrics_note)] if report.metrics_note else []
-        if section.absence:
+        if not section.charts:
             parts.append(_empty(section.absence))
         parts.append('<div class="charts">')
         for place, chart in enumerate(section.charts):
@@ -264,6 +279,7 @@ def _starts(report: Report, date: Callable[[float], str]) -> list[str]:
     rows = [
         [
             _cell(_date(row.time, date), "nowrap"),
+            _cell(row.started_by, "nowrap"),
             _cell(_count(row.world_size), "number"),
             _cell(_count(row.iteration), "number"),
             _cell(_count(row.last_iteration), "number"),
@@ -273,6 +289,7 @@ def _starts(report: Report, date: Callable[[float], str]) -> list[str]:
     ]
     heads = [
         ("Started", ""),
+        ("By", ""),
         ("Ranks", "number"),
         ("From iteration", "number"),
         ("Last known", "number"),

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.load.reader import is_skipped
 from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import Store
+from megatron.core.log import counted
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, kept_options
@@ -168,9 +169,9 @@ def rng_to_load(
     ranks, kinds = {rank for rank, _ in saved}, {kind for _, kind in saved}
     if saved != {(rank, kind) for rank in range(num_ranks) for kind in own}:
         logger.info(
-            "the checkpoint has random states of %d ranks (%s), this run wants %d (%s): "
+            "the checkpoint has random states of %s (%s), this run wants %d (%s): "
             "dropout goes on with fresh ones",
-            len(ranks),
+            counted(len(ranks), "rank"),
             ", ".join(sorted(kinds)) or "none",
             num_ranks,
             ", ".join(sorted(own)),

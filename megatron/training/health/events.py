@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
 CONFIG_FILE = "config.yaml"
+# The name in an exit event of a planned stop before the end, whose code is 0 too.
+STOPPED = "STOPPED"
 METRICS_FILE = "metrics.jsonl"  # in the same directory, unless --metrics-jsonl names another file
 _MOST_HEARTBEAT_BYTES = 65536
 

@@ -170,8 +170,6 @@ def test_sections_without_anything_say_why(run):
     text = page_of(run).text
     for words in (
         "No metrics yet: there is no metrics.jsonl beside the run's events.",
-        "No lane times: run with --timing-log-level 1",
-        "No loads of experts:",
         "No checkpoints in the run's folder",
         "No settings: the event log does not have them.",
     ):
@@ -185,6 +183,46 @@ def test_sections_without_anything_say_why(run):
     text = page_of(run).text
     assert "No events: the run has written no event log" in text
     assert "No starts" in text
+
+
+def test_a_dense_run_on_the_device_has_no_sections_of_lanes_and_experts(run):
+    run.start()
+    run.metrics(range(1, 9))
+    text = page_of(run).text
+    assert "Speed and memory" in text
+    for words in (
+        "Validation loss",
+        "Lanes of offloading",
+        "Balance of experts",
+        "Auxiliary losses",
+        "Loss scale",
+    ):
+        assert words not in text
+
+
+def test_a_figure_says_whether_it_is_the_last_or_a_median(run):
+    run.start()
+    run.metrics(range(1, 100), elapsed_ms=200.0)
+    run.metrics([100], elapsed_ms=900.0)
+    text = page_of(run).text
+    assert "Time per iteration 200.0 ms median of the last 50" in text
+    assert "Loss 2.500 last" in text
+
+
+def test_a_lost_rank_is_told_by_its_own_number_and_not_by_its_witness(run):
+    run.start()
+    run.write("lost", ranks=[3], cause="it was killed")
+    run.write("hang", ranks=[1, 2], cause="they sleep")
+    ranks = {row[1]: row[3] for row in page_of(run).rows if len(row) > 4}
+    assert (ranks["rank lost"], ranks["hang"]) == ("3", "\u2013")
+
+
+def test_the_page_says_who_has_made_each_start(run):
+    for restart in (0, 1, 0):
+        run.start(restart=restart)
+        run.exit(ExitCode.FAILED, "an error", 7)
+    starts = page_text(run.folder).split("<h2>Starts</h2>")[1].split("<h2>")[0]
+    assert re.findall(r">(hand|launcher)<", starts) == ["hand", "launcher", "hand"]
 
 
 def test_metrics_are_where_the_last_start_says_or_else_beside_the_events(run, tmp_path):

@@ -74,6 +74,12 @@ def test_only_a_curve_with_spikes_far_above_the_rest_gets_a_logarithm():
     assert value_domain([curve(3, 1), curve(7)]) == (1.0, 7.0)
 
 
+@pytest.mark.parametrize(("low", "high"), [(3.9, 10.8), (0.31, 2.2), (1.71, 5.58)])
+def test_a_curve_far_above_0_fills_most_of_its_axis(low, high):
+    axis = value_axis(low, high, 200.0, 10.0)
+    assert (high - low) / (axis.high - axis.low) > 0.75
+
+
 @given(st.floats(-1e299, 1e299), st.floats(0, 1e299))
 def test_a_value_axis_holds_its_values_and_has_few_ticks_each_once(low, span):
     axis = value_axis(low, low + span, 200.0, 10.0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.format.names import published_iterations
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, read_events
+from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, STOPPED, read_events
 from megatron.training.health.exits import ExitCode
 from megatron_hybrid import run_status
 from tests.unit_tests.tools.helpers.run_files import BEGIN, ELSEWHERE, HERE, Run
@@ -48,11 +48,11 @@ def test_five_lines_say_how_a_run_is_doing(run):
     assert run.lines() == [
         "state: running since 2023-11-14 22:13:40 (4 min 5 s), heartbeat 3 s ago in forward, "
         "process 4712 on node7",
-        "progress: iteration 320/500, loss 4.081, 385.9 ms per iteration, 1 min 9 s left",
+        "progress: iteration 320/500, loss 4.081, mean 385.9 ms per iteration, 1 min 9 s left",
         "checkpoint: iteration 300, 3 min 5 s ago, took 0.15 s; no save failed since",
-        "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 was killed in "
-        "iteration 17 (forward)",
-        "trouble: 1 skipped iteration (last 12)",
+        "restarts: 1 by the launcher, the last from iteration 10, with 2 ranks; last end: rank 1 "
+        "was killed in iteration 17 (forward)",
+        "trouble: 1 lost rank (last 1), 1 skipped iteration (last 12)",
     ]
 
 
@@ -104,12 +104,40 @@ def test_restarts_that_torchrun_has_left_are_told_where_it_uses_them(run):
 def test_a_run_that_was_told_to_stop_early_is_stopped(run):
     run.start()
     run.beat(318, train_iters=500)
-    run.exit(ExitCode.FINISHED, "iteration 320 is a multiple of --exit-interval 320", 320)
+    reason = "iteration 320 is a multiple of --exit-interval 320"
+    run.write("exit", code=0, name=STOPPED, reason=reason, iteration=320)
     status = run.status()
     assert (status["state"], status["exit_code"]) == ("stopped", 0)
-    assert (
-        run.lines()[1] == "progress: iteration 320/500, loss 4.081 in 318, 385.9 ms per iteration"
+    state, progress, *_ = run.lines()
+    assert "FINISHED" not in state
+    assert progress == "progress: iteration 320/500, loss 4.081 in 318, mean 385.9 ms per iteration"
+
+
+def test_restarts_by_the_launcher_are_told_apart_from_starts_by_hand(run):
+    for restart in (0, 1, 2, 0, 0, 1):
+        run.start(restart=restart, iteration=10 * restart)
+        run.exit(ExitCode.HANG, "rank 1 hung", 17)
+    restarts = run.status()["restarts"]
+    assert (restarts["count"], restarts["by_hand"]) == (3, 2)
+    assert run.lines()[3].startswith("restarts: 3 by the launcher, 2 by hand, the last from")
+
+
+def test_lost_and_hung_ranks_and_ends_without_a_word_are_trouble(run):
+    run.start()  # and everything is killed at once
+    run.start(restart=0)
+    run.write("lost", ranks=[3], cause="rank 3 was killed")
+    run.exit(ExitCode.LOST_RANK, "rank 3 was killed", 17)
+    run.start(restart=1)
+    run.write("hang", ranks=[0, 2], cause="ranks 0 and 2 hang")
+    run.exit(ExitCode.HANG, "ranks 0 and 2 hang", 17)
+    assert run.lines()[4] == (
+        "trouble: 1 lost rank (last 3), 2 hung ranks (last 2), 1 start that ended without a word"
     )
+    run.start(restart=0)
+    run.beat(20)
+    assert "1 start that" in run.lines()[4], "the last one still runs"
+    run.now += 1000.0
+    assert "2 starts that" in run.lines()[4]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +151,7 @@ def test_the_exit_code_is_one_that_a_process_can_have(run, code, expected):
 
 
 def test_names_are_those_of_the_exit_codes():
-    assert run_status._ENDS.keys() <= ExitCode.__members__.keys()
+    assert run_status._ENDS.keys() <= ExitCode.__members__.keys() | {STOPPED}
 
 
 def test_a_save_in_flight_is_said(run):
@@ -259,7 +287,8 @@ def test_the_heartbeat_of_the_start_before_says_nothing_of_this_one(run):
         run.beat(301)
         run.start(restart=1, iteration=None, **process)
         assert run.status()["progress"]["iteration"] is None
-        assert run.status()["restarts"]["count"] == number
+        restarts = run.status()["restarts"]
+        assert (restarts["count"], restarts["by_hand"]) == (1, number - 1)
 
 
 def test_a_rank_that_writes_after_the_next_start_does_not_end_that(run):
@@ -274,11 +303,8 @@ def test_a_rank_that_writes_after_the_next_start_does_not_end_that(run):
     run.start(restart=0, pid=1, iteration=10)
     run.events(rank=1, restart=1).write("exit", code=6, name="HANG", reason="later", iteration=18)
     status = run.status()
-    assert (status["state"], status["restarts"]["last_end"], status["restarts"]["count"]) == (
-        "running",
-        "later",
-        2,
-    )
+    assert (status["state"], status["restarts"]["last_end"]) == ("running", "later")
+    assert (status["restarts"]["count"], status["restarts"]["by_hand"]) == (1, 1)
 
 
 def test_a_start_that_came_to_no_start_event_counts(run):
@@ -301,7 +327,10 @@ def test_a_start_that_does_not_get_to_its_checkpoint_makes_no_progress(run):
     run.beat(0, phase="load", loss=None, ms_per_iteration=None, train_iters=None)
     run.exit(ExitCode.BAD_FILES, "no intact checkpoint", 0)
     assert run.lines()[1] == "progress: none yet"
-    assert run.lines()[3] == "restarts: 1, with 2 ranks; last end: no intact checkpoint"
+    assert (
+        run.lines()[3]
+        == "restarts: 1 by the launcher, with 2 ranks; last end: no intact checkpoint"
+    )
 
 
 def test_a_rank_that_writes_before_its_start_belongs_to_it(run):
@@ -328,9 +357,9 @@ def test_a_finished_run_names_what_ended_it_before(run):
     run.exit(ExitCode.HANG, "hang", 17)
     run.start(iteration=10)
     run.exit(ExitCode.FINISHED, "training ended", 500)
-    assert (
-        run.lines()[3]
-        == "restarts: 1, the last from iteration 10, with 2 ranks; last end: rank 1 hung in sleep"
+    assert run.lines()[3] == (
+        "restarts: 1 by the launcher, the last from iteration 10, with 2 ranks; last end: rank 1 "
+        "hung in sleep"
     )
 
 
@@ -406,9 +435,9 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
         run.start(iteration=0)
     run.write("skip", iteration=9, grad_norm=None)
     assert run.lines()[4] == (
-        "trouble: 2 skipped iterations (last 9), 1 nan iteration (last 4), "
-        "1 damaged checkpoint (last runs/a/iter_0000010), signals SIGTERM, 2 injected faults (last "
-        "kill:rank=1,step=5)"
+        "trouble: 2 starts that ended without a word, 2 skipped iterations (last 9), "
+        "1 nan iteration (last 4), 1 damaged checkpoint (last runs/a/iter_0000010), "
+        "signals SIGTERM, 2 injected faults (last kill:rank=1,step=5)"
     )
 
 

@@ -76,9 +76,9 @@ class Wired:
         self.calls.append(("datasets", num_samples))
         return SplitDatasets(DATA, DATA, DATA)
 
-    def run(self, *, restart_count: int = 0) -> Outcome:
+    def start(self, *, restart_count: int = 0) -> module._Run:
         launch = Launch(0, 1, 0, 1, restart_count=restart_count)
-        run = module._Run(
+        return module._Run(
             self.config,
             Providers(lambda _: nn.Linear(1, 1), self._datasets, lambda *_: None, 1.0),
             launch,
@@ -87,6 +87,9 @@ class Wired:
             StopConditions(self.config.stop),
             NoWatch(),
         )
+
+    def run(self, *, restart_count: int = 0) -> Outcome:
+        run = self.start(restart_count=restart_count)
         with run.told_how_it_ends():
             return run.run()
 
@@ -148,8 +151,17 @@ def test_a_run_that_only_evaluates_prepares_no_folder_and_asks_for_no_training_d
 def test_a_run_that_stops_early_evaluates_nothing_and_says_why(monkeypatch, tmp_path):
     wired = Wired(monkeypatch, tmp_path, "--exit-interval", "3")
     reason = "iteration 3 is a multiple of --exit-interval 3"
-    assert wired.run() == Outcome(3, None, None, ExitCode.FINISHED, reason)
+    outcome = wired.run()
+    assert outcome == Outcome(3, None, None, ExitCode.FINISHED, reason)
     assert ("evaluate", 8) not in wired.calls
+
+
+@pytest.mark.parametrize(("iteration", "name"), [(3, "STOPPED"), (10, "FINISHED")])
+def test_a_planned_stop_before_the_end_is_not_finished(monkeypatch, tmp_path, iteration, name):
+    wired = Wired(monkeypatch, tmp_path, "--train-iters", "10")
+    wired.start().write_exit(ExitCode.FINISHED, "a reason", iteration)
+    (event,) = wired.events()
+    assert (event["name"], event["code"], event["reason"]) == (name, 0, "a reason")
 
 
 def test_an_error_is_written_down_once_and_the_saver_is_left(monkeypatch, tmp_path):
