@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 # One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before
 # torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # On a machine that others use, a first example may take a second; and what fails must fail again.
-settings.register_profile("project", deadline=None, derandomize=True)
+# Hypothesis's own files are not in the checkout, which may be read-only.
+set_hypothesis_home_dir(Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}"))
+settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -54,6 +54,7 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
     replace(
         "--megatron-fsdp-main-params-dtype", "--main-params-dtype {value}", "It is one setting."
     ),
+    replace("--megatron-fsdp-main-grads-dtype", "--main-grads-dtype {value}", "It is one setting."),
     replace(
         "--grad-reduce-in-bf16",
         "--megatron-fsdp-grad-comm-dtype bf16",
@@ -61,13 +62,7 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     no_effect(
         "--accumulate-allreduce-grads-in-fp32",
-        "Gradients are added in fp32 unless a flag or offloading says otherwise.",
-        unless="optimizer_cpu_offload",
-    ),
-    replace(
-        "--accumulate-allreduce-grads-in-fp32",
-        "--megatron-fsdp-main-grads-dtype fp32",
-        "With --optimizer-cpu-offload gradients have the compute dtype otherwise.",
+        "Gradients are added in fp32 unless --main-grads-dtype says otherwise.",
     ),
     no_effect(
         "--distributed-backend --local-rank --use-tp-pp-dp-mapping --disable-gloo-process-groups "

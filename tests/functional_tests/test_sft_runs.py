@@ -173,7 +173,7 @@ def test_ranks_share_the_rows_and_resumed_runs_go_on_to_the_bit(
 
 def test_offloaded_runs_have_the_bits_of_those_on_the_device(chats: Chats, tmp_path: Path) -> None:
     # Two of the layers send their activations down.
-    same = ["--main-grads-dtype", "fp32", "--num-layers", 4]
+    same = ["--num-layers", 4]
     on_device = train(chats, tmp_path / "device", *same, world_size=2)
     on_host = train(chats, tmp_path / "host", *same, *OFFLOADED, world_size=2)
     assert on_host == on_device

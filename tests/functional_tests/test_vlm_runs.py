@@ -101,8 +101,7 @@ def test_offloaded_training_is_that_on_the_device_to_the_bit(
 ) -> None:
     more = ["--freeze", *frozen] if frozen else []
     more += ["--lr-multipliers", "vision=0.1", "decoder=2", "--save-interval", LAST]
-    # Main gradients of offloaded optimizers have the compute dtype; here, too.
-    expected = train(shapes, tmp_path / "device", *more, "--main-grads-dtype", "fp32")
+    expected = train(shapes, tmp_path / "device", *more)
     assert train(shapes, tmp_path / "host", *more, *OFFLOADED) == expected
     on_device, on_host = (tensors_of(tmp_path / name, LAST) for name in ("device", "host"))
     assert are_equal(on_host, on_device)

@@ -143,11 +143,11 @@ def test_a_value_that_only_megatron_knows_is_answered_for_a_flag_of_ours_too():
 
 
 def test_an_answer_may_depend_on_another_flag():
-    flag = "--accumulate-allreduce-grads-in-fp32"
-    assert parse_command_line([*MINIMAL, flag], 1).without_effect == (Given(flag, ()),)
-    offload = ["--optimizer-cpu-offload", "--bf16"]
-    (line,) = refusal(flag, *offload)
-    assert "use --megatron-fsdp-main-grads-dtype fp32 instead" in line
+    flags = ["--experimental-attention-variant", "gdn"]
+    assert "use --linear-attention-freq N instead" in refusal(*flags)[0]
+    given = Given(flags[0], ("gdn",))
+    found = parse_command_line([*MINIMAL, *flags, "--linear-attention-freq", "2"], 1)
+    assert found.without_effect == (given,)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_words_that_belong_to_no_flag_are_named():
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
         "train: expected a flag, which begins with --, or its value.",
-        "--lr: expected a number >= 0, got '1 2'.",
+        "--lr: expected one value, got 2: '1 2'. One with blanks needs quotes.",
     )
 
 
