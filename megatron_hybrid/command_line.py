@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROGRAM = "megatron-hybrid"
+_AS_MODULE = "python -m megatron_hybrid"
 
 _PACKAGE = Path(__file__).resolve().parents[1] / "megatron"
 _EXIT_USAGE = 2
@@ -63,17 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the program's command and its arguments; default: the command line's.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    # Usage lines and messages name the program as it was typed.
+    typed = _AS_MODULE if Path(sys.argv[0]).name == "__main__.py" else PROGRAM
     if given[:1] in (["-h"], ["--help"]):
-        print(_usage())
+        print(_usage(typed))
         return 0
     if not given or given[0] not in COMMANDS:
-        print(f"{_usage()}\n", file=sys.stderr)
+        print(f"{_usage(typed)}\n", file=sys.stderr)
         got = repr(given[0]) if given else "none"
-        print(f"{PROGRAM}: expected a command of these, got {got}.", file=sys.stderr)
+        print(f"{typed}: expected a command of these, got {got}.", file=sys.stderr)
         return _EXIT_USAGE
 
     command, arguments = given[0], given[1:]
-    program = f"{PROGRAM} {command}"
+    program = f"{typed} {command}"
     try:
         check_package()
     except ImportError as error:
@@ -116,8 +119,8 @@ def check_package() -> None:
         )
 
 
-def _usage() -> str:
+def _usage(typed: str) -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"usage: {PROGRAM} COMMAND ...   (COMMAND --help tells more)", ""]
+    lines = [f"usage: {typed} COMMAND ...   (COMMAND --help: its flags)", ""]
     lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(lines)

@@ -46,7 +46,7 @@ from megatron.training.tokenizer import (
 )
 from megatron_hybrid.pretrain_gpt import run_to_its_end
 
-# What stands for images, in the vocabularies of Qwen's models.
+# Tokens for images, in the vocabularies of Qwen's models.
 _TOKENS = {
     "image_token_id": IMAGE,
     "vision_start_token_id": VISION_BEGIN,

@@ -71,9 +71,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """The kind of value instead of the flag's name again."""
-        return {int: "INT", float: "FLOAT"}.get(
-            action.type, super()._get_default_metavar_for_optional(action)
-        )
+        if action.type is int or action.type is float:
+            return action.type.__name__.upper()
+        return str(super()._get_default_metavar_for_optional(action))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """The help line, with the default, unless it has one or there is none."""

@@ -72,7 +72,6 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "main_grads_dtype",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
-        "megatron_fsdp_main_grads_dtype",
         "megatron_fsdp_grad_comm_dtype",
     ),
     "checkpoints": (CheckpointConfig,),

@@ -114,7 +114,7 @@ def test_a_global_batch_of_seven_on_two_ranks_is_refused_in_one_line():
     assert done.stderr.splitlines() == [
         "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, "
         "micro-batch-size 1 x 2 rank(s), got 7.",
-        "megatron-hybrid launch: rank 0 ended with status 2",
+        "python -m megatron_hybrid launch: rank 0 ended with status 2",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,17 @@ import pytest
 from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT
 
 pytestmark = pytest.mark.docs
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome")
+     if (path := shutil.which(name))), None
+)  # fmt: skip
+# Leaves nothing of a page but the code blocks that are wider than their place.
+CUT_OFF = """<script>addEventListener("load", () => {
+  const all = [...document.querySelectorAll("pre > code")];
+  const cut = all.filter(code => code.scrollWidth > code.clientWidth + 1);
+  document.body.textContent = `${all.length} blocks:` + cut.map(code => code.textContent).join();
+})</script>"""
 
 # The real configuration's hook and checks, with a theme that needs nothing.
 SMALL = f"""
@@ -66,6 +78,18 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     assert "HybridDeviceOptimizer" in pages["api/optimizer.html"].read_text()
     for page, path in pages.items():
         assert not re.search(r'src="(https?:)?//', path.read_text()), page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome")
+def test_code_is_not_cut_off_in_a_window_of_1300_pixels(tmp_path: Path) -> None:
+    assert build(ROOT, tmp_path).returncode == 0
+    for name in ("training", "recovery", "architecture", "fsdp"):
+        page = tmp_path / f"{name}.html"
+        page.write_text(page.read_text().replace("</head>", f"{CUT_OFF}</head>"))
+        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu"]
+        command += ["--window-size=1300,1000", "--dump-dom", page.as_uri()]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT).stdout
+        assert re.search(r"<body[^>]*>[1-9]\d* blocks:\s*</body>", shown), name
 
 
 def test_links_to_the_source_tree_lead_to_pages_of_the_site(tmp_path: Path) -> None:

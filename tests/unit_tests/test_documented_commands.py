@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hybrid.command_line import COMMANDS
+from tests.helpers.doc_commands import bash_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = "|".join(map(re.escape, sorted(COMMANDS, key=len, reverse=True)))
@@ -71,6 +72,18 @@ def test_no_document_starts_a_program_in_another_way(kind: str) -> None:
 )
 def test_each_other_spelling_would_be_found(kind: str, text: str) -> None:
     assert re.search(OTHER_SPELLINGS[kind], text)
+
+
+def test_commands_fit_the_page() -> None:
+    long = [
+        f"{path.name}: {line}"
+        for path in documents()
+        if path.suffix == ".md"
+        for block in bash_blocks(path)
+        for line in block.splitlines()
+        if len(line) > 100
+    ]
+    assert long == []
 
 
 def test_every_command_that_a_document_names_exists() -> None:
