@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +62,8 @@ class Answer:
         is_chosen: whether the plan chose it, since the run does not fit without offloading.
         rows: bytes by kind on device and host, of the first rank.
         time: of a step; None if the machine's rates are not known.
+        other: the plan with main gradients of the other dtype; None where there is no other, or it
+            does not fit.
         disk_bytes: a second, of all ranks together.
     """
 
@@ -71,6 +75,7 @@ class Answer:
     is_chosen: bool
     fractions: Fractions
     time: StepTime | None
+    other: Answer | None = None
 
     @property
     def memory(self) -> RunMemory:
@@ -101,7 +106,7 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, in bytes, seconds and numbers a second."""
-        run, time, memory = self.run, self.time, self.memory
+        run, time, memory, other = self.run, self.time, self.memory, self.other
         return {
             "parameters": run.numel,
             "ranks": run.world_size,
@@ -130,17 +135,30 @@ class Answer:
                 "flops_per_second": self.flops_per_second,
             },
             "checkpoint": {"bytes": self.checkpoint_nbytes, "seconds": self.checkpoint_seconds},
+            "main_grads_dtype": run.config.parallel.main_grads_dtype,
+            "other_main_grads_dtype": None if other is None else other.to_json(),
         }
 
 
 def answer(
     run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
 ) -> Answer:
-    """Plans a run.
+    """Plans a run, and what it would be with the other dtype of main gradients.
 
     Raises:
         ConfigError: for a run that does not fit, with the sum.
     """
+    found, other = _answer(run, limits, machine, disk_bytes), run.with_other_gradients()
+    if other is None:
+        return found
+    with contextlib.suppress(ConfigError):
+        return dataclasses.replace(found, other=_answer(other, limits, machine, disk_bytes))
+    return found
+
+
+def _answer(
+    run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
+) -> Answer:
     fits = _smallest_that_fits(run, limits)
     fraction, is_chosen = run.fraction, False
     if not _fits(run, limits, fraction):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
@@ -186,9 +187,7 @@ class PlannedRun:
         return config.engine().states(self.world_size, pins_memory=is_pinned)
 
     def at(self, fraction: float | None) -> RunConfig:
-        """The run with this fraction in host memory. None: without offloading, which differs from 0
-        in the dtype of main gradients.
-        """
+        """The run with this fraction in host memory. None: without offloading."""
         if fraction is None:
             return self.config
         assert self.offloaded is not None, "asked for only where flags allow offloading"
@@ -196,6 +195,22 @@ class PlannedRun:
             self.offloaded.optimizer, optimizer_offload_fraction=fraction
         )
         return dataclasses.replace(self.offloaded, optimizer=optimizer)
+
+    def with_other_gradients(self) -> PlannedRun | None:
+        """The same with main gradients in fp32 instead of 16 bits, or the other way round; None
+        where only fp32 is possible.
+        """
+        precision, parallel = self.config.training.compute_dtype, self.config.parallel
+        if precision == "fp32" or not parallel.use_megatron_fsdp:
+            return None
+        dtype = "fp32" if parallel.main_grads_dtype != "fp32" else precision
+        parallel = dataclasses.replace(parallel, main_grads_dtype=dtype)
+        other = copy.copy(self)
+        other.config = dataclasses.replace(self.config, parallel=parallel)
+        if self.offloaded is not None:
+            other.offloaded = dataclasses.replace(self.offloaded, parallel=parallel)
+        other._memory = {}
+        return other
 
     def plan(self, fraction: float | None) -> OffloadPlan | None:
         """Which groups are in host memory then."""

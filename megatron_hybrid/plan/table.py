@@ -19,7 +19,7 @@ _EXPLAINED = {
 def format_answer(answer: Answer) -> str:
     """Paragraphs of aligned lines."""
     parts = [_header(answer), _memory(answer), _fractions(answer), _step(answer)]
-    parts.append(_checkpoint(answer))
+    parts += [_other_gradients(answer), _checkpoint(answer)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -81,6 +81,23 @@ def _step(answer: Answer) -> list[str]:
     rows.append(("in all", shown_seconds(time.seconds), f"bound by {time.bound}"))
     rows.append(("tokens/s", f"{rate:,.0f}", f"{shown_rate(flops, 'FLOP/s')} a rank"))
     return [*_aligned(rows, left=(0, 2))]
+
+
+def _other_gradients(answer: Answer) -> list[str]:
+    """What the other dtype of main gradients would take, in one line."""
+    run = answer.run.with_other_gradients()
+    if run is None:
+        return []
+    start, other = f"with --main-grads-dtype {run.config.parallel.main_grads_dtype}: ", answer.other
+    if other is None:
+        return [f"{start}it does not fit"]
+    parts = [] if other.fraction is None else [f"offload fraction {other.fraction:g}"]
+    parts.append(f"{shown_size(other.memory.device_nbytes)} on the device")
+    if other.memory.host_nbytes:
+        parts.append(f"{shown_size(other.memory.host_nbytes)} on the host")
+    if other.time is not None:
+        parts.append(f"{shown_seconds(other.time.seconds)} a step")
+    return [start + ", ".join(parts)]
 
 
 def _checkpoint(answer: Answer) -> list[str]:

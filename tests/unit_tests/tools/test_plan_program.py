@@ -18,6 +18,7 @@ from megatron_hybrid.plan.command import main
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.quantities import parse_flops, parse_rate, parse_size, shown_size
 from megatron_hybrid.plan.step_time import Machine
+from megatron_hybrid.plan.table import format_answer
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = {
@@ -234,6 +235,33 @@ def test_a_run_that_does_not_fit_without_offloading_is_offloaded():
     assert found.memory.device_nbytes <= limit
     plenty = answer(DEVICE, Limits(device=1 << 40), None, None)
     assert (plenty.is_chosen, plenty.fraction) == (False, None)
+
+
+def test_the_other_dtype_of_main_gradients_is_planned_as_a_run_with_it_would_be():
+    offloading = [*FLAGS, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
+    in_fp32, in_bf16 = (
+        PlannedRun([*offloading, "--main-grads-dtype", dtype], 2, "cuda")
+        for dtype in ("fp32", "bf16")
+    )
+    found = answer(in_fp32, Limits(), MACHINE, None)
+    expected = answer(in_bf16, Limits(), MACHINE, None)
+    assert found.other is not None
+    assert expected.other is not None
+    assert (found.other.rows, found.other.time) == (expected.rows, expected.time)
+    assert (expected.other.rows, expected.other.time) == (found.rows, found.time)
+    assert found.rows["gradients"].device == 2 * expected.rows["gradients"].device
+    line = f"{shown_size(expected.memory.device_nbytes)} on the device"
+    assert f"with --main-grads-dtype bf16: offload fraction 0.5, {line}" in format_answer(found)
+
+
+def test_another_dtype_of_main_gradients_that_does_not_fit_or_exist_is_not_planned():
+    run = PlannedRun([*FLAGS, "--main-grads-dtype", "bf16"], 2, "cuda")
+    limit = answer(run, Limits(), None, None).memory.device_nbytes
+    found = answer(run, Limits(device=limit, host=0), None, None)
+    assert found.other is None
+    assert "with --main-grads-dtype fp32: it does not fit" in format_answer(found)
+    whole = PlannedRun([flag for flag in FLAGS if flag != "--bf16"], 2, "cuda")
+    assert "main-grads" not in format_answer(answer(whole, Limits(), None, None))
 
 
 def test_a_host_that_is_the_device_holds_both():
