@@ -56,7 +56,7 @@ def build(
     config = EngineConfig(
         OFFLOADED,
         LRScheduleConfig(lr=1e-4, lr_decay_style="constant"),
-        DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
+        DataParallelConfig(main_grads_dtype="bf16"),
         train_iters=10**6,
         compute_dtype="bf16",
         records_timings=has_flag,

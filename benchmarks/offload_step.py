@@ -88,7 +88,7 @@ def build_ours(
         device,
         config,
         num_local_ranks=num_local_ranks,
-        data_parallel=DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
+        data_parallel=DataParallelConfig(main_grads_dtype="bf16"),
     )
     return Side(model, None if optimizer is None else optimizer.optimizer)
 

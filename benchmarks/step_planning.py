@@ -96,7 +96,7 @@ def build(
         Device("cpu"),
         config,
         num_local_ranks=1,
-        data_parallel=DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
+        data_parallel=DataParallelConfig(main_grads_dtype="bf16"),
     )
     assert optimizer is not None, "it was asked for"
     return model, optimizer

@@ -26,7 +26,7 @@ from megatron.core.materialize import materialize
 from megatron.core.models.hugging_face import OwnModel, build_model, description_of
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
-from megatron.training.tokenizer import Tokenizer
+from megatron.training.tokenizer import Tokenizer, say_prefix
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.saved_model import add_model_flags, find_model
 
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         )
         questions = _questions(arguments, model, tokenizer, seq_length)
         _check_ids(questions, description_of(model).vocab_size)
+        if sentence := say_prefix(tokenizer):
+            print(sentence)
         generator = torch.Generator().manual_seed(arguments.seed)
         for question in questions:
             tokens = sample(
@@ -117,7 +119,7 @@ def _questions(
     return [
         _Question(
             model,
-            tokenizer.tokenize(prompt) or [tokenizer.eod],
+            [*tokenizer.prefix, *tokenizer.tokenize(prompt)] or [tokenizer.eod],
             tokenizer.eod,
             f"prompt: {prompt!r}\n{prompt}",
         )

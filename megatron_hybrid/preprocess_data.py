@@ -29,7 +29,13 @@ from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megatron.core.options import Field, expect, options_of
-from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer, train_bpe
+from megatron.training.tokenizer import (
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    say_prefix,
+    train_bpe,
+)
 from megatron_hybrid.endings import one_line_errors, worker_pool
 from megatron_hybrid.input_files import (
     InputError,
@@ -130,6 +136,8 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
             output.builder.complete()  # all of them before the first is published
 
     _report(counts, outputs, time.monotonic() - begun)
+    if sentence := say_prefix(tokenizer):
+        print(sentence)
 
 
 def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
@@ -414,8 +422,8 @@ def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> li
         lengths = []
         for text in texts:
             begin = len(ids)
-            ids.extend(tokenizer.tokenize(text))
-            if len(ids) > begin:
+            if found := tokenizer.tokenize(text):
+                ids.extend((*tokenizer.prefix, *found))
                 if append_eod:
                     ids.append(tokenizer.eod)
                 lengths.append(len(ids) - begin)

@@ -7,6 +7,7 @@ commands.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core import log
-from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
+from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets, without_prefix
 from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
@@ -36,18 +37,21 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of, mean_of_all, weight_of
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
-from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size, say_prefix
 
 _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
 
 
-def forward_step_of(spec: ModelSpec) -> ForwardStep:
+def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardStep:
     """The forward step of models with this spec: the mean cross entropy over the tokens of a
     microbatch that are to be learned, and what routers report, if there are any.
+
+    Args:
+        is_per_token: whether microbatches with more such tokens count more.
     """
     has_routers = bool(spec.mixtures)
 
@@ -57,11 +61,14 @@ def forward_step_of(spec: ModelSpec) -> ForwardStep:
             batch["tokens"],
             labels,
             positions=batch.get("positions"),
-            documents=Documents(batch["lengths"]) if "lengths" in batch else None,
+            documents=Documents(batch["lengths"], batch.get("padding", ()))
+            if "lengths" in batch
+            else None,
             loss_weights=mean_of_all(labels) if mask is None else mean_of(mask),
             with_routing=has_routers,
         )
-        return loss_of(spec, output)
+        weight = None if mask is None else weight_of(mask, is_per_token=is_per_token)
+        return loss_of(spec, output, weight)
 
     return forward_step
 
@@ -78,11 +85,12 @@ def run(argv: Sequence[str]) -> Outcome:
             "--vision-num-layers: expected a model of text alone, got one with a vision tower. "
             "pretrain_vlm.py trains it."
         )
-    log.configure(launch.rank, short_time=config.logging.is_short)
+    logger = log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
 
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+    _log_prefix(config, tokenizer, logger)
 
     def model_provider(config: RunConfig) -> nn.Module:
         return GPTModel(config.model, vocab_size)
@@ -98,9 +106,24 @@ def run(argv: Sequence[str]) -> Outcome:
         config,
         model_provider=model_provider,
         datasets_provider=datasets_provider,
-        forward_step=forward_step_of(spec),
+        forward_step=forward_step_of(spec, is_per_token=config.training.calculate_per_token_loss),
         flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )
+
+
+def _log_prefix(config: RunConfig, tokenizer: Tokenizer, logger: logging.Logger) -> None:
+    """Says how texts begin, and warns of data that begin otherwise."""
+    sentence = say_prefix(tokenizer)
+    if sentence is None or config.data.mock_data:
+        return
+    if lacking := without_prefix(config.data, tokenizer.prefix):
+        logger.warning(
+            "%s, but the documents of %s do not; preprocessing them again makes them begin so",
+            sentence,
+            ", ".join(lacking),
+        )
+    else:
+        logger.info("%s", sentence)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:

@@ -33,7 +33,7 @@ from megatron.training.config import RunConfig
 from megatron.training.conversation_tokenizer import IMAGE, VIDEO, VISION_BEGIN, VISION_END
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch
-from megatron.training.model_loss import ModelLoss, loss_of, mean_of
+from megatron.training.model_loss import ModelLoss, loss_of, mean_of, weight_of
 from megatron.training.pretrain import Outcome, pretrain
 from megatron.training.step import Batch, ForwardStep
 from megatron.training.tokenizer import (
@@ -54,12 +54,15 @@ _TOKENS = {
 _OF_PICTURES = ("min_pixels", "max_pixels", "mean", "std")
 
 
-def forward_step_of(spec: ModelSpec, vision: VisionConfig, images: ImageFormat) -> ForwardStep:
+def forward_step_of(
+    spec: ModelSpec, vision: VisionConfig, images: ImageFormat, *, is_per_token: bool = False
+) -> ForwardStep:
     """The forward step of a model: the mean cross entropy of the answers of a microbatch.
 
     Args:
         spec: of the decoder.
         images: how the data's pixels are normalised.
+        is_per_token: whether microbatches with more tokens to learn count more.
     """
     has_routers = bool(spec.mixtures)
 
@@ -69,11 +72,11 @@ def forward_step_of(spec: ModelSpec, vision: VisionConfig, images: ImageFormat) 
             batch["labels"],
             images=_images_of(batch, images, vision.vision_temporal_patch_size),
             positions=batch["positions"],
-            documents=Documents(batch["lengths"]),
+            documents=Documents(batch["lengths"], batch["padding"]),
             loss_weights=mean_of(batch["loss_mask"]),
             with_routing=has_routers,
         )
-        return loss_of(spec, output)
+        return loss_of(spec, output, weight_of(batch["loss_mask"], is_per_token=is_per_token))
 
     return forward_step
 
@@ -120,7 +123,9 @@ def run(argv: Sequence[str]) -> Outcome:
         config,
         model_provider=model_provider,
         datasets_provider=datasets_provider,
-        forward_step=forward_step_of(spec, vision, images),
+        forward_step=forward_step_of(
+            spec, vision, images, is_per_token=config.training.calculate_per_token_loss
+        ),
         # Of the decoder alone: how many patches come with a row depends on the row.
         flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )

@@ -15,8 +15,9 @@ from hypothesis import settings
 # torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# On a machine that others use, a first example may take a second; and what fails must fail again.
-settings.register_profile("project", deadline=None, derandomize=True)
+# On a machine that others use, a first example may take a second; and what fails must fail again,
+# without a folder of examples, which a read-only checkout could not have.
+settings.register_profile("project", deadline=None, derandomize=True, database=None)
 settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,13 +23,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.options import ConfigError
+from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer import LayerOutput, TransformerLayer
 from megatron.core.transformer.moe_layer import MoELayer
@@ -65,7 +66,7 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def check_compiler(kinds: Iterable[str]) -> None:
-    """ConfigError if there is no compiler for one of these kinds of devices."""
+    """ConfigError if there is no compiler for one of these kinds of devices, or none that works."""
     # A GPU's kernels are Triton's, which brings what it needs.
     if "cpu" not in kinds:
         return
@@ -77,6 +78,16 @@ def check_compiler(kinds: Iterable[str]) -> None:
             "--compile-layers: expected a C++ compiler, which torch.compile needs on the CPU, got "
             f"no {name} in the PATH; CXX may name another."
         )
+    # PyTorch 2.11 and 2.13 split the compiler's command at blanks.
+    for variable, folder in (
+        ("TMPDIR", tempfile.gettempdir()),
+        ("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")),
+    ):
+        if len(folder.split()) > 1:
+            raise ConfigError(
+                f"--compile-layers: expected {variable} to name a folder without blanks in its "
+                f"path, since PyTorch's C++ compilation fails there, got {shown(folder)}."
+            )
 
 
 class _TwoPieces:
@@ -102,7 +113,7 @@ class _TwoPieces:
         if output is None:
             return hidden
 
-        output, report = layer.mlp(output)
+        output, report = layer.mlp(output, documents)
         return layer.add(hidden, output, layer.post_mlp_layernorm), report
 
 

@@ -316,9 +316,14 @@ def _is_megatrons(given: Given) -> bool:
 
 
 def _only_value(given: Given, expected: str) -> str:
-    if len(given.values) != 1:
-        got = shown(" ".join(given.values)) if given.values else "no value"
-        raise ConfigError(f"{given.flag}: expected {expected}, got {got}.")
+    number = len(given.values)
+    if number == 0:
+        raise ConfigError(f"{given.flag}: expected {expected}, got no value.")
+    if number > 1:
+        got = shown(" ".join(given.values))
+        raise ConfigError(
+            f"{given.flag}: expected one value, got {number}: {got}. One with blanks needs quotes."
+        )
     return given.values[0]
 
 

@@ -58,6 +58,12 @@ class TrainingConfig:
     fp16: bool = option(
         False, "compute in fp16 with a scaled loss; main weights and optimizer in fp32"
     )
+    calculate_per_token_loss: bool = option(
+        False,
+        "average the loss over all learned tokens of a global batch; default: over those of each "
+        "microbatch, then over microbatches, which differs where tokens are masked (--sft, "
+        "--eod-mask-loss, images)",
+    )
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.
     seed: int = option(
         1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1
@@ -150,10 +156,7 @@ class RunConfig:
 
         default_format = TORCH_DCP if self.parallel.use_torch_fsdp2 else FSDP_DTENSOR
         config = dataclasses.replace(
-            self,
-            training=training,
-            parallel=self._resolve_main_grads(),
-            checkpoint=self.checkpoint.resolve(default_format),
+            self, training=training, checkpoint=self.checkpoint.resolve(default_format)
         )
 
         config._check_batch(world_size)
@@ -247,35 +250,6 @@ class RunConfig:
             section = getattr(self, field.name)
             if section is not None:
                 yield field.name, section
-
-    def _resolve_main_grads(self) -> DataParallelConfig:
-        """The engine's settings with the dtype of the main gradients, which two flags may name.
-
-        Gradients of an offloaded optimizer leave the device in the dtype they were computed in: an
-        fp32 copy there would cost half of the memory that offloading saves.
-        """
-        asked, engines = (
-            self.optimizer.main_grads_dtype,
-            self.parallel.megatron_fsdp_main_grads_dtype,
-        )
-        if not self.parallel.use_megatron_fsdp:
-            for flag, dtype in (
-                ("--main-grads-dtype", asked or "fp32"),
-                ("--main-params-dtype", self.optimizer.main_params_dtype),
-            ):
-                expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
-            return self.parallel
-
-        if asked is not None and engines is not None:
-            expect(
-                asked == engines,
-                "--main-grads-dtype",
-                f"--megatron-fsdp-main-grads-dtype's {engines}",
-                asked,
-            )
-
-        dtype = asked or engines or ("auto" if self.optimizer.optimizer_cpu_offload else "fp32")
-        return dataclasses.replace(self.parallel, megatron_fsdp_main_grads_dtype=dtype)
 
     def _check_batch(self, world_size: int) -> None:
         unit = self.training.micro_batch_size * world_size
@@ -371,6 +345,12 @@ class RunConfig:
             "--use-megatron-fsdp, whose layers wait for their own weights",
             self.parallel.engine,
         )
+        if not self.parallel.use_megatron_fsdp:
+            for flag, dtype in (
+                ("--main-grads-dtype", self.parallel.main_grads_dtype),
+                ("--main-params-dtype", self.optimizer.main_params_dtype),
+            ):
+                expect(dtype == "fp32", flag, f"fp32 with {self.parallel.engine}", dtype)
         if self.parallel.is_sharded:
             return
         if world_size > 1:
@@ -413,10 +393,10 @@ class RunConfig:
             "auto",
             "native",
         )
-        is_fp16 = self.parallel.megatron_fsdp_main_grads_dtype in ("auto", "fp16")
+        dtype = self.parallel.main_grads_dtype
         expect(
-            is_ours or not is_fp16,
-            "--megatron-fsdp-main-grads-dtype",
+            is_ours or dtype != "fp16",
+            "--main-grads-dtype",
             "fp32 with --fp16 and another optimizer than our own Adam",
-            self.parallel.megatron_fsdp_main_grads_dtype,
+            dtype,
         )

@@ -30,7 +30,7 @@ _BEGIN, _END = "<|im_start|>", "<|im_end|>"
 VISION_BEGIN, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 _OF_PICTURES = (VISION_BEGIN, VISION_END, IMAGE)
-_PICTURE_TEMPLATE = """
+PICTURE_TEMPLATE = """
 {%- for message in messages %}
     {%- if message.role not in ['system', 'user', 'assistant'] %}
         {{- raise_exception('a role other than system, user and assistant: ' ~ message.role) }}
@@ -81,7 +81,7 @@ class ConversationTokenizer:
                 f"--tokenizer-type: expected HuggingFaceTokenizer for conversations, got "
                 f"{tokenizer.name}."
             )
-        self._backend = tokenizer.backend
+        self._backend, self._prefix = tokenizer.backend, tokenizer.prefix
         added = tokenizer.backend.get_added_tokens_decoder().values()
         ends = [token.content for token in added if token.special]
         self._template = self._find_template(tokenizer.path, template, ends)
@@ -101,7 +101,7 @@ class ConversationTokenizer:
         return self._encoded(chat)
 
     def _encoded(self, chat: RenderedChat) -> Rendered:
-        found = encode_answers(self._backend, chat.text, chat.answers)
+        found = encode_answers(self._backend, chat.text, chat.answers, self._prefix)
         # The first token follows nothing, so it is never learned.
         if not found.is_answer[1:].any():
             raise ConversationError("expected something that the assistant says, got nothing")
@@ -140,7 +140,7 @@ class PictureTokenizer(ConversationTokenizer):
         self, folder: Path, template: str | Path | None, ends: list[str]
     ) -> ChatTemplate:
         if template is None and find_template(folder) is None:
-            return ChatTemplate(_PICTURE_TEMPLATE, ends=ends)
+            return ChatTemplate(PICTURE_TEMPLATE, ends=ends)
         return super()._find_template(folder, template, ends)
 
     def render_pictures(self, conversation: Conversation, num_tokens: Sequence[int]) -> Rendered:
@@ -159,7 +159,7 @@ class PictureTokenizer(ConversationTokenizer):
         """The tokens of a conversation up to where the assistant is to answer."""
         text = self._template.render(conversation.messages, conversation.tools, asks=True)
         chat = _expanded(RenderedChat(text, ()), num_tokens)
-        return encode_answers(self._backend, chat.text, ()).tokens
+        return encode_answers(self._backend, chat.text, (), self._prefix).tokens
 
 
 def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
@@ -181,7 +181,9 @@ def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
     return RenderedChat(text, tuple((moved(begin), moved(end)) for begin, end in chat.answers))
 
 
-def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
+def encode_answers(
+    backend: Any, text: str, answers: Sequence[tuple[int, int]], prefix: Sequence[int] = ()
+) -> Rendered:
     """The tokens of a text, and which of them have characters of an answer.
 
     A token that begins with the blank before an answer belongs to it, as in the masks of the
@@ -190,6 +192,8 @@ def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) 
     Args:
         backend: a tokenizer of the `tokenizers` library.
         answers: begin and end in characters.
+        prefix: what the tokenizer puts before texts; put here unless the text begins with it, as
+            most templates of such tokenizers write it themselves.
 
     Raises:
         ConversationError: the tokenizer has no tokens for it.
@@ -204,4 +208,8 @@ def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) 
     is_answer = np.zeros(len(offsets), np.bool_)
     for begin, stop in answers:
         is_answer |= (offsets[:, 0] < stop) & (offsets[:, 1] > begin)
-    return Rendered(np.array(encoding.ids, np.int64), is_answer)
+    ids = np.array(encoding.ids, np.int64)
+    if not np.array_equal(ids[: len(prefix)], prefix):
+        ids = np.concatenate([np.array(prefix, np.int64), ids])
+        is_answer = np.concatenate([np.zeros(len(prefix), np.bool_), is_answer])
+    return Rendered(ids, is_answer)

@@ -54,6 +54,7 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
     replace(
         "--megatron-fsdp-main-params-dtype", "--main-params-dtype {value}", "It is one setting."
     ),
+    replace("--megatron-fsdp-main-grads-dtype", "--main-grads-dtype {value}", "It is one setting."),
     replace(
         "--grad-reduce-in-bf16",
         "--megatron-fsdp-grad-comm-dtype bf16",
@@ -61,13 +62,7 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     no_effect(
         "--accumulate-allreduce-grads-in-fp32",
-        "Gradients are added in fp32 unless a flag or offloading says otherwise.",
-        unless="optimizer_cpu_offload",
-    ),
-    replace(
-        "--accumulate-allreduce-grads-in-fp32",
-        "--megatron-fsdp-main-grads-dtype fp32",
-        "With --optimizer-cpu-offload gradients have the compute dtype otherwise.",
+        "Gradients are added in fp32 unless --main-grads-dtype says otherwise.",
     ),
     no_effect(
         "--distributed-backend --local-rank --use-tp-pp-dp-mapping --disable-gloo-process-groups "
@@ -85,10 +80,6 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl --*-graph --*-graph-*",
         "They choose kernels; PyTorch's and the project's own are used.",
     ),
-    no_effect(
-        "--calculate-per-token-loss",
-        "No token is masked, so the mean over tokens is the mean over microbatches.",
-    ),
     no_effect("--te-rng-tracker --inference-rng-tracker", "Dropout has PyTorch's generator."),
     no_effect("--rope-type", "It is --position-embedding-type's rope.", "rope"),
     replace("--rope-type", "--position-embedding-type yarn", "It is one setting.", "yarn"),
@@ -99,12 +90,18 @@ MODEL_FLAGS: tuple[MegatronFlags, ...] = (
         "--no-position-embedding",
         "It turns off learned absolute positions, which are not offered, and is for rope there.",
     ),
+    replace(
+        "--position-embedding-type",
+        "--position-embedding-type rope",
+        "--mrope-section of pretrain_vlm.py divides the rotation among the axes of images.",
+        "mrope",
+    ),
     remove(
         "--position-embedding-type",
         "Other positions than rope, yarn and none are not offered; rope is the default.",
-        *("learned_absolute", "mrope", "relative"),
+        *("learned_absolute", "relative"),
     ),
-    remove("--mrope-*", "A token has one position."),
+    remove("--mrope-*", "A token of text has one position; pretrain_vlm.py has --mrope-section."),
     replace("--squared-relu", "--activation-func squared_relu", "It is one setting."),
     replace("--openai-gelu", "--activation-func gelu_tanh", "It is the same formula."),
     replace(

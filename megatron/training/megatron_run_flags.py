@@ -79,7 +79,17 @@ RUN_FLAGS: tuple[MegatronFlags, ...] = (
     ),
     # Data and tokenizer.
     no_effect(
-        "--no-create-attention-mask-in-dataloader --no-mmap-bin-files "
+        "--no-create-attention-mask-in-dataloader",
+        "Attention computes its mask itself.",
+        unless="reset_attention_mask",
+    ),
+    remove(
+        "--no-create-attention-mask-in-dataloader",
+        "--reset-attention-mask keeps documents apart, for which Megatron-LM needs the mask that "
+        "this flag leaves out.",
+    ),
+    no_effect(
+        "--no-mmap-bin-files "
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
         "--num-dataset-builder-threads --mid-level-dataset-surplus",
         "They say how samples are read, not which.",
@@ -90,6 +100,10 @@ RUN_FLAGS: tuple[MegatronFlags, ...] = (
         "--dataloader-inter-document-masking",
         "--reset-attention-mask",
         "Documents that share a sample do not see each other then.",
+        unless="sft",
+    ),
+    no_effect(
+        "--dataloader-inter-document-masking", "Conversations of --sft never see each other."
     ),
     remove(
         "--train-data-path --valid-data-path --test-data-path --data-args-path "

@@ -14,7 +14,7 @@ MEGATRON_SWITCHES = frozenset(
     --apply-wd-to-qk-layernorm --async-ckpt-use-cpu-shm --attention-softmax-in-fp32
     --auto-detect-ckpt-format --batch-invariant-mode --bert-no-binary-head
     --biencoder-shared-query-context-model --cache-mla-latents --calc-ft-timeouts
-    --calculate-per-token-loss --check-for-large-grads --check-for-nan-in-loss-and-grad
+    --check-for-large-grads --check-for-nan-in-loss-and-grad
     --check-for-spiky-loss --checkpoint-activations --ckpt-assume-constant-structure
     --ckpt-convert-update-legacy-dist-opt-format --ckpt-drop-redundant-extra-state
     --ckpt-fully-parallel-load --ckpt-fully-parallel-load-per-rank-objects

@@ -30,11 +30,15 @@ class ModelLoss(NamedTuple):
         expert_load: tokens that chose each expert, from which expert biases are moved:
             [layers with experts, experts] int64, a row for each `Router` of the model; None in a
             model without.
+        weight: how much the microbatch counts in the means over the global batch, those of the
+            auxiliary losses included: scalar, not negative, without a gradient, for instance its
+            share of learned tokens. On all ranks or on none; None: all microbatches count alike.
     """
 
     loss: torch.Tensor
     auxiliary: Mapping[str, torch.Tensor] = {}
     expert_load: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
 
 def auxiliary_losses(spec: ModelSpec, report: RoutingReport) -> dict[str, torch.Tensor]:
@@ -49,9 +53,15 @@ def auxiliary_losses(spec: ModelSpec, report: RoutingReport) -> dict[str, torch.
 
 
 def loss_of(
-    spec: ModelSpec, output: WeightedLoss | tuple[WeightedLoss, RoutingReport | None]
+    spec: ModelSpec,
+    output: WeightedLoss | tuple[WeightedLoss, RoutingReport | None],
+    weight: torch.Tensor | None = None,
 ) -> torch.Tensor | ModelLoss:
-    """What a forward step returns for what a model with this spec has returned."""
+    """What a forward step returns for what a model with this spec has returned.
+
+    Args:
+        weight: of the microbatch; see `ModelLoss`.
+    """
     weighted, report = (output, None) if isinstance(output, WeightedLoss) else output
     auxiliary: dict[str, torch.Tensor] = {}
     if spec.z_loss_coeff:
@@ -59,10 +69,10 @@ def loss_of(
         auxiliary["logit_z"] = weighted.z_loss
     if report is not None:
         auxiliary |= auxiliary_losses(spec, report)
-    if report is None and not auxiliary:
+    if report is None and not auxiliary and weight is None:
         return weighted.loss
     load = None if report is None else report.load
-    return ModelLoss(weighted.loss - weighted.z_loss, auxiliary, load)
+    return ModelLoss(weighted.loss - weighted.z_loss, auxiliary, load, weight)
 
 
 def mean_of_all(labels: torch.Tensor) -> torch.Tensor:
@@ -77,15 +87,31 @@ def mean_of(mask: torch.Tensor) -> torch.Tensor:
     return mask / mask.sum().clamp(min=1.0)
 
 
+def weight_of(mask: torch.Tensor, *, is_per_token: bool) -> torch.Tensor:
+    """The weight of a microbatch whose tokens have this mask: [] fp32.
+
+    1, or 0 for a microbatch that teaches nothing, whose loss of 0 would make the mean smaller.
+
+    Args:
+        is_per_token: whether the mean of all microbatches is to be one over their tokens. The
+            weight is the share of tokens with a mask of 1 then: not their number, so that gradients
+            keep their magnitude, which 16 bits may have to hold.
+    """
+    if is_per_token:
+        return mask.sum() / max(1, mask.numel())
+    return mask.any().float()
+
+
 def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
     """What a forward step returned. TypeError unless its losses are tensors."""
     loss = said if isinstance(said, ModelLoss) else ModelLoss(said)
-    for part in (loss.loss, *loss.auxiliary.values()):
+    weights = () if loss.weight is None else (loss.weight,)
+    for part in (loss.loss, *loss.auxiliary.values(), *weights):
         if not torch.is_tensor(part):
             raise TypeError(
-                "Expected the loss of a microbatch, and each auxiliary loss, as a tensor without "
-                f"dimensions, got a {type(part).__name__}. A forward step returns a tensor, or "
-                'ModelLoss(loss, {"balance": ...}, expert_load).'
+                "Expected the loss of a microbatch, its weight and each auxiliary loss as a tensor "
+                f"without dimensions, got a {type(part).__name__}. A forward step returns a "
+                'tensor, or ModelLoss(loss, {"balance": ...}, expert_load, weight).'
             )
     return loss
 
@@ -95,7 +121,11 @@ class Told:
 
     Attributes:
         names: of the auxiliary losses, in the order that all ranks have.
-        losses: means over the microbatches: the loss, then the auxiliary ones; [] fp64 each.
+        losses: means over the microbatches, times their weights: the loss, then the auxiliary
+            ones; [] fp64 each.
+        weight: the sum of the weights of the microbatches: [] fp64, 0 if they have none.
+        is_weighted: whether they have weights.
+        num_microbatches: that were counted.
         load: tokens of each expert: [layers with experts, experts] int64, or None.
     """
 
@@ -104,6 +134,9 @@ class Told:
         # fp64: the mean over ranks and microbatches must not depend on how many of either there
         # are.
         self.losses = [torch.zeros((), dtype=torch.float64, device=device)]
+        self.weight = torch.zeros_like(self.losses[0])
+        self.is_weighted = False
+        self.num_microbatches = 0
         self.load: torch.Tensor | None = None
         self._is_empty = True
         self._model = model
@@ -115,13 +148,14 @@ class Told:
         return shape_of_loads(self._model)
 
     def add(self, said: ModelLoss, num_microbatches: int) -> torch.Tensor:
-        """Counts one of so many microbatches in. Returns its part of the loss to train with.
+        """Counts one of so many microbatches in. Returns its part of the loss to train with, whose
+        gradients are still to be divided by the mean weight of all microbatches.
 
         Raises:
             ValueError: for loads of another model, for too many auxiliary losses, and for other
                 ones than those of the first microbatch. Nothing is counted.
         """
-        names, load = sorted(said.auxiliary), said.expert_load
+        names, load, weight = sorted(said.auxiliary), said.expert_load, said.weight
         if load is not None:
             check_loads(load, self.load_shape)
         if len(names) > MOST_AUXILIARY:
@@ -131,17 +165,26 @@ class Told:
 
         if self._is_empty:
             self._is_empty, self.names, self.load = False, names, load
+            self.is_weighted = weight is not None
             self.losses += [torch.zeros_like(self.losses[0]) for _ in names]
-        elif names != self.names or (load is None) != (self.load is None):
+        elif (names, load is None, weight is None) != (
+            self.names,
+            self.load is None,
+            not self.is_weighted,
+        ):
             raise ValueError(
                 "Expected the same losses and loads of every microbatch, got auxiliary losses "
-                f"{self.names}, then {names}, or loads in one of them only."
+                f"{self.names}, then {names}, or loads or a weight in one of them only."
             )
         elif load is not None and self.load is not None:
             self.load = self.load + load
 
         parts = [said.loss, *(said.auxiliary[name] for name in names)]
         parts = [part / num_microbatches for part in parts]
+        if weight is not None:
+            self.weight += weight.detach()
+            parts = [part * weight.detach().to(part.dtype) for part in parts]
+        self.num_microbatches += 1
         for total, part in zip(self.losses, parts, strict=True):
             total += part.detach()
         return sum(parts[1:], start=parts[0])
@@ -149,17 +192,17 @@ class Told:
     @property
     def is_bad(self) -> torch.Tensor:
         """Whether a loss is not finite: [] bool."""
-        return ~torch.isfinite(torch.stack(self.losses)).all()
+        return ~torch.isfinite(torch.stack([self.weight, *self.losses])).all()
 
     @property
     def room(self) -> torch.Tensor:
-        """The losses and loads in one tensor, with zeros for those that are missing: fp64.
+        """Weight, losses and loads in one tensor, with zeros for those that are missing: fp64.
 
         Its length follows from the model alone. Ranks that report different things can thus tell
         each other so in the all-reduce that adds these tensors up.
         """
         unused = torch.zeros_like(self.losses[0]).expand(MOST_AUXILIARY - len(self.names))
-        losses = torch.cat([torch.stack(self.losses), unused])
+        losses = torch.cat([torch.stack([self.weight, *self.losses]), unused])
         if self.load_shape is None:
             return losses
         if self.load is None:
@@ -169,8 +212,8 @@ class Told:
 
     @property
     def digest(self) -> int:
-        """A number below 2^48 for the names and for whether there are loads."""
-        kind = repr((self.names, self.load is not None)).encode()
+        """A number below 2^48 for the names and for whether there are loads and weights."""
+        kind = repr((self.names, self.load is not None, self.is_weighted)).encode()
         return int.from_bytes(hashlib.blake2b(kind, digest_size=6).digest(), "little")
 
     def compare(self, digests: Sequence[float]) -> None:
@@ -178,8 +221,9 @@ class Told:
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             loads = "no loads" if self.load is None else "loads"
+            weights = "weights" if self.is_weighted else "no weights"
             raise ValueError(
-                "Expected forward steps that report the same auxiliary losses and loads on every "
-                f"rank, got others on ranks {others} than on rank 0. This rank has auxiliary "
-                f"losses {self.names} and {loads}."
+                "Expected forward steps that report the same auxiliary losses, loads and weights "
+                f"on every rank, got others on ranks {others} than on rank 0. This rank has "
+                f"auxiliary losses {self.names}, {loads} and {weights}."
             )

@@ -43,7 +43,8 @@ Mark = Callable[[Phase], None]
 class StepResult:
     """The outcome of one training step; the same on every rank."""
 
-    loss: float  # mean over the global batch, before the step; without auxiliary losses
+    # Mean over the global batch by `ModelLoss.weight`, before the step; without auxiliary losses.
+    loss: float
     grad_norm: float  # global L2 norm, unscaled, before clipping
     is_skipped: bool  # nothing was stepped, because a loss or the norm was not finite
     bad_ranks: tuple[int, ...]  # ranks of which a loss was not finite
@@ -143,7 +144,8 @@ def train_step(
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
-    has_stepped = optimizer.step(math.nan if agreed.num_bad else agreed.measures[0], planned)
+    norm = math.nan if agreed.num_bad else agreed.grad_norm
+    has_stepped = optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     if has_stepped and agreed.load is not None:
         update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
@@ -166,11 +168,11 @@ def _result(
     agreed: _Agreed, told: Told, num_samples: int, loss_scale: float | None, mesh: DeviceMesh
 ) -> StepResult:
     """Of a step that is not skipped, with this rank's number of samples."""
-    norm, *zeros = agreed.measures
-    loss, *auxiliary = (total / mesh.size() for total in agreed.loss_sums)
+    _, *zeros = agreed.measures
+    loss, *auxiliary = (total / mesh.size() / agreed.grad_divisor for total in agreed.loss_sums)
     return StepResult(
         loss=loss,
-        grad_norm=norm,
+        grad_norm=agreed.grad_norm,
         is_skipped=False,
         bad_ranks=(),
         votes=agreed.votes,
@@ -219,26 +221,31 @@ def evaluate(
     device: torch.device,
     mesh: DeviceMesh,
 ) -> float:
-    """The mean loss over `num_microbatches` microbatches of every rank, without auxiliary losses
-    and dropout; the same on every rank.
+    """The mean loss over `num_microbatches` microbatches of every rank by their weights, without
+    auxiliary losses and dropout; the same on every rank.
     """
     was_training = model.training
     model.eval()
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    # The sum of the losses, times their weights, and that of the weights.
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     try:
         for number in range(num_microbatches):
             batch = _to_device(_next(microbatches, number, num_microbatches), device)
-            loss += as_model_loss(forward_step(model, batch)).loss
+            said = as_model_loss(forward_step(model, batch))
+            weight = torch.ones_like(sums[0]) if said.weight is None else said.weight.double()
+            sums += torch.stack([said.loss * weight, weight])
     finally:
         model.train(was_training)
-    return _sum_over_ranks(loss, mesh) / (num_microbatches * mesh.size())
+    total, total_weight = _sum_over_ranks(sums, mesh)
+    return total / (total_weight or 1.0)
 
 
-def _sum_over_ranks(loss: torch.Tensor, mesh: DeviceMesh) -> float:
-    """The sum of a scalar over the ranks, on the host."""
-    with issuing("all-reduce of the evaluation's loss", loss):
-        dist.all_reduce(loss, group=mesh.get_group())
-    return float(loss)
+def _sum_over_ranks(sums: torch.Tensor, mesh: DeviceMesh) -> list[float]:
+    """The sums over the ranks, on the host."""
+    with issuing("all-reduce of the evaluation's loss", sums):
+        dist.all_reduce(sums, group=mesh.get_group())
+    found: list[float] = sums.tolist()
+    return found
 
 
 def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
@@ -282,13 +289,21 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 class _Agreed(NamedTuple):
     """What all ranks know at the end of a step."""
 
-    loss_sums: tuple[float, ...]  # the loss, then the auxiliary ones
+    loss_sums: tuple[float, ...]  # the loss, then the auxiliary ones, times weights
+    # The mean weight of all microbatches, by which gradients are too large; 1 without weights, or
+    # if all are 0.
+    grad_divisor: float
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
     told: tuple[float, ...]  # of what each rank reports; see `Told.digest`
     load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
-    measures: tuple[float, ...]  # gradient norm and, if asked for, zeros among the gradients
+    # Norm of gradients that are not yet divided and, if asked for, zeros among them.
+    measures: tuple[float, ...]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.measures[0] / self.grad_divisor
 
 
 def _agree_and_plan(
@@ -348,13 +363,14 @@ def _agree(
 def _read(scalars: torch.Tensor, told: Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
     """Copies what the ranks agreed on to the host: the step's only synchronisation."""
     num_loads = math.prod(told.load_shape or (0,))
-    sizes = [1 + MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
+    sizes = [1, 1 + MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
     on_host = scalars.cpu()
-    losses, load, num_bad, votes, digests, kinds, measures = on_host.split(
+    weight, losses, load, num_bad, votes, digests, kinds, measures = on_host.split(
         [*sizes, len(on_host) - sum(sizes)]
     )
     return _Agreed(
         tuple(losses[: len(told.losses)].tolist()),
+        _grad_divisor(float(weight), told, mesh),
         float(num_bad),
         tuple(votes.tolist()),
         tuple(digests.tolist()),
@@ -362,6 +378,15 @@ def _read(scalars: torch.Tensor, told: Told, num_votes: int, mesh: DeviceMesh) -
         None if told.load is None else load.long().view(told.load.shape),
         tuple(measures.tolist()),
     )
+
+
+def _grad_divisor(weight: float, told: Told, mesh: DeviceMesh) -> float:
+    """See `_Agreed.grad_divisor`. Exactly 1 for weights of 1.
+
+    Args:
+        weight: the sum over all microbatches of all ranks.
+    """
+    return weight / (told.num_microbatches * mesh.size()) if weight else 1.0
 
 
 def _ranks_with_bad_loss(told: Told, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ processes can be handed one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int  # token ids lie below it, `eod` included
     eod: int  # the id that ends a document
+    prefix: tuple[int, ...]  # the ids that the tokenizer itself puts before every text
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, without any that the text does not contain (no begin or end marks)."""
@@ -107,6 +108,8 @@ class HuggingFaceTokenizer:
         backend: the library's own tokenizer.
         path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
+        prefix: what the files put before every text, such as Llama's and Gemma's mark of its
+            beginning.
 
     Raises:
         ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which
@@ -129,6 +132,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.num_tokens = len(vocabulary)
         self.eod = _choose_eod(vocabulary, eos, path)
+        self.prefix = _prefix_of(self.backend, vocabulary)
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError for a text that the tokenizer has no tokens for."""
@@ -149,6 +153,7 @@ class ByteTokenizer:
     name = "ByteTokenizer"
     vocab_size = 257
     eod = 256
+    prefix: tuple[int, ...] = ()
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
@@ -174,6 +179,7 @@ class NullTokenizer:
         self.name = f"NullTokenizer({vocab_size})"
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
+        self.prefix: tuple[int, ...] = ()
 
     def tokenize(self, text: str) -> list[int]:
         """Raises ValueError for a word that is no id of the vocabulary."""
@@ -190,6 +196,14 @@ class NullTokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(token) for token in ids)
+
+
+def say_prefix(tokenizer: Tokenizer) -> str | None:
+    """A sentence about what the tokenizer puts before every text; None: it puts nothing there."""
+    if not tokenizer.prefix:
+        return None
+    text = tokenizer.detokenize(tokenizer.prefix)
+    return f"texts begin with {shown(text)}, as the tokenizer's files say"
 
 
 def build_tokenizer(config: TokenizerConfig, *, rows_of: str | None = None) -> Tokenizer:
@@ -388,6 +402,19 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
         f"--tokenizer-model: expected an end-of-document token in {path} (eos_token in "
         f"tokenizer_config.json, or one of {', '.join(_EOD_CANDIDATES)}), got none."
     )
+
+
+def _prefix_of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """The special tokens before those of a text."""
+    # A vocabulary need not know any given text, but its own tokens.
+    for text in ("a", next(iter(vocabulary))):
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # the library raises plain Exception
+            continue
+        if 0 in encoding.sequence_ids:
+            return tuple(encoding.ids[: encoding.sequence_ids.index(0)])
+    return ()
 
 
 def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:

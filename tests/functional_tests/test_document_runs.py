@@ -35,6 +35,20 @@ def test_each_flag_matters(prefix: str, tmp_path: Path) -> None:
     assert len(set(found[:4])) == 4
 
 
+def test_a_token_counts_alike_whatever_the_size_of_microbatches(
+    prefix: str, tmp_path: Path
+) -> None:
+    masked = ["--eod-mask-loss"]
+    expected = train(prefix, tmp_path / "whole", *masked, "--micro-batch-size", 8, world_size=1)
+    per_token = [*masked, "--micro-batch-size", 1, "--calculate-per-token-loss"]
+    assert train(prefix, tmp_path / "rows", *per_token) == pytest.approx(expected, rel=1e-5)
+    default = train(prefix, tmp_path / "default", *masked, "--micro-batch-size", 1)
+    assert default != pytest.approx(expected, rel=1e-5)
+    # Where all tokens are learned, not a bit changes.
+    plain = [train(prefix, tmp_path / f"plain_{len(more)}", *more) for more in ([], per_token[3:])]
+    assert plain[0] == plain[1]
+
+
 def test_offloaded_and_resumed_runs_have_the_bits_of_an_undisturbed_one(
     prefix: str, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_that_is_whole_is_loaded_on_all_ranks_and_the_othe
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
     lines = [line for run in runs for line in run.log.splitlines() if "DAMAGED" in line]
     assert [
-        re.search(r"ERROR: DAMAGED: checkpoint (\S+) is passed over. ", line).group(1)
+        re.search(r"ERROR: DAMAGED: checkpoint (.+) is passed over. ", line).group(1)
         for line in lines
     ] == [
         f"{root}/iter_0000004",

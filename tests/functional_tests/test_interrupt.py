@@ -8,6 +8,7 @@ import ctypes
 import multiprocessing as mp
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -230,7 +231,7 @@ def test_ctrl_c_while_make_launches_ranks_saves_on_all_of_them(tmp_path, capsys)
     """
     job = Job(tmp_path)
     command = [*LAUNCHER, str(ROOT / "pretrain_gpt.py"), *HANDLED, *job.flags]
-    (tmp_path / "Makefile").write_text(f"pretrain:\n\t{' '.join(command)}\n")
+    (tmp_path / "Makefile").write_text(f"pretrain:\n\t{shlex.join(command)}\n")
     with typed_at(["make", "pretrain"], tmp_path) as (terminal, process):
         terminal.wait_for("saved checkpoint")
         terminal.type(CTRL_C)

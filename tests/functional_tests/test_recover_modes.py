@@ -353,8 +353,8 @@ def disturb_forwards(patch: pytest.MonkeyPatch, disturb: Callable[[], None]) -> 
     """Calls `disturb` before each forward of a run."""
     real = pretrain_gpt.forward_step_of
 
-    def forward_step_of(spec: ModelSpec) -> ForwardStep:
-        step = real(spec)
+    def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardStep:
+        step = real(spec, is_per_token=is_per_token)
 
         def forward_step(model: torch.nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
             disturb()

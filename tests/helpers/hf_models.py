@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import processors
 
 from megatron.training.tokenizer import train_bpe
 
@@ -130,6 +132,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": [_WINDOWED, _FULL],
     },
 }
+
+
+def begin_texts(folder: Path, token: int = 3) -> int:
+    """Has the tokenizer of a folder put a token before every text, as Llama's does. Returns it."""
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    name = backend.id_to_token(token)
+    backend.post_processor = processors.TemplateProcessing(
+        single=[name, "$A"], special_tokens=[(name, token)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    return token
 
 
 def save_model(

@@ -50,7 +50,7 @@ def _course(
             optimizer_cpu_offload=is_offloaded, overlap_cpu_optimizer_d2h_h2d=is_offloaded
         ),
         LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
-        DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
+        DataParallelConfig(main_grads_dtype="bf16"),
         train_iters=STEPS,
         execution=execution,
     )

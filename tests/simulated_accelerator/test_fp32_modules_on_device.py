@@ -27,7 +27,7 @@ def _train(optimizer: OptimizerConfig, kind: str) -> tuple[list[float], dict[str
     rank, world_size = dist.get_rank(), dist.get_world_size()
     schedule = LRScheduleConfig(lr=LR, lr_decay_style="constant")
     # Of two dtypes in one unit: bf16, and fp32 in a group beside it.
-    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
+    parallel = DataParallelConfig(main_grads_dtype="bf16")
     config = EngineConfig(optimizer, schedule, parallel, 99, "bf16", SEED)
     device = Device(kind, rank if kind != "cpu" else 0)
     engine = build_engine(config, device, build_mesh(kind, world_size))

@@ -35,7 +35,7 @@ def _course(
     from tests.unit_tests.core.models.multimodal.helpers.vision_models import build
 
     rank = dist.get_rank()
-    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
+    parallel = DataParallelConfig(main_grads_dtype="bf16")
     config = EngineConfig(
         OptimizerConfig(
             optimizer_cpu_offload=is_offloaded,

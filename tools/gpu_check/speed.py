@@ -195,7 +195,7 @@ def _measure_ours(
         optimizer,
         LRScheduleConfig(lr=_LEARNING_RATE, lr_decay_style="constant"),
         # The same on all sides, as offloading has it.
-        DataParallelConfig(megatron_fsdp_main_grads_dtype="auto"),
+        DataParallelConfig(main_grads_dtype="bf16"),
         train_iters=99,
         compute_dtype="bf16",
         records_timings=optimizer.optimizer_cpu_offload,

@@ -65,21 +65,19 @@ def _offloaded(
 
 
 def _strategy(name: str, grads: str = "fp32") -> DataParallelConfig:
-    return DataParallelConfig(
-        data_parallel_sharding_strategy=name, megatron_fsdp_main_grads_dtype=grads
-    )
+    return DataParallelConfig(data_parallel_sharding_strategy=name, main_grads_dtype=grads)
 
 
 def _hybrid(outer: str = "no_shard", grads: str = "fp32") -> DataParallelConfig:
     return DataParallelConfig(
         num_distributed_optimizer_instances=2,
         outer_dp_sharding_strategy=outer,
-        megatron_fsdp_main_grads_dtype=grads,
+        main_grads_dtype=grads,
     )
 
 
-# As a run has it that offloads: gradients in the compute dtype.
-_AUTO = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
+# Half of the bytes that cross the link.
+_BF16_GRADS = DataParallelConfig(main_grads_dtype="bf16")
 _LOW_PRECISION = OptimizerConfig(
     use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"
 )
@@ -110,42 +108,42 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "zero3_fp32": Configuration(compute_dtype="fp32", family="fp32"),
     "zero1_fp32": Configuration(parallel=_strategy("optim"), compute_dtype="fp32", family="fp32"),
     "offload_fp32_grads": Configuration(_offloaded(0.5), family="device"),
-    "zero3_bf16_grads": Configuration(parallel=_AUTO, family="offload"),
-    "offload_all": Configuration(_offloaded(1.0), parallel=_AUTO, family="offload"),
-    "offload_half": Configuration(_offloaded(0.5), parallel=_AUTO, family="offload"),
+    "zero3_bf16_grads": Configuration(parallel=_BF16_GRADS, family="offload"),
+    "offload_all": Configuration(_offloaded(1.0), parallel=_BF16_GRADS, family="offload"),
+    "offload_half": Configuration(_offloaded(0.5), parallel=_BF16_GRADS, family="offload"),
     "offload_forward": Configuration(
-        _offloaded(1.0, overlaps_forward=True), parallel=_AUTO, family="offload"
+        _offloaded(1.0, overlaps_forward=True), parallel=_BF16_GRADS, family="offload"
     ),
     "offload_forward_half": Configuration(
-        _offloaded(0.5, overlaps_forward=True), parallel=_AUTO, family="offload"
+        _offloaded(0.5, overlaps_forward=True), parallel=_BF16_GRADS, family="offload"
     ),
     "offload_forward_activations": Configuration(
         _offloaded(1.0, overlaps_forward=True),
-        parallel=_AUTO,
+        parallel=_BF16_GRADS,
         execution=_ACTIVATIONS,
         family="offload",
     ),
     "offload_zero1": Configuration(
         _offloaded(0.5, overlaps_forward=True),
-        parallel=_strategy("optim", "auto"),
+        parallel=_strategy("optim", "bf16"),
         family="offload",
     ),
-    "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "auto"), family="offload"),
+    "zero1_bf16_grads": Configuration(parallel=_strategy("optim", "bf16"), family="offload"),
     "offload_hsdp": Configuration(
-        _offloaded(1.0, overlaps_forward=True), parallel=_hybrid(grads="auto"), family="offload"
+        _offloaded(1.0, overlaps_forward=True), parallel=_hybrid(grads="bf16"), family="offload"
     ),
-    "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="auto"), family="offload"),
+    "hsdp_bf16_grads": Configuration(parallel=_hybrid(grads="bf16"), family="offload"),
     # In order, the thread that trains waits for every copy.
     "offload_inline": Configuration(
         OptimizerConfig(optimizer_cpu_offload=True),
-        parallel=_AUTO,
+        parallel=_BF16_GRADS,
         family="offload",
         num_syncs=None,
     ),
     # Copies to pageable memory are waited for where they are issued.
     "offload_unpinned": Configuration(
         _offloaded(1.0, pin_cpu_grads=False, pin_cpu_params=False),
-        parallel=_AUTO,
+        parallel=_BF16_GRADS,
         family="offload",
         num_syncs=None,
     ),

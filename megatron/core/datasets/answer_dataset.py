@@ -116,7 +116,8 @@ class AnswerDataset(NumberedDataset):
         seed: decides which documents share a row, and the order of rows.
         filler: the token that fills up rows.
         vocab_size: token ids from there on are refused when met.
-        is_cut: whether conversations that are too long lose their end.
+        is_cut: whether conversations that are too long lose their end. Those that lose all answers
+            are left out.
 
     Raises:
         ConfigError: for conversations longer than a row, or none at all.
@@ -145,8 +146,8 @@ class AnswerDataset(NumberedDataset):
         self._sequences, self._begins, self._lengths = self._pieces(documents, is_cut=is_cut)
         if len(self._lengths) == 0:
             raise ConfigError(
-                f"--split: expected at least one document of two tokens of {files.prefix} in each "
-                "split, got none."
+                f"--split: expected at least one document of {files.prefix} in each split with "
+                "something to learn, got none."
             )
         self._rows = PackedRows(self._lengths, seq_length, seed)
         self.samples_per_epoch = len(self._rows)
@@ -171,14 +172,37 @@ class AnswerDataset(NumberedDataset):
                 f"{len(too_long)} of {len(sequences)} conversations are longer, the first of them "
                 f"{too_long[:_SHOWN].tolist()}."
             )
+        sequences = np.setdiff1d(sequences, self._without_answers(too_long), assume_unique=True)
+        lengths = self.files.tokens.gather_lengths(sequences).astype(np.int64) - 1
         return sequences, np.zeros_like(sequences), np.minimum(lengths, self.seq_length)
+
+    def _without_answers(self, too_long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of the conversations that have no answer in their first row. They are logged."""
+        mask = self.files.mask
+        assert mask is not None, "text has no conversations"
+        found = [
+            number for number in too_long.tolist() if not mask.get(number, 1, self.seq_length).any()
+        ]
+        if found:
+            logger.warning(
+                "%s: %d of %d conversations that --sft-truncate cuts have no answer in their first "
+                "%d tokens and are left out, the first of them %s; raise --seq-length to train on "
+                "them",
+                self.files.prefix,
+                len(found),
+                len(too_long),
+                self.seq_length,
+                found[:_SHOWN],
+            )
+        return np.array(found, np.int64)
 
     def _sample(self, index: int) -> dict[str, Any]:
         """Row `index`.
 
         Returns:
             "tokens", "labels", "positions": [seq_length] int64. "loss_mask": [seq_length] fp32, 1
-            where the label is to be learned. "lengths": of the documents.
+            where the label is to be learned. "lengths": of the documents. "padding": positions
+            that fill up the row, in a tuple.
 
         Raises:
             IndexedDatasetError: files that cannot be used, or a token that has no embedding.
@@ -212,6 +236,7 @@ class AnswerDataset(NumberedDataset):
             "loss_mask": torch.from_numpy(loss_mask),
             "positions": torch.from_numpy(positions),
             "lengths": tuple(lengths),
+            "padding": (self.seq_length - begin,),
         }
 
     def _checked(self, piece: _Piece) -> npt.NDArray[np.int64]:

@@ -57,6 +57,7 @@ def build_gpt_datasets(
         TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked
             for.
     """
+    _warn_of_repeated(config)
     opened = _open_all(config, IndexedDataset)
     for part in config.blend:
         if IndexedDataset.exists(mask_prefix(part.prefix)):
@@ -177,6 +178,7 @@ def _build_packed(
     Args:
         build: makes one, of files, documents, how many samples will be asked for, and a seed.
     """
+    _warn_of_repeated(config)
     weights = [part.weight for part in config.blend]
     built: list[SampleDataset | None] = []
     for number, name in enumerate(_SPLITS):
@@ -187,12 +189,33 @@ def _build_packed(
         split_seed = derive_key(seed, name)
         counts = BlendOrder(weights).counts(num_samples[number])
         parts: list[SampleDataset | None] = []
-        for files, count in zip(opened, counts, strict=True):
+        for part, (files, count) in enumerate(zip(opened, counts, strict=True)):
             documents = split_documents(config.split_fractions, len(files))[number]
-            parts.append(build(files, documents, count, split_seed) if count else None)
+            seed_of_part = _seed_of_part(split_seed, part)
+            parts.append(build(files, documents, count, seed_of_part) if count else None)
         is_one = len(parts) == 1
         built.append(parts[0] if is_one else BlendedDataset(parts, weights, num_samples[number]))
     return SplitDatasets(*built)
+
+
+def _seed_of_part(seed: int, number: int) -> int:
+    """The seed of a part of a blend. With a seed in common, parts of equal lengths would come in
+    the same order, so that texts that belong together would always meet.
+
+    Args:
+        seed: of the split, which the first part has, as does a dataset that is not blended.
+    """
+    return derive_key(seed, "part", number) if number else seed
+
+
+def _warn_of_repeated(config: GPTDatasetConfig) -> None:
+    parts = config.blend
+    if len(config.data_path or ()) > max(1, 2 * len(parts)):
+        logger.warning(
+            "--data-path: a dataset is given more than once and counts as one, with the sum of its "
+            "weights: %s",
+            ", ".join(f"{part.weight:g} {part.prefix}" for part in parts),
+        )
 
 
 def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
@@ -215,13 +238,32 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
     return formats[0] if formats else None
 
 
+def without_prefix(config: GPTDatasetConfig, prefix: Sequence[int]) -> list[str]:
+    """The datasets of which none of the first documents begins with these tokens."""
+    found = []
+    for part in config.blend:
+        indexed = IndexedDataset(part.prefix)
+        first = [
+            indexed.get(number, 0, min(len(prefix), length)).tolist()
+            for number, length in enumerate(_first_lengths(indexed))
+        ]
+        if list(prefix) not in first:
+            found.append(part.prefix)
+    return found
+
+
+def _first_lengths(indexed: IndexedDataset) -> list[int]:
+    """The lengths of the first documents."""
+    numbers = np.arange(min(_LOOKED_AT, len(indexed)), dtype=np.int64)
+    lengths: list[int] = indexed.gather_lengths(numbers).tolist()
+    return lengths
+
+
 def _check_ends(indexed: IndexedDataset, eod: int | None) -> None:
     """ConfigError unless one of the first documents ends with `eod`."""
-    numbers = np.arange(min(_LOOKED_AT, len(indexed)), dtype=np.int64)
-    lengths = indexed.gather_lengths(numbers)
     last = [
         int(indexed.get(number, length - 1, 1)[0])
-        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
+        for number, length in enumerate(_first_lengths(indexed))
         if length
     ]
     if eod not in last:
@@ -253,9 +295,10 @@ def _build_blend(
     weights = [part.weight for part in config.blend]
     counts = BlendOrder(weights).counts(num_samples)
     parts: list[SampleDataset | None] = []
-    for indexed, count in zip(opened, counts, strict=True):
+    for part, (indexed, count) in enumerate(zip(opened, counts, strict=True)):
+        own = _seed_of_part(seed, part)
         parts.append(
-            _build_part(config, indexed, number, count, vocab_size, seed) if count else None
+            _build_part(config, indexed, number, count, vocab_size, own) if count else None
         )
     if len(parts) == 1 and parts[0] is not None:
         return parts[0]

@@ -53,7 +53,8 @@ class GPTDatasetConfig:
     )
     sft_truncate: bool = option(
         False,
-        "cut conversations that are longer than --seq-length, instead of refusing them",
+        "cut conversations that are longer than --seq-length, instead of refusing them; those that "
+        "lose all of their answers are left out",
         requires="sft",
     )
     num_workers: int = option(
@@ -133,16 +134,19 @@ class GPTDatasetConfig:
     @property
     def blend(self) -> list[BlendPart]:
         """The datasets with their weights; one of weight 1 for a single PREFIX, none for mock
-        data.
+        data. A dataset that is given several times is one, with the sum of the weights: it would
+        give each of its samples as often in a row.
         """
         given = self.data_path or ()
         if len(given) <= 1:
             return [BlendPart(1.0, prefix) for prefix in given]
         expect(len(given) % 2 == 0, "--data-path", "pairs of WEIGHT and PREFIX", " ".join(given))
-        return [
-            BlendPart(_parse_weight(weight), prefix)
-            for weight, prefix in zip(given[::2], given[1::2], strict=True)
-        ]
+        parts: dict[str, BlendPart] = {}
+        for text, prefix in zip(given[::2], given[1::2], strict=True):
+            place, weight = os.path.realpath(prefix), _parse_weight(text)
+            first = parts.setdefault(place, BlendPart(0.0, prefix))
+            parts[place] = BlendPart(first.weight + weight, first.prefix)
+        return list(parts.values())
 
 
 def _parse_weight(text: str) -> float:

@@ -80,7 +80,8 @@ class ImageTextDataset(NumberedDataset):
         Returns:
             "tokens", "labels": [seq_length] int64. "loss_mask": [seq_length] fp32, 1 where the
             label is to be learned. "positions": [3, seq_length] int64. "patches": [patches, numel]
-            uint8. "grids": of the images. "lengths": of the documents.
+            uint8. "grids": of the images. "lengths": of the documents. "padding": positions that
+            fill up the row, in a tuple.
 
         Raises:
             IndexedDatasetError: files that cannot be used, or a token that has no embedding.
@@ -119,6 +120,7 @@ class ImageTextDataset(NumberedDataset):
             "patches": torch.from_numpy(np.concatenate([none, *patches])),
             "grids": tuple(image.grid for image in images),
             "lengths": tuple(lengths),
+            "padding": (self.seq_length - begin,),
         }
 
     def _checked(self, number: int) -> ImageTextSample:
@@ -129,7 +131,7 @@ class ImageTextDataset(NumberedDataset):
     @staticmethod
     def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The rows of a microbatch together. What is of no fixed size stays in one row: patches,
-        and, as tuples of the host, grids and lengths.
+        and, as tuples of the host, grids, lengths and padding.
 
         Returns:
             As a row has them, with "tokens", "labels" and "loss_mask" [batch, seq_length], and
@@ -147,4 +149,5 @@ class ImageTextDataset(NumberedDataset):
             "patches": torch.cat([sample["patches"] for sample in samples]),
             "grids": grids,
             "lengths": lengths,
+            "padding": sum((sample["padding"] for sample in samples), ()),
         }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
 
-_DTYPES = ("fp32", "bf16", "fp16", "auto")
+_DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,16 @@ class DataParallelConfig:
         requires="num_experts",
         no_effect_unless="use_megatron_fsdp",
     )
-    megatron_fsdp_main_grads_dtype: str | None = option(
-        None,
-        "dtype of the gradients that the optimizer reads; auto: the compute dtype; default: fp32, "
-        "or auto with --optimizer-cpu-offload",
+    main_grads_dtype: str = option(
+        "fp32",
+        "dtype of the gradients that the optimizer reads, and of their sums over microbatches; "
+        "bf16 takes half of the memory and rounds each sum",
         choices=_DTYPES,
-        no_effect_unless="use_megatron_fsdp",
     )
     megatron_fsdp_grad_comm_dtype: str = option(
         "auto",
         "dtype in which gradients are reduced; auto: that of the main gradients",
-        choices=_DTYPES,
+        choices=(*_DTYPES, "auto"),
         no_effect_unless="use_megatron_fsdp",
     )
     megatron_fsdp_reshard_after_forward: bool = option(

@@ -123,16 +123,10 @@ def policy_of(
     """The dtypes of a run's weights and gradients."""
     return MixedPrecisionPolicy(
         main_params_dtype=main_params_dtype,
-        main_grads_dtype=main_grads_dtype(config, compute_dtype),
+        main_grads_dtype=DTYPES[config.main_grads_dtype],
         grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
         compute_dtype=compute_dtype,
     )
-
-
-def main_grads_dtype(config: DataParallelConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the gradients that the optimizer reads."""
-    # "auto" is no dtype by name, so it gives the compute dtype.
-    return DTYPES.get(config.megatron_fsdp_main_grads_dtype or "fp32", compute_dtype)
 
 
 def build_placements(config: DataParallelConfig) -> Placements:

@@ -11,7 +11,7 @@ _WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
 _MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
 # fp16 and fp8 moments have a scale for each tensor, and the host's flat arrays keep none.
 _HOST_MOMENT_DTYPES = ("fp32", "bf16")
-_DTYPE_OPTIONS = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,9 @@ class OptimizerConfig:
         choices=("auto", "native", "te", "apex", "torch"),
     )
     use_precision_aware_optimizer: bool = option(
-        False, "allow the optimizer's weights, gradients and states to have other dtypes than fp32"
+        False, "allow the optimizer's weights and states to have other dtypes than fp32"
     )
     main_params_dtype: str = option("fp32", "dtype of the main weights", choices=_WEIGHT_DTYPES)
-    main_grads_dtype: str | None = option(
-        None,
-        "dtype of the gradients that the optimizer reads; default: as "
-        "--megatron-fsdp-main-grads-dtype",
-        choices=_WEIGHT_DTYPES,
-    )
     exp_avg_dtype: str = option("fp32", "dtype of Adam's first moments", choices=_MOMENT_DTYPES)
     exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moments", choices=_MOMENT_DTYPES)
     optimizer_cpu_offload: bool = option(
@@ -214,7 +208,7 @@ class OptimizerConfig:
         for field in options_of(OptimizerConfig):
             if field.name not in _DTYPE_OPTIONS:
                 continue
-            dtype = getattr(self, field.name) or "fp32"
+            dtype = getattr(self, field.name)
             expect(
                 self.use_precision_aware_optimizer or dtype == "fp32",
                 field.flag,

@@ -154,12 +154,17 @@ class DistributedOptimizer:
         optimizer: _Planning = self.optimizer
         return partial(optimizer.step, planned=optimizer.plan_step())
 
-    def step(self, grad_norm: float, planned: PlannedStep | None = None) -> bool:
-        """Clips by the norm that `grad_norm` has given, and steps. The loss scaler is told.
+    def step(
+        self, grad_norm: float, planned: PlannedStep | None = None, *, grad_divisor: float = 1.0
+    ) -> bool:
+        """Clips by the norm of the gradients, and steps. The loss scaler is told.
 
         Args:
-            grad_norm: the same on every rank. Not finite: the gradients are not to be used.
+            grad_norm: what `grad_norm` returned, divided by `grad_divisor`; the same on every rank.
+                Not finite: the gradients are not to be used.
             planned: what `plan_step` has answered since the gradients are there.
+            grad_divisor: what the gradients are still to be divided by, besides the loss scale; the
+                same on every rank.
 
         Returns:
             Whether it stepped: with a norm that is not finite, it does not.
@@ -169,19 +174,17 @@ class DistributedOptimizer:
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
         if is_finite:
-            self._step_scaled(grad_norm, loss_scale, planned)
+            self._step_scaled(grad_norm, loss_scale * grad_divisor, planned)
         return is_finite
 
-    def _step_scaled(
-        self, grad_norm: float, loss_scale: float, planned: PlannedStep | None
-    ) -> None:
-        """Steps with gradients that are `loss_scale` times too large."""
+    def _step_scaled(self, grad_norm: float, divisor: float, planned: PlannedStep | None) -> None:
+        """Steps with gradients that are `divisor` times too large."""
         # In fp64: our kernels round the factor once, to fp32.
         scale = 1.0
         if self._clip_grad > 0:
             norm = torch.tensor(grad_norm, dtype=torch.float64)
             scale = float(clip_coefficient(norm, self._clip_grad))
-        scale /= loss_scale
+        scale /= divisor
 
         # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
         if planned is not None:

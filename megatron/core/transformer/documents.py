@@ -24,12 +24,15 @@ class Documents:
 
     Attributes:
         lengths: positions of each document, of all rows together.
+        padding: positions at the end of each row that only fill it up, a document by themselves;
+            0 for a full row. Empty: no row has any.
 
     Raises:
         ValueError: no documents, or one without positions.
     """
 
     lengths: tuple[int, ...]
+    padding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -46,6 +49,33 @@ class Documents:
                 f"Expected documents that fill {batch} row(s) of {seq_length} positions, and end "
                 f"where a row ends, got lengths {self.lengths}."
             )
+        if not self.padding:
+            return
+        ends = [number * seq_length - length for number, length in enumerate(self.padding, start=1)]
+        is_padding = len(ends) == batch and all(0 <= length < seq_length for length in self.padding)
+        if not is_padding or not stops.issuperset(ends):
+            raise ValueError(
+                f"Expected padding that is the last document of each of {batch} row(s), and not "
+                f"all of it, got {self.padding} positions and lengths {self.lengths}."
+            )
+
+    @property
+    def without_padding(self) -> tuple[int, ...] | None:
+        """The positions of each row that are no padding; None: all are."""
+        if not any(self.padding):
+            return None
+        seq_length = self.num_positions // len(self.padding)
+        return tuple(seq_length - length for length in self.padding)
+
+    def real_positions(self, device: torch.device) -> Tensor:
+        """The positions that are no padding, of all rows together: [positions] int64."""
+        if device not in self._real:
+            rows = len(self.padding) or 1
+            positions = torch.arange(self.num_positions).view(rows, -1)
+            lengths = torch.tensor(self.padding or (0,))
+            is_real = torch.arange(positions.shape[1]) < (positions.shape[1] - lengths)[:, None]
+            self._real[device] = send(positions[is_real], device)
+        return self._real[device]
 
     @property
     def num_positions(self) -> int:
@@ -85,6 +115,10 @@ class Documents:
 
     @cached_property
     def _bounds(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _real(self) -> dict[torch.device, Tensor]:
         return {}
 
     @cached_property

@@ -91,8 +91,8 @@ class TransformerLayer(nn.Module):
         their router's report besides. It is an output, not a note on the side, so that backward
         finds this layer's weights gathered, and recomputation counts no token twice.
 
-        With documents, positions see those of their own document only, and the angles are those of
-        all positions in one row.
+        With documents, positions see those of their own document only, the angles are those of all
+        positions in one row, and padding is sent to no expert.
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.
@@ -120,11 +120,11 @@ class TransformerLayer(nn.Module):
             row = normalized.flatten(0, 1).unsqueeze(0)
             mixed = self.self_attention(row, rotary, documents).view_as(hidden)
         hidden = self.add(hidden, mixed, self.post_self_attn_layernorm)
-        output = self.mlp(self.pre_mlp_layernorm(hidden))
+        normalized = self.pre_mlp_layernorm(hidden)
         if not isinstance(self.mlp, MoELayer):
-            return self.add(hidden, output, self.post_mlp_layernorm)
+            return self.add(hidden, self.mlp(normalized), self.post_mlp_layernorm)
 
-        output, report = output
+        output, report = self.mlp(normalized, documents)
         return self.add(hidden, output, self.post_mlp_layernorm), report
 
     def add(self, hidden: Tensor, output: Tensor, norm: nn.Module | None) -> Tensor:

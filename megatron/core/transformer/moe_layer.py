@@ -11,10 +11,12 @@ the residual stream alone, and the shared experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.experts import Experts
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
@@ -96,12 +98,32 @@ class MoELayer(nn.Module):
             Linear(hidden_size, 1, bias=False, init_std=init_std) if spec.has_shared_gate else None
         )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, RouterReport]:
-        """[batch, seq, hidden] -> the same, and what the router reports."""
-        routing = self.router(hidden)
+    def forward(
+        self, hidden: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, RouterReport]:
+        """[batch, seq, hidden] -> the same, and what the router reports.
+
+        The padding of documents is left out of all of it: no expert computes it, it takes no room
+        in an expert's capacity, and its result is zero.
+        """
+        lengths = None if documents is None else documents.without_padding
+        if documents is None or lengths is None:
+            return self._mix(hidden)
+
+        # The number of real tokens is known to the host, which therefore does not wait.
+        real, tokens = documents.real_positions(hidden.device), hidden.flatten(0, 1)
+        output, report = self._mix(tokens.index_select(0, real), lengths)
+        padded = output.new_zeros(tokens.shape).index_copy(0, real, output)
+        return padded.view_as(hidden), report
+
+    def _mix(
+        self, hidden: Tensor, lengths: Sequence[int] | None = None
+    ) -> tuple[Tensor, RouterReport]:
+        """As `forward`, without padding. See `Router.forward` for the arguments."""
+        routing = self.router(hidden, lengths)
         order = self._order(routing)
 
-        sent = self.exchange.send(permute_tokens(hidden.flatten(0, 1), order), order.counts)
+        sent = self.exchange.send(permute_tokens(hidden.flatten(0, -2), order), order.counts)
         outputs = self.exchange.bring_back(self.experts(sent.tokens, sent.counts), sent)
         output = combine_tokens(outputs, routing.weights, order).view_as(hidden)
         if self.shared_experts is not None:

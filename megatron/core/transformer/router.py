@@ -7,7 +7,7 @@ fp32 (`RouterSpec.dtype`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,16 +88,24 @@ class Router(nn.Module):
             self.expert_bias = before.to(after.device)
         return self
 
-    def forward(self, hidden: Tensor) -> Routing:
-        """Routes tokens: [batch, seq, hidden]."""
-        batch, seq, width = hidden.shape
-        logits = self._logits(hidden.reshape(batch * seq, width))
+    def forward(self, hidden: Tensor, lengths: Sequence[int] | None = None) -> Routing:
+        """Routes tokens.
+
+        Args:
+            hidden: [batch, seq, hidden]; with `lengths` [tokens, hidden].
+            lengths: tokens of each sequence, one behind the other.
+        """
+        logits = self._logits(hidden.flatten(0, -2))
+        if lengths is None:
+            lengths = (hidden.shape[1],) * hidden.shape[0]
         chosen, weights = self._choose(logits)
 
         # Not torch.bincount, for whose length an accelerator's host waits.
         load = chosen.new_zeros(self.spec.num_experts)
         load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-        report = RouterReport(self._balance_loss(logits, chosen, batch), self._z_loss(logits), load)
+        report = RouterReport(
+            self._balance_loss(logits, chosen, lengths), self._z_loss(logits), load
+        )
         return Routing(chosen, weights, report)
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -142,7 +150,7 @@ class Router(nn.Module):
             scores = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
         return scores.topk(spec.top_k, dim=-1).indices
 
-    def _balance_loss(self, logits: Tensor, chosen: Tensor, batch: int) -> Tensor:
+    def _balance_loss(self, logits: Tensor, chosen: Tensor, lengths: Sequence[int]) -> Tensor:
         """Of each part of the tokens, the number of experts times the sum over them of (share of
         the choices) x (mean score), which is 1 where all experts are chosen alike (Fedus et al.
         2021, arXiv:2101.03961); its mean over the parts. fp32.
@@ -165,10 +173,10 @@ class Router(nn.Module):
         if self.expert_bias is not None or spec.num_groups > 1:
             chosen = scores.topk(spec.top_k, dim=-1).indices
 
-        parts = batch if spec.balancing is Balancing.SEQUENCE else 1
+        parts = lengths if spec.balancing is Balancing.SEQUENCE else (len(logits),)
         counts = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        share = counts.unflatten(0, (parts, -1)).mean(dim=1) / spec.top_k
-        mean_score = scores.unflatten(0, (parts, -1)).mean(dim=1)
+        share = _means(counts, parts) / spec.top_k
+        mean_score = _means(scores, parts)
         loss: Tensor = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
         return (loss * spec.balance_coeff).float()
 
@@ -178,6 +186,14 @@ class Router(nn.Module):
             return _no_loss(logits)
         loss: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
         return loss.float()
+
+
+def _means(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean row of each of so many consecutive rows: [lengths, columns]."""
+    if len(set(lengths)) == 1:
+        means: Tensor = rows.unflatten(0, (len(lengths), -1)).mean(dim=1)
+        return means
+    return torch.stack([part.mean(dim=0) for part in rows.split(list(lengths))])
 
 
 def _no_loss(logits: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ MODEL = (
 TRAINING = (
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 1 "
     "--lr 1e-2 --lr-decay-style constant --num-workers 0 --log-interval 1 "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --split 90,10 --main-grads-dtype fp32"
+    "--tokenizer-type NullTokenizer --vocab-size 63 --split 90,10"
 ).split()
 OFFLOADED = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split()
 

@@ -215,6 +215,7 @@ def run_reshard(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
 
 # Where optimizer states live, and when they are updated: none of it may change a bit.
 OFFLOADS: list[dict[str, Any]] = [
+    {"optimizer-cpu-offload": False},
     {"optimizer-offload-fraction": 0.0},
     {"optimizer-offload-fraction": 0.5, "overlap-cpu-optimizer-d2h-h2d": True},
     {
@@ -226,8 +227,8 @@ OFFLOADS: list[dict[str, Any]] = [
 
 
 def run_offload_parity(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Run]:
-    """The same run with states on the device, on both sides and on the host; then one that is moved
-    between them.
+    """The same run without offloading, and with states on the device, on both sides and on the
+    host; then one that is moved between them.
     """
     runs = {}
     for size in recipe.world_sizes:
@@ -239,7 +240,7 @@ def run_offload_parity(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[
             assert other.losses == first.losses
             assert other.evaluations == first.evaluations
             assert_same_tensors(other.checkpoint, first.checkpoint)
-        assert_resumes(recipe, folder, data_prefix, first, size, OFFLOADS[2], OFFLOADS[1])
+        assert_resumes(recipe, folder, data_prefix, first, size, OFFLOADS[3], OFFLOADS[2])
         runs[size] = first
     return runs
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,8 +64,17 @@ def _anew() -> Iterator[None]:
     """Without the graphs of other tests."""
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with _folder_without_blanks():
+        yield
     torch._dynamo.reset()
+
+
+@contextmanager
+def _folder_without_blanks() -> Iterator[None]:
+    """For the compiler's files, whatever TMPDIR is."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": f"/tmp/torchinductor_{os.getuid()}"}
+    with mock.patch.object(tempfile, "tempdir", "/tmp"), mock.patch.dict(os.environ, cache):
+        yield
 
 
 def build(**options: Any) -> GPTModel:
@@ -90,13 +103,19 @@ def test_losses_agree_and_documents_make_no_new_graphs(name: str) -> None:
     assert compile_layers(compiled) == 3
 
     graphs = []
-    for step, lengths in enumerate([(20, 12, 32), (1, 31, 16, 16), (32, 32), (7, 25, 31, 1)]):
-        losses = [loss_of(model, step, Documents(lengths)) for model in (plain, compiled)]
+    batches = [
+        Documents((20, 12, 32)),
+        Documents((1, 31, 16, 16), (0, 16)),
+        Documents((32, 32)),
+        Documents((7, 25, 31, 1), (25, 1)),
+    ]
+    for step, documents in enumerate(batches):
+        losses = [loss_of(model, step, documents) for model in (plain, compiled)]
         for loss in losses:
             loss.backward()
         with torch.no_grad():
             for model in (plain.eval(), compiled.eval()):
-                losses.append(loss_of(model, step, Documents(lengths)))
+                losses.append(loss_of(model, step, documents))
                 model.train()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
         assert losses[3].item() == pytest.approx(losses[2].item(), rel=1e-5)
@@ -111,7 +130,7 @@ def test_losses_agree_and_documents_make_no_new_graphs(name: str) -> None:
 
 
 def test_a_compiled_run_has_the_losses_of_another_and_its_activations_may_move() -> None:
-    losses = run_ranks(1, _trained)[0]
+    losses = run_ranks(1, _trained_elsewhere)[0]
     plain, compiled, moved = losses
     assert compiled == pytest.approx(plain, rel=1e-5)
     assert moved == compiled, "to the bit"
@@ -120,6 +139,11 @@ def test_a_compiled_run_has_the_losses_of_another_and_its_activations_may_move()
 
 def _forward_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return loss_of(model, int(batch["seed"]))
+
+
+def _trained_elsewhere() -> list[list[float]]:
+    with _folder_without_blanks():
+        return _trained()
 
 
 def _trained() -> list[list[float]]:
@@ -158,6 +182,17 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* no (g|clang)\+\+ in"):
         compile_layers(build())
     check_compiler(["a kind with kernels of its own"])
+
+
+def test_folders_that_the_compiler_cannot_name_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere/a b")
+    with pytest.raises(ConfigError, match=r"expected TORCHINDUCTOR_CACHE_DIR .* without blanks"):
+        compile_layers(build())
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/a b")
+    with pytest.raises(ConfigError, match=r"expected TMPDIR .* without blanks"):
+        compile_layers(build())
 
 
 @pytest.mark.parametrize("name", ["self_attention", "mlp.linear_fc1"])

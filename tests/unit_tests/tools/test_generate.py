@@ -10,6 +10,7 @@ from torch import nn
 import pretrain_gpt
 from megatron_hybrid import generate
 from megatron_hybrid.checkpoint import command as checkpoint
+from tests.helpers.hf_models import begin_texts, save_model
 from tests.helpers.ranks import run_ranks
 
 MODEL = {
@@ -200,6 +201,42 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
         generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
     )
     assert "Expected a folder of checkpoints with --ckpt-step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_greedy_tokens_are_those_of_transformers_whose_tokenizer_begins_texts(
+    tmp_path, capsys, family
+):
+    transformers = pytest.importorskip("transformers")
+    folder = save_model(tmp_path / "model", family)
+    begin_texts(folder)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+    prompts = ("def main():", "the answer", "")
+    asked = [word for prompt in prompts for word in ("--prompt", prompt)]
+    asked += ["--load", str(folder), "--max-new-tokens", "8", "--temperature", "0"]
+    assert generate.main(asked) == 0
+    written = capsys.readouterr().out
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    # Rows of the embedding that have no token are never drawn here.
+    unused = list(range(len(tokenizer), model.config.vocab_size))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 0}
+    options["suppress_tokens"] = unused or None
+    differs = []
+    for prompt in prompts:
+        inputs = torch.tensor([tokenizer(prompt).input_ids])
+        assert inputs[0, 0] == 3
+        found = model.generate(inputs, **options)
+        new = found[0, inputs.shape[1] :].tolist()
+        text = tokenizer.decode(new[:-1] if new[-1] == 0 else new)
+        assert f"prompt: {prompt!r}\n{prompt}{text}\n" in written
+        if prompt:
+            found = model.generate(inputs[:, 1:], **options)
+            differs.append(found[0, inputs.shape[1] - 1 :].tolist() != new)
+    assert any(differs), "it matters"
+    assert written.startswith("texts begin with")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import input_files, preprocess_data
+from tests.helpers.hf_models import begin_texts
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -172,6 +173,24 @@ def test_documents_end_with_the_end_of_document_token_if_asked_to(tmp_path: Path
     assert dataset.get(0).tolist() == [97, 98, 256]
     assert dataset.get(1).tolist() == [99, 256]
     assert dataset.dtype == np.uint16
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_begin_with_what_the_tokenizer_puts_before_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    train_bpe(["the cat sat"], 270, tmp_path / "tokenizer.json")
+    corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "the cat"}, {"text": ""}, {"text": "a"}])
+    flags = ["--input", corpus, "--append-eod", "--tokenizer-model", tmp_path / "tokenizer.json"]
+    _preprocess(*flags, "--output-prefix", tmp_path / "plain")
+    assert "texts begin with" not in capsys.readouterr().out
+    begin_texts(tmp_path, 7)
+    _preprocess(*flags, "--output-prefix", tmp_path / "out", "--workers", str(workers))
+    assert "texts begin with" in capsys.readouterr().out
+    plain, begun = (IndexedDataset(tmp_path / f"{name}_text_document") for name in ("plain", "out"))
+    assert len(plain) == len(begun) == 2
+    for number in range(2):
+        assert begun.get(number).tolist() == [7, *plain.get(number).tolist()]
 
 
 def test_any_number_of_workers_writes_the_same_files(
@@ -441,6 +460,7 @@ _INTERRUPTED = """
 import signal, sys
 import test_preprocess_data
 from megatron_hybrid import preprocess_data
+from tests.helpers.hf_models import begin_texts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what started this may have it ignored
 preprocess_data._CHUNK_DOCUMENTS = 1
 preprocess_data.build_tokenizer = lambda _: test_preprocess_data.InterruptedTokenizer(sys.argv[1])

@@ -169,9 +169,8 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             "--override-opt-param-scheduler: expected no --finetune, which loads no schedule.",
         ),
         (
-            ["--fp16", "--gpu-optimizer", "torch", "--megatron-fsdp-main-grads-dtype", "auto"],
-            "--megatron-fsdp-main-grads-dtype: expected fp32 with --fp16 and another optimizer "
-            "than our own Adam",
+            ["--fp16", "--gpu-optimizer", "torch", "--main-grads-dtype", "fp16"],
+            "--main-grads-dtype: expected fp32 with --fp16 and another optimizer than our own Adam",
         ),
         (
             ["--lr-warmup-iters", "9"],

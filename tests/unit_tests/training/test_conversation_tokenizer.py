@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import (
+    PICTURE_TEMPLATE,
     ConversationTokenizer,
     PictureTokenizer,
     Rendered,
@@ -21,6 +22,7 @@ from megatron.training.conversation_tokenizer import (
 )
 from megatron.training.conversations import Conversation, ConversationError
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tests.helpers.hf_models import begin_texts
 from tests.unit_tests.training.helpers.chat_tokenizer import SPECIAL, make_tokenizer
 
 PICTURE = {"type": "image"}
@@ -41,6 +43,24 @@ TALK = Conversation(
     ),
     pictures=("a.png", "b.png"),
 )
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_conversation_begins_once_with_what_the_tokenizer_puts_before_texts(
+    tmp_path: Path, is_written: bool
+) -> None:
+    """Templates of Llama and Gemma write it, others do not."""
+    folder = make_tokenizer(tmp_path, [*SPECIAL, "<s>"])
+    plain = PictureTokenizer(HuggingFaceTokenizer(folder)).render_pictures(TALK, [2, 1])
+    begin = begin_texts(folder, 256 + len(SPECIAL))
+    if is_written:
+        (folder / "chat_template.jinja").write_text("{{ '<s>' }}" + PICTURE_TEMPLATE)
+    tokenizer = PictureTokenizer(HuggingFaceTokenizer(folder))
+    found = tokenizer.render_pictures(TALK, [2, 1])
+    assert found.tokens.tolist() == [begin, *plain.tokens.tolist()]
+    assert found.is_answer.tolist() == [False, *plain.is_answer.tolist()]
+    asked = tokenizer.prompt(Conversation(TALK.messages[:2], None, ("a.png",)), [2]).tolist()
+    assert asked == found.tokens[: len(asked)].tolist()
 
 
 def user(content: object) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def test_offloaded_training_with_delays_equals_training_on_the_device_to_the_bit
 ):
     offloaded = replace(OFFLOADED, optimizer_offload_fraction=fraction)
     settings = {"strategy": strategy, "compute_dtype": "bf16"}
-    settings |= {"megatron_fsdp_main_grads_dtype": "auto"}
+    settings |= {"main_grads_dtype": "bf16"}
     _check_bits(4, 2, settings, optimizer=offloaded)
 
 

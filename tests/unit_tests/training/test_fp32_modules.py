@@ -129,8 +129,8 @@ def test_the_parameters_of_an_fp32_module_are_fp32_where_those_beside_it_have_16
         assert run_ranks(world_size, _seen, parallel, name) == [({FP32}, {dtype})] * world_size
 
 
-def _groups(optimizer: OptimizerConfig, dtype: str, grads: str | None) -> list[list[Any]]:
-    engine = make(DataParallelConfig(megatron_fsdp_main_grads_dtype=grads), optimizer, dtype=dtype)
+def _groups(optimizer: OptimizerConfig, dtype: str, grads: str) -> list[list[Any]]:
+    engine = make(DataParallelConfig(main_grads_dtype=grads), optimizer, dtype=dtype)
     engine.train_batch(batches(0, dist.get_rank()), forward_step)
     found = []
     for module in engine.model.modules():
@@ -141,11 +141,11 @@ def _groups(optimizer: OptimizerConfig, dtype: str, grads: str | None) -> list[l
 
 
 @pytest.mark.parametrize("optimizer", [ON_DEVICE, offloaded()], ids=["device", "offloaded"])
-@pytest.mark.parametrize("grads", ["auto", "bf16", None])
+@pytest.mark.parametrize("grads", ["bf16", "fp32"])
 def test_only_units_with_an_fp32_module_have_a_second_group_whose_gradients_are_fp32(
     optimizer, grads
 ):
-    other = (BF16, FP32, FP32 if grads is None else BF16)
+    other = (BF16, FP32, FP32 if grads == "fp32" else BF16)
     both, in_fp32 = {other, (FP32, FP32, FP32)}, (FP32, FP32, FP32)
     (root, *layers), _ = run_ranks(2, _groups, optimizer, "bf16", grads)
     assert layers == [[other], [other, in_fp32], [other]]
@@ -154,7 +154,7 @@ def test_only_units_with_an_fp32_module_have_a_second_group_whose_gradients_are_
 
 
 def test_where_everything_is_fp32_there_is_no_second_group():
-    for groups in run_ranks(1, _groups, ON_DEVICE, "fp32", None):
+    for groups in run_ranks(1, _groups, ON_DEVICE, "fp32", "fp32"):
         assert groups == [[(FP32, FP32, FP32)]] * 4
 
 
@@ -198,7 +198,7 @@ def test_two_mesh_axes_train_as_without_sharding_and_alike_wherever_states_lie()
 
 
 def _delayed(grads: str) -> None:
-    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype=grads)
+    parallel = DataParallelConfig(main_grads_dtype=grads)
     expected = train(make(parallel))
     for seed in range(3):
         with random_delays(seed):
@@ -206,7 +206,7 @@ def _delayed(grads: str) -> None:
 
 
 def test_random_delays_on_every_lane_change_no_bit_of_two_dtypes_in_one_unit():
-    run_ranks(2, _delayed, "auto")
+    run_ranks(2, _delayed, "bf16")
 
 
 class RecomputedLayer(Layer):
@@ -267,7 +267,7 @@ def _small(folder: str) -> set[torch.dtype]:
     assert differing(contents_of(other), expected.contents) == []
 
     options = {"use_precision_aware_optimizer": True, "main_params_dtype": "bf16"}
-    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="bf16")
+    parallel = DataParallelConfig(main_grads_dtype="bf16")
     on_device = OptimizerConfig(clip_grad=0.05, **options)
     in_bf16 = train(make(parallel, on_device, model=Scaled))
     assert_same(train(make(parallel, offloaded(**options), model=Scaled)), in_bf16)
@@ -326,7 +326,7 @@ def _bytes(fraction: float) -> tuple[dict[str, Any], list[int], int]:
     def note(needs: Sequence[HostNeed], *_: Any) -> None:
         counted.extend(need.nbytes for need in needs)
 
-    parallel = DataParallelConfig(megatron_fsdp_main_grads_dtype="auto")
+    parallel = DataParallelConfig(main_grads_dtype="bf16")
     check, engines.check_memory_on_all_ranks = engines.check_memory_on_all_ranks, note
     try:
         engine = make(parallel, offloaded(fraction))

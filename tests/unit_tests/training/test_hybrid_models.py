@@ -71,9 +71,7 @@ def _engine(strategy: str = "optim_grads_params", fraction: float = 0.0) -> Modu
     config = EngineConfig(
         optimizer,
         LRScheduleConfig(lr=1e-3, lr_decay_style="constant"),
-        DataParallelConfig(
-            data_parallel_sharding_strategy=strategy, megatron_fsdp_main_grads_dtype="auto"
-        ),
+        DataParallelConfig(data_parallel_sharding_strategy=strategy, main_grads_dtype="bf16"),
         99,
         "bf16",
         7,

@@ -41,6 +41,24 @@ def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_i
     assert " ".join(map(str, parsed.without_effect)) == flags
 
 
+def test_a_mask_that_is_left_out_is_refused_where_documents_are_to_be_kept_apart():
+    given = Given("--no-create-attention-mask-in-dataloader", ())
+    plain, apart = answer(given, {}, 0), answer(given, {"reset_attention_mask": True}, 0)
+    assert plain is not None
+    assert apart is not None
+    assert (plain.ruling, apart.ruling) == (Ruling.NO_EFFECT, Ruling.REMOVE)
+
+
+def test_what_conversations_have_anyway_is_accepted_beside_them():
+    """They refuse --reset-attention-mask, which is what text has for it."""
+    given = Given("--dataloader-inter-document-masking", ())
+    of_text, of_chats = answer(given, {}, 0), answer(given, {"sft": True}, 0)
+    assert of_text is not None
+    assert of_chats is not None
+    assert of_text.use == ("--reset-attention-mask",)
+    assert of_chats.ruling is Ruling.NO_EFFECT
+
+
 def test_they_are_one_line_of_the_log(capsys):
     parsed = parse_command_line([*MINIMAL, "--use-mcore-models", "--manual-gc-interval", "5"], 1)
     pretrain_gpt.log.configure(rank=0)
@@ -143,11 +161,11 @@ def test_a_value_that_only_megatron_knows_is_answered_for_a_flag_of_ours_too():
 
 
 def test_an_answer_may_depend_on_another_flag():
-    flag = "--accumulate-allreduce-grads-in-fp32"
-    assert parse_command_line([*MINIMAL, flag], 1).without_effect == (Given(flag, ()),)
-    offload = ["--optimizer-cpu-offload", "--bf16"]
-    (line,) = refusal(flag, *offload)
-    assert "use --megatron-fsdp-main-grads-dtype fp32 instead" in line
+    flags = ["--experimental-attention-variant", "gdn"]
+    assert "use --linear-attention-freq N instead" in refusal(*flags)[0]
+    given = Given(flags[0], ("gdn",))
+    found = parse_command_line([*MINIMAL, *flags, "--linear-attention-freq", "2"], 1)
+    assert found.without_effect == (given,)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +229,7 @@ def test_words_that_belong_to_no_flag_are_named():
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
         "train: expected a flag, which begins with --, or its value.",
-        "--lr: expected a number >= 0, got '1 2'.",
+        "--lr: expected one value, got 2: '1 2'. One with blanks needs quotes.",
     )
 
 

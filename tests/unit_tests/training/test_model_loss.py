@@ -19,7 +19,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.spec import RouterSpec, Scores
-from megatron.training.model_loss import ModelLoss
+from megatron.training.model_loss import ModelLoss, weight_of
 from megatron.training.step import Batch, ForwardStep, StepResult, evaluate, train_step
 from tests.helpers.ranks import on_ranks, run_ranks
 
@@ -106,7 +106,7 @@ def test_backward_is_of_all_losses_and_each_is_a_mean_of_its_own_over_ranks_and_
     """As plain PyTorch has it on everything at once."""
     model = Net()
     whole = {"x": torch.cat([batch["x"] for batch in batches([1, 2, 3, 4])])}
-    loss, auxiliary, load = everything(model, whole)
+    loss, auxiliary, load, _ = everything(model, whole)
     sum(auxiliary.values(), start=loss).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -124,6 +124,25 @@ def test_backward_is_of_all_losses_and_each_is_a_mean_of_its_own_over_ranks_and_
             assert torch.equal(bias, expected_bias)
             for ours, theirs in zip(weights, model.linear.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_that_teach_nothing_do_not_count_and_others_alike_or_by_their_tokens():
+    masks = [torch.tensor(rows) for rows in ([[1.0, 0.0, 0.0, 0.0]], [[0.0] * 4], [[1.0] * 4])]
+    assert [weight_of(mask, is_per_token=False).item() for mask in masks] == [1, 0, 1]
+    assert [weight_of(mask, is_per_token=True).item() for mask in masks] == [0.25, 0, 1]
+
+
+@pytest.mark.parametrize("count", [3, 7, 10])
+@on_ranks(1)
+def test_weights_of_one_change_no_bit(count: int):
+    def all_alike(model: nn.Module, batch: Batch) -> ModelLoss:
+        return ModelLoss(plain(model, batch), weight=torch.ones(()))
+
+    numbers = list(range(count))
+    models = [Net(), Net()]
+    found = [step(*pair) for pair in zip(models, [numbers] * 2, (plain, all_alike), strict=True)]
+    assert found[0] == found[1]
+    assert torch.equal(*(model.linear.weight for model in models))
 
 
 def _collectives(forward_step: ForwardStep) -> tuple[int, StepResult, list[torch.Tensor]]:
@@ -199,6 +218,7 @@ def test_an_auxiliary_loss_that_is_not_finite_on_one_rank_moves_nothing_on_any()
     [
         plain,
         lambda model, batch: everything(model, batch)._replace(auxiliary={"size": torch.zeros(())}),
+        lambda model, batch: everything(model, batch)._replace(weight=torch.ones(())),
     ],
 )
 @on_ranks(1)
@@ -212,6 +232,81 @@ def of_the_outputs(model: nn.Module, batch: Batch) -> ModelLoss:
     """As many losses as `everything`, without weights that are not whole outside of forward."""
     loss, load = model(batch["x"])
     return ModelLoss(loss, {"size": 0.5 * loss, "decay": 0.1 * loss}, load)
+
+
+def weighted(model: nn.Module, batch: Batch) -> ModelLoss:
+    """Weights that are far from 1, and 0 for one of the microbatches."""
+    said = of_the_outputs(model, batch)
+    return said._replace(weight=(300 * batch["x"][0, 0] + 400).clamp(min=0).detach())
+
+
+def _weighted_step(shares: list[list[int]], is_megatron: bool) -> tuple[StepResult, Any, float]:
+    """With clipping, for which gradients must have their right size."""
+    model = Net()
+    if is_megatron:
+        with fully_shard_context("cpu"):
+            fully_shard(
+                model,
+                init_device_mesh("cpu", (dist.get_world_size(),)),
+                Placements.for_strategy("optim_grads_params"),
+            )
+    else:
+        model = sharded()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.5)
+    mine = shares[dist.get_rank()]
+    evaluated = evaluate(
+        model,
+        batches(mine),
+        forward_step=weighted,
+        num_microbatches=len(mine),
+        device=CPU,
+        mesh=build_mesh("cpu", dist.get_world_size()),
+    )
+    if not is_megatron:
+        model.reshard()
+    result = step(model, mine, weighted, optimizer)
+    return result, [p.full_tensor().detach() for p in model.linear.parameters()], evaluated
+
+
+@pytest.mark.parametrize("is_megatron", [True, False], ids=["megatron-fsdp", "torch-fsdp2"])
+def test_a_microbatch_counts_by_its_weight_on_whatever_rank_it_is(is_megatron: bool):
+    """As plain PyTorch has the weighted mean of all losses, the auxiliary ones included."""
+    model = Net()
+    said = [weighted(model, batch) for batch in batches([1, 2, 3, 4])]
+    weights = torch.stack([one.weight for one in said])
+    assert weights.min() == 0, "a microbatch that does not count"
+    assert weights.unique().numel() > 2
+
+    def mean(losses: list[torch.Tensor]) -> torch.Tensor:
+        return (torch.stack(losses) * weights).sum() / weights.sum()
+
+    loss = mean([one.loss for one in said])
+    auxiliary = {n: mean([one.auxiliary[n] for one in said]) for n in ("decay", "size")}
+    sum(auxiliary.values(), start=loss).backward()
+    norm = nn.utils.clip_grad_norm_(model.linear.parameters(), 0.5)
+    assert norm > 0.5, "gradients are clipped"
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    for world_size, shares in ((1, [[1, 2, 3, 4]]), (2, [[1, 3], [2, 4]])):
+        for result, found, evaluated in run_ranks(world_size, _weighted_step, shares, is_megatron):
+            assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+            assert evaluated == pytest.approx(loss.item(), rel=1e-6)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            for name, value in auxiliary.items():
+                assert result.auxiliary[name] == pytest.approx(value.item(), rel=1e-6)
+            for ours, theirs in zip(found, model.linear.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(1)
+def test_a_step_of_microbatches_that_do_not_count_has_no_gradients():
+    def forward_step(model: nn.Module, batch: Batch) -> ModelLoss:
+        return of_the_outputs(model, batch)._replace(weight=torch.zeros(()))
+
+    model, before = Net(), Net()
+    result = step(model, [1, 2], forward_step)
+    assert (result.loss, result.grad_norm, result.is_skipped) == (0.0, 0.0, False)
+    assert torch.equal(model.linear.weight, before.linear.weight)
 
 
 def told_alike(_number: int, said: ModelLoss) -> ModelLoss:
@@ -230,6 +325,10 @@ def other_numbers_of_losses(number: int, said: ModelLoss) -> ModelLoss:
 
 def loads_on_one(number: int, said: ModelLoss) -> ModelLoss:
     return said if number else said._replace(expert_load=None)
+
+
+def weights_on_one(number: int, said: ModelLoss) -> ModelLoss:
+    return said if number else said._replace(weight=torch.ones(()))
 
 
 class Outcome(NamedTuple):
@@ -278,7 +377,7 @@ def next_norm() -> float:
     """Of a step whose model has never seen another one."""
     model = Net()
     (batch,) = batches([3])
-    loss, auxiliary, _ = of_the_outputs(model, batch)
+    loss, auxiliary, *_ = of_the_outputs(model, batch)
     sum(auxiliary.values(), start=loss).backward()
     return float(nn.utils.get_total_norm(p.grad for p in model.linear.parameters()))
 
@@ -287,9 +386,10 @@ def next_norm() -> float:
 @pytest.mark.parametrize(
     ("change", "others"),
     [
-        (other_names, "has auxiliary losses ['of 0', 'size'] and loads."),
-        (other_numbers_of_losses, "has auxiliary losses [] and loads."),
-        (loads_on_one, "has auxiliary losses ['decay', 'size'] and no loads."),
+        (other_names, "has auxiliary losses ['of 0', 'size'], loads and no weights."),
+        (other_numbers_of_losses, "has auxiliary losses [], loads and no weights."),
+        (loads_on_one, "has auxiliary losses ['decay', 'size'], no loads and no weights."),
+        (weights_on_one, "has auxiliary losses ['decay', 'size'], loads and weights."),
     ],
 )
 def test_ranks_that_tell_different_things_are_an_error_on_all_before_anything_moves(
@@ -363,6 +463,7 @@ def test_loads_of_a_model_without_routers_and_too_many_losses_are_refused():
         (lambda loss: (loss, {}), "tuple"),
         (float, "float"),
         (lambda loss: ModelLoss(loss, {"size": 0.5}), "float"),
+        (lambda loss: ModelLoss(loss, weight=3), "int"),
     ],
 )
 @on_ranks(1)

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from megatron.core.options import ConfigError
 from megatron.training.tokenizer import (
@@ -26,6 +27,7 @@ from megatron.training.tokenizer import (
     TokenizerConfig,
     build_tokenizer,
     padded_vocab_size,
+    say_prefix,
     train_bpe,
 )
 from tests.helpers.special_files import SPECIAL_FILES
@@ -120,6 +122,64 @@ def test_tokenizers_can_be_pickled(model: Path) -> None:
             tokenizer.vocab_size,
             tokenizer.name,
         )
+
+
+_BYTES = processors.ByteLevel(trim_offsets=False)
+
+
+def _put_around(single: str) -> processors.PostProcessor:
+    """As Llama 2 and Gemma have it in their files."""
+    return processors.TemplateProcessing(
+        single=single, special_tokens=[("<|endoftext|>", 0), ("at", 257)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("processor", "prefix"),
+    [
+        (None, ()),
+        (_BYTES, ()),
+        (_put_around("at $A"), (257,)),
+        (_put_around("at <|endoftext|> $A"), (257, 0)),
+        (_put_around("at $A <|endoftext|>"), (257,)),
+        (_put_around("$A <|endoftext|>"), ()),
+        # As Llama 3 has it.
+        (processors.Sequence([_BYTES, _put_around("at $A")]), (257,)),
+    ],
+)
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": False}, {"add_bos_token": True}])
+def test_texts_begin_with_what_the_files_put_before_them_as_in_transformers(
+    model: Path,
+    tmp_path: Path,
+    processor: processors.PostProcessor | None,
+    prefix: tuple[int, ...],
+    config: dict[str, bool],
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    backend = tokenizers.Tokenizer.from_file(str(model))
+    if processor is not None:
+        backend.post_processor = processor
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = HuggingFaceTokenizer(tmp_path)
+    assert ours.prefix == prefix
+    assert (say_prefix(ours) is None) == (not prefix)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)("the cat").input_ids
+    whole = [*ours.prefix, *ours.tokenize("the cat")]
+    assert theirs[: len(whole)] == whole
+    assert pickle.loads(pickle.dumps(ours)).prefix == prefix
+
+
+def test_a_tokenizer_of_few_words_has_its_beginning_too(tmp_path: Path) -> None:
+    folder = _with_vocabulary(tmp_path, {"word": 0, "</s>": 1, "<s>": 2})
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.model = tokenizers.models.WordLevel({"word": 0, "</s>": 1, "<s>": 2}, unk_token="?")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 2)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder).prefix == (2,)
 
 
 @pytest.mark.parametrize("eod", ["<|endoftext|>", "</s>", "<eos>"])

@@ -65,7 +65,9 @@ def test_each_conversation_comes_once_an_epoch_whole_and_with_its_answers(
     for epoch in range(2):
         begin = epoch * rows.samples_per_epoch
         samples = [rows[begin + number] for number in range(rows.samples_per_epoch)]
-        assert all(sum(sample["lengths"]) == 16 for sample in samples)
+        for sample in samples:
+            assert sum(sample["lengths"]) == 16
+            assert sample["padding"] == (int((sample["tokens"] == FILLER).sum()),)
         found = sorted(
             (one for sample in samples for one in documents_of(sample)), key=lambda d: d["tokens"]
         )
@@ -119,6 +121,23 @@ def test_conversations_longer_than_a_row_are_refused_with_the_length_or_cut(
         one["tokens"] for n in range(rows.samples_per_epoch) for one in documents_of(rows[n])
     )
     assert found == [list(range(4)), list(range(5, 21)), list(range(23, 39))]
+
+
+def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answers of the second and the fourth begin where a row has ended."""
+    write_tokens(tmp_path / "chats", [[number] * 21 for number in range(5)])
+    masks = [[0] * 20 + [1], [0] * 9 + [1] * 12, [1] + [0] * 20, [0] * 8 + [1] * 13, [1] * 21]
+    write_masks(tmp_path / "chats", masks)
+    rows = dataset(tmp_path / "chats", 8, is_cut=True)
+    found = [one for n in range(rows.samples_per_epoch) for one in documents_of(rows[n])]
+    assert sorted((one["tokens"][0], sum(one["loss_mask"])) for one in found) == [(3, 1), (4, 8)]
+    (line,) = caplog.messages
+    assert "3 of 5 conversations that --sft-truncate cuts" in line
+    assert "[0, 1, 2]" in line
+    with pytest.raises(ConfigError, match="--split: expected at least one document"):
+        dataset(tmp_path / "chats", 8, is_cut=True, documents=range(2))
 
 
 def test_text_is_learned_whole_and_divided_where_it_is_longer_than_a_row(tmp_path: Path) -> None:
@@ -204,6 +223,23 @@ def test_conversations_that_are_learned_whole_without_sft_are_named_in_the_log(
     assert "--sft" in line
 
 
+def test_parallel_conversations_of_a_blend_do_not_meet(tmp_path: Path) -> None:
+    """Two sets of the same lengths, of which the second has the other's tokens plus 500."""
+    lengths = [9] * 50
+    prefixes = [
+        str(write_chats(tmp_path / str(first), lengths, first_token=first)) for first in (0, 500)
+    ]
+    config = GPTDatasetConfig(
+        seq_length=8, data_path=("1", prefixes[0], "1", prefixes[1]), split="1", sft=True
+    )
+    train = build_answer_datasets(config, (100, 0, 0), VOCAB, seed=1, filler=FILLER).train
+    assert train is not None
+    found = [int(train[number]["tokens"][0]) for number in range(100)]
+    orders = [[token % 500 for token in found if token // 500 == part] for part in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(0, 450, 9))
+    assert sum(a == b for a, b in zip(*orders, strict=True)) < 10
+
+
 def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> None:
     with IndexedDatasetBuilder(mask_prefix(prefix), dtype) as builder:
         for mask in masks:
@@ -233,7 +269,7 @@ def test_tokens_beyond_the_vocabulary_and_splits_without_documents_are_refused(
     prefix = write_chats(tmp_path / "chats", [5], first_token=VOCAB - 2)
     with pytest.raises(IndexedDatasetError, match=r"token ids in range\(1000\).*, got 1002"):
         dataset(prefix, 16)[0]
-    with pytest.raises(ConfigError, match="--split: expected at least one document of two tokens"):
+    with pytest.raises(ConfigError, match="--split: expected at least one document"):
         dataset(prefix, 16, documents=range(0))
 
 

@@ -24,9 +24,23 @@ def test_a_single_prefix_is_a_blend_of_one(prefix: str) -> None:
     assert GPTDatasetConfig(seq_length=8, data_path=(prefix,)).blend == [(1.0, prefix)]
 
 
-def test_a_blend_is_pairs_of_weight_and_prefix(prefix: str) -> None:
-    config = GPTDatasetConfig(seq_length=8, data_path=("0.3", prefix, "7", prefix))
-    assert config.blend == [(0.3, prefix), (7.0, prefix)]
+def test_a_blend_is_pairs_of_weight_and_prefix(
+    prefix: str, tmp_path: Path, write_tokens: WriteTokens
+) -> None:
+    other = write_tokens(tmp_path / "books", [[1, 2, 3]]).prefix
+    config = GPTDatasetConfig(seq_length=8, data_path=("0.3", prefix, "7", other))
+    assert config.blend == [(0.3, prefix), (7.0, other)]
+
+
+def test_a_dataset_that_is_given_several_times_counts_as_one(
+    prefix: str, tmp_path: Path, write_tokens: WriteTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = write_tokens(tmp_path / "books", [[1, 2, 3]]).prefix
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for same in (prefix, "web", "./web", "link/web", f"{tmp_path}//web"):
+        config = GPTDatasetConfig(seq_length=8, data_path=("0.5", prefix, "1", other, "0.25", same))
+        assert config.blend == [(0.75, prefix), (1.0, other)]
 
 
 def test_mock_data_need_no_path() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import resource
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.builder import build_gpt_datasets, split_documents
+from megatron.core.datasets.builder import build_gpt_datasets, split_documents, without_prefix
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
@@ -74,6 +75,71 @@ def test_a_blend_draws_by_weight(prefixes: list[str]) -> None:
     assert isinstance(train, BlendedDataset)
     from_first = sum(int(train[index]["tokens"][0]) < 1000 for index in range(100))
     assert from_first == 75
+
+
+def test_parts_of_a_blend_with_equal_lengths_come_in_orders_of_their_own(
+    prefixes: list[str],
+) -> None:
+    """The first part has the order that it has alone."""
+
+    def documents_of(*data_path: str) -> list[int]:
+        config = GPTDatasetConfig(seq_length=9, data_path=data_path, split="1,1,0")
+        built = build_gpt_datasets(config, (100, 60, 0), vocab_size=2000, seed=1)
+        found = []
+        for dataset in (built.train, built.valid):
+            assert dataset is not None
+            found += [int(dataset[index]["tokens"][0]) for index in range(len(dataset))]
+        return found
+
+    blended = documents_of("1", prefixes[0], "1", prefixes[1])
+    assert blended == documents_of("1", prefixes[0], "1", prefixes[1])
+    first, second = ([n for n in blended if n // 1000 == part] for part in range(2))
+    assert len(first) == len(second) == 80
+    # By chance one or two of 80 meet.
+    assert sum(a == b - 1000 for a, b in zip(first, second, strict=True)) < 10
+    alone = documents_of(prefixes[0])
+    assert first == [*alone[:50], *alone[100:130]]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+def test_a_dataset_given_twice_is_drawn_as_one_and_that_is_logged(
+    prefixes: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(*data_path: str) -> SampleDataset:
+        config = GPTDatasetConfig(seq_length=9, data_path=data_path, split="1,0,0")
+        built = build_gpt_datasets(config, (100, 0, 0), vocab_size=2000, seed=1).train
+        assert built is not None
+        return built
+
+    alone, once = train(prefixes[0]), train("1", prefixes[0], "2", prefixes[1])
+    assert _warnings(caplog) == []
+    twice = train("0.5", prefixes[0], "0.5", prefixes[0])
+    assert all(torch.equal(twice[n]["tokens"], alone[n]["tokens"]) for n in range(100))
+    assert len(_tokens(twice)) >= 99, "an epoch has each document once, but for its remainder"
+    apart = train("0.5", prefixes[0], "2", prefixes[1], "0.5", prefixes[0])
+    assert all(torch.equal(apart[n]["tokens"], once[n]["tokens"]) for n in range(100))
+    told = _warnings(caplog)
+    assert [f"1 {prefixes[0]}" in message for message in told] == [True, True]
+    assert f"2 {prefixes[1]}" in told[1]
+
+
+def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_found(
+    tmp_path: Path, write_tokens: WriteTokens
+) -> None:
+    """The documents of text may be parts of longer ones, so not each of them begins alike."""
+    texts = {
+        "with": [[7, 5, 1], [2, 2], [7, 5]],
+        "without": [[1, 7, 5], [7], []],
+        "other": [[7, 4, 5]] * 20,
+    }
+    names = [write_tokens(tmp_path / name, given).prefix for name, given in texts.items()]
+    path = tuple(word for name in names for word in ("1", name))
+    config = GPTDatasetConfig(seq_length=9, data_path=path, split="1")
+    assert without_prefix(config, (7, 5)) == names[1:]
+    assert without_prefix(config, (7,)) == []
 
 
 def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(

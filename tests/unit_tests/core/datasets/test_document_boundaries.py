@@ -95,17 +95,17 @@ def test_rows_of_a_batch_follow_each_other() -> None:
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
-    """Documents with their end, and the same without."""
+    """Documents with their end, the same without, and in another order with it."""
     with_end = [[number % 5] * (number % 9 + 1) + [EOD] for number in range(100)]
     without = [document[:-1] for document in with_end]
-    names = {"with": with_end, "without": without}
+    names = {"with": with_end, "without": without, "turned": with_end[::-1]}
     return [write_tokens(tmp_path / name, texts).prefix for name, texts in names.items()]
 
 
 def test_all_splits_and_blends_have_boundaries_and_samples_are_those_without(
     prefixes: list[str],
 ) -> None:
-    blend = ("1", prefixes[0], "2", prefixes[0])
+    blend = ("1", prefixes[0], "2", prefixes[2])
     for path in ((prefixes[0],), blend):
         plain = GPTDatasetConfig(seq_length=16, data_path=path, split="8,1,1")
         config = GPTDatasetConfig(

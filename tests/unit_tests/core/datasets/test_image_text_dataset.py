@@ -123,6 +123,8 @@ def test_batches_keep_numbers_of_the_host_apart(prefix: str, num_workers: int) -
     assert batch["positions"].shape == (3, 2, ROW)
     assert torch.equal(batch["positions"][:, 1], rows[1]["positions"])
     assert batch["lengths"] == rows[0]["lengths"] + rows[1]["lengths"]
+    lengths = [row["lengths"][-1] if row["padding"][0] else 0 for row in rows]
+    assert batch["padding"] == tuple(lengths) != (0, 0)
     assert batch["grids"] == rows[0]["grids"] + rows[1]["grids"]
     assert torch.equal(batch["patches"], torch.cat([row["patches"] for row in rows]))
 

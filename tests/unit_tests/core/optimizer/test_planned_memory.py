@@ -88,7 +88,7 @@ class Case:
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         parallel = self.parallel
         if not parallel.get("use_torch_fsdp2"):
-            parallel = {"megatron_fsdp_main_grads_dtype": "auto", **parallel}
+            parallel = {"main_grads_dtype": self.compute_dtype, **parallel}
         return replace(self, parallel=parallel, optimizer={**offload, **options})
 
     def engine_config(self) -> EngineConfig:
@@ -159,7 +159,7 @@ CHEAP = {
     "experts divided, all on the host": Case(MIXTURE, EP2).on_host(1.0),
     "gated delta nets, bf16 moments": Case(HYBRID).on_host(0.5, **BF16_MOMENTS),
     "frozen embedding, fp32 gradients": Case(
-        parallel={"megatron_fsdp_main_grads_dtype": "fp32"}, freeze=("embedding",)
+        parallel={"main_grads_dtype": "fp32"}, freeze=("embedding",)
     ).on_host(1.0),
     "ZeRO-1": Case(MIXTURE, ZERO1),
 }

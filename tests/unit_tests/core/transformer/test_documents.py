@@ -151,6 +151,34 @@ def test_documents_that_do_not_fill_the_rows_are_refused(
         build()(tokens, documents=Documents(lengths))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "padding"),
+    [
+        ((17, 10, 7), (7,)),
+        ((17, 10, 7), (0, 6)),
+        ((17, 17), (0, 17)),
+        ((17, 10, 7), (-1, 7)),
+    ],
+)
+def test_padding_that_is_not_the_end_of_a_row_is_refused(
+    lengths: tuple[int, ...], padding: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="padding that is the last document of each of 2 row"):
+        Documents(lengths, padding).check(2, ROW)
+
+
+def test_real_positions_are_those_before_the_padding_of_each_row() -> None:
+    documents = Documents((17, 10, 7), (0, 7))
+    documents.check(2, ROW)
+    assert documents.without_padding == (17, 10)
+    assert documents.real_positions(torch.device("cpu")).tolist() == [*range(27)]
+    documents = Documents((15, 2, 17), (2, 0))
+    found = documents.real_positions(torch.device("cpu")).tolist()
+    assert found == [*range(15), *range(17, 34)]
+    for full in (Documents((17, 17)), Documents((17, 17), (0, 0))):
+        assert full.without_padding is None
+
+
 def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
     tokens = torch.zeros(2, ROW, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"positions of shape \(2, 17\), got \(17,\)"):
@@ -161,7 +189,7 @@ def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
 
 
 def test_documents_are_values_of_the_host() -> None:
-    documents = Documents((3, 2))
-    assert dataclasses.astuple(documents) == ((3, 2),)
+    documents = Documents((3, 2), (2,))
+    assert dataclasses.astuple(documents) == ((3, 2), (2,))
     assert documents.starts(torch.device("cpu")).tolist() == [0, 3]
     assert documents.bounds(torch.device("cpu")).tolist() == [0, 3, 5]

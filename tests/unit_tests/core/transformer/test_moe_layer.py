@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.materialize import materialize
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.spec import (
@@ -80,8 +81,8 @@ def _assert_same(layer: MoELayer, found: Tensor, expected: Tensor, hidden: Tenso
     inputs = (hidden, *layer.parameters())
     grad = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
     for ours, theirs in zip(
-        torch.autograd.grad(found, inputs, grad),
-        torch.autograd.grad(expected, inputs, grad),
+        torch.autograd.grad(found, inputs, grad, retain_graph=True, materialize_grads=True),
+        torch.autograd.grad(expected, inputs, grad, retain_graph=True, materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
@@ -156,6 +157,38 @@ def test_shared_experts_compute_every_token(has_gate: bool) -> None:
     else:
         assert layer.shared_gate is None
     _assert_same(layer, layer(hidden)[0], _densely(layer, hidden) + shared, hidden)
+
+
+@pytest.mark.parametrize("balancing", [Balancing.MICROBATCH, Balancing.SEQUENCE])
+@pytest.mark.parametrize("capacity_factor", [None, 0.75])
+def test_padding_is_as_if_it_were_not_there(
+    balancing: Balancing, capacity_factor: float | None
+) -> None:
+    """Rows that have 7, 3 and 5 real tokens, each of which is a microbatch by itself."""
+    router = _router_spec(4, 2, dtype="fp64", balancing=balancing, balance_coeff=0.5, z_coeff=0.3)
+    layer = _layer(router, capacity_factor=capacity_factor, shared=DENSE)
+    rows, padding = _hidden(3, 7), (0, 4, 2)
+    documents = Documents((7, 3, 4, 2, 3, 2), padding)
+    seen: list[int] = []
+    layer.experts.register_forward_hook(lambda _, __, output: seen.append(len(output)))
+    found, report = layer(rows, documents)
+
+    real = [row[: 7 - length] for row, length in zip(rows, padding, strict=True)]
+    expected, alone = layer(torch.cat(real)[None])
+    assert seen[0] == seen[1] <= 15 * 2
+    assert torch.equal(report.load, alone.load)
+    assert report.load.sum() == 15 * 2
+    torch.testing.assert_close(report.z_loss, alone.z_loss)
+    balance = alone.balance_loss
+    if balancing is Balancing.SEQUENCE:
+        balance = torch.stack([layer(row[None])[1].balance_loss for row in real]).mean()
+    torch.testing.assert_close(report.balance_loss, balance)
+
+    for row, length in zip(found, padding, strict=True):
+        assert not row[7 - length :].any()
+    kept = torch.cat([row[: 7 - length] for row, length in zip(found, padding, strict=True)])
+    for ours, theirs in ((kept, expected[0]), (report.balance_loss, balance)):
+        _assert_same(layer, ours, theirs, rows)
 
 
 def test_equal_inputs_give_equal_bits() -> None:
