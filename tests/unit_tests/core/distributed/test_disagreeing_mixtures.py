@@ -15,7 +15,7 @@ from tests.helpers.mixtures import mixture_engine, train
 from tests.helpers.ranks import run_ranks
 
 
-def _pass_by(layer: MoELayer, hidden: Tensor) -> tuple[Tensor, RouterReport]:
+def _pass_by(layer: MoELayer, hidden: Tensor, _: object) -> tuple[Tensor, RouterReport]:
     return hidden * 1.0, layer.router(hidden).report
 
 
