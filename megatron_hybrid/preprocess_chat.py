@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optima
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import ConversationTokenizer, Rendered
 from megatron.training.conversations import parse_conversation
-from megatron.training.tokenizer import HuggingFaceTokenizer, say_prefix
+from megatron.training.tokenizer import HuggingFaceTokenizer
 from megatron_hybrid.input_files import lines_of
 from megatron_hybrid.sample_lines import SampleError, Skipped, make_samples
 
@@ -135,5 +135,3 @@ def preprocess_chats(
         f"{summary.num_answer_tokens} of them to be learned, {len(summary.skipped.reasons)} "
         f"skipped, in {time.monotonic() - begun:.1f} s"
     )
-    if sentence := say_prefix(maker.tokenizer):
-        print(sentence)

@@ -81,7 +81,7 @@ class ConversationTokenizer:
                 f"--tokenizer-type: expected HuggingFaceTokenizer for conversations, got "
                 f"{tokenizer.name}."
             )
-        self._backend, self._prefix = tokenizer.backend, tokenizer.prefix
+        self._backend = tokenizer.backend
         added = tokenizer.backend.get_added_tokens_decoder().values()
         ends = [token.content for token in added if token.special]
         self._template = self._find_template(tokenizer.path, template, ends)
@@ -101,7 +101,7 @@ class ConversationTokenizer:
         return self._encoded(chat)
 
     def _encoded(self, chat: RenderedChat) -> Rendered:
-        found = encode_answers(self._backend, chat.text, chat.answers, self._prefix)
+        found = encode_answers(self._backend, chat.text, chat.answers)
         # The first token follows nothing, so it is never learned.
         if not found.is_answer[1:].any():
             raise ConversationError("expected something that the assistant says, got nothing")
@@ -159,7 +159,7 @@ class PictureTokenizer(ConversationTokenizer):
         """The tokens of a conversation up to where the assistant is to answer."""
         text = self._template.render(conversation.messages, conversation.tools, asks=True)
         chat = _expanded(RenderedChat(text, ()), num_tokens)
-        return encode_answers(self._backend, chat.text, (), self._prefix).tokens
+        return encode_answers(self._backend, chat.text, ()).tokens
 
 
 def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
@@ -181,10 +181,11 @@ def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
     return RenderedChat(text, tuple((moved(begin), moved(end)) for begin, end in chat.answers))
 
 
-def encode_answers(
-    backend: Any, text: str, answers: Sequence[tuple[int, int]], prefix: Sequence[int] = ()
-) -> Rendered:
+def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
     """The tokens of a text, and which of them have characters of an answer.
+
+    Only the chat template says how a conversation begins, as where it is served: the tokenizer's
+    own beginning of texts is not added.
 
     A token that begins with the blank before an answer belongs to it, as in the masks of the
     transformers library: without it, the beginning of the answer is not learned.
@@ -192,8 +193,6 @@ def encode_answers(
     Args:
         backend: a tokenizer of the `tokenizers` library.
         answers: begin and end in characters.
-        prefix: what the tokenizer puts before texts; put here unless the text begins with it, as
-            most templates of such tokenizers write it themselves.
 
     Raises:
         ConversationError: the tokenizer has no tokens for it.
@@ -208,8 +207,4 @@ def encode_answers(
     is_answer = np.zeros(len(offsets), np.bool_)
     for begin, stop in answers:
         is_answer |= (offsets[:, 0] < stop) & (offsets[:, 1] > begin)
-    ids = np.array(encoding.ids, np.int64)
-    if not np.array_equal(ids[: len(prefix)], prefix):
-        ids = np.concatenate([np.array(prefix, np.int64), ids])
-        is_answer = np.concatenate([np.zeros(len(prefix), np.bool_), is_answer])
-    return Rendered(ids, is_answer)
+    return Rendered(np.array(encoding.ids, np.int64), is_answer)

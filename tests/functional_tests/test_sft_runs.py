@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 import pretrain_gpt
 from megatron.core.datasets.builder import build_answer_datasets
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.training.arguments import parse_config
 from megatron_hybrid import generate, preprocess_data
@@ -213,12 +214,21 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
     shutil.copytree(chats.tokenizer, tmp_path / "tokenizer")
     begin_texts(tmp_path / "tokenizer", FILLER + 3)
     begun = chats._replace(tokenizer=tmp_path / "tokenizer")
-    short = ["--train-iters", 1, "--skip-train"]
-    assert "texts begin with" not in run_ranks(1, run, flags(chats, *short))[0]
-    (log,) = run_ranks(1, run, flags(begun, *short))
-    assert re.search(f"texts begin with .*, but the documents of {chats.prefix} do not", log)
-    again = preprocess_chats(chats.lines, begun.tokenizer, tmp_path)
-    (log,) = run_ranks(1, run, flags(begun._replace(prefix=again), *short))
+    with IndexedDatasetBuilder(str(tmp_path / "again"), "uint16") as builder:
+        for number in range(200):
+            builder.add_document([FILLER + 3, *[number % FILLER] * 9])
+
+    def log_of(one: Chats, *, is_text: bool) -> str:
+        flags_of_one = flags(one, "--train-iters", 1, "--skip-train")
+        if is_text:
+            flags_of_one.remove("--sft")
+        return run_ranks(1, run, flags_of_one)[0]
+
+    assert "texts begin with" not in log_of(chats, is_text=True)
+    assert "texts begin with" not in log_of(begun, is_text=False)
+    warned = f"texts begin with .*, but the documents of {re.escape(str(chats.prefix))} do not"
+    assert re.search(warned, log_of(begun, is_text=True))
+    log = log_of(begun._replace(prefix=tmp_path / "again"), is_text=True)
     assert re.search("texts begin with .*, as the tokenizer's files say\n", log)
 
 

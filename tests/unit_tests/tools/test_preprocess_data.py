@@ -460,7 +460,6 @@ _INTERRUPTED = """
 import signal, sys
 import test_preprocess_data
 from megatron_hybrid import preprocess_data
-from tests.helpers.hf_models import begin_texts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what started this may have it ignored
 preprocess_data._CHUNK_DOCUMENTS = 1
 preprocess_data.build_tokenizer = lambda _: test_preprocess_data.InterruptedTokenizer(sys.argv[1])

@@ -46,10 +46,9 @@ TALK = Conversation(
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_conversation_begins_once_with_what_the_tokenizer_puts_before_texts(
+def test_a_conversation_begins_as_its_template_says_whatever_the_tokenizer_puts_before_texts(
     tmp_path: Path, is_written: bool
 ) -> None:
-    """Templates of Llama and Gemma write it, others do not."""
     folder = make_tokenizer(tmp_path, [*SPECIAL, "<s>"])
     plain = PictureTokenizer(HuggingFaceTokenizer(folder)).render_pictures(TALK, [2, 1])
     begin = begin_texts(folder, 256 + len(SPECIAL))
@@ -57,8 +56,8 @@ def test_a_conversation_begins_once_with_what_the_tokenizer_puts_before_texts(
         (folder / "chat_template.jinja").write_text("{{ '<s>' }}" + PICTURE_TEMPLATE)
     tokenizer = PictureTokenizer(HuggingFaceTokenizer(folder))
     found = tokenizer.render_pictures(TALK, [2, 1])
-    assert found.tokens.tolist() == [begin, *plain.tokens.tolist()]
-    assert found.is_answer.tolist() == [False, *plain.is_answer.tolist()]
+    assert found.tokens.tolist() == [*[begin] * is_written, *plain.tokens.tolist()]
+    assert found.is_answer.tolist() == [*[False] * is_written, *plain.is_answer.tolist()]
     asked = tokenizer.prompt(Conversation(TALK.messages[:2], None, ("a.png",)), [2]).tolist()
     assert asked == found.tokens[: len(asked)].tolist()
 
