@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
                 generator=generator,
             )
             print(f"--- {question.shown}{tokenizer.detokenize(tokens)}\n")
+    except BrokenPipeError:
+        raise  # for `quiet_pipes`
     # ValueError: pictures that cannot be used, and prompts that the tokenizer has no tokens for.
     except (CheckpointError, ValueError, OSError) as error:
         print(f"{program}: {printable(str(error))}", file=sys.stderr)

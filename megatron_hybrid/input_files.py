@@ -1,8 +1,9 @@
 """Input of the preprocessing tools: text files and JSON lines, compressed or not.
 
 Files with the suffixes `.jsonl`, `.ndjson`, `.jsonlines` and `.json`, in upper or lower case, are
-JSON lines. Any other file is JSON lines if its first line is a JSON object, and text otherwise. A
-second suffix such as `.gz` names the compression.
+JSON lines. A file with the suffix `.txt` or `.jl`, a numeric one as in `part.00000`, or none, is
+JSON lines if its first line is a JSON object. Any other file is text: a minified source map begins
+with an object, too. A second suffix such as `.gz` names the compression.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsspec.compression import compr
 from megatron.core.files import UnusableFileError, open_regular
 
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
+_TEXT_OR_JSON_LINES = ("", ".txt", ".jl")  # and numeric suffixes
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # fsspec's names
 # A line or a document is in memory as a whole, with its tokens: 20 times its bytes with
 # ByteTokenizer, and up to 130 times with a Hugging Face tokenizer.
@@ -116,6 +118,8 @@ def is_json_lines(path: Path) -> bool:
     suffix = _inner_suffix(path)
     if suffix in _JSON_LINES:
         return True
+    if suffix not in _TEXT_OR_JSON_LINES and not suffix[1:].isdigit():
+        return False
 
     with open_input(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()

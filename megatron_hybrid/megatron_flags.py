@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") 
     except ShellSyntaxError as error:
         print(f"{program}: {path}, {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except BrokenPipeError:
+        raise  # for `quiet_pipes`
     except (ConfigError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

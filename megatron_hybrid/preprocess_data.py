@@ -317,6 +317,7 @@ def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Do
             raise InputError(
                 f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
             )
+        num_lines += text.count("\n") + 1
         yield Document((text,), num_bytes)
     counts.skipped.check(num_lines)
 

@@ -29,8 +29,8 @@ from megatron.training.conversations import parse_picture_conversation
 from megatron.training.images import ImageProcessing, find_picture
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
 from megatron_hybrid.endings import one_line_errors
-from megatron_hybrid.input_files import lines_of
-from megatron_hybrid.sample_lines import SampleError, Skipped, check_files, make_samples
+from megatron_hybrid.input_files import find_files, lines_of
+from megatron_hybrid.sample_lines import SampleError, Skipped, make_samples
 
 
 @dataclasses.dataclass
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
     with one_line_errors(parser.prog):
-        files = check_files(arguments.input)
+        files = find_files(arguments.input)
         summary = preprocess(
             files,
             arguments.output_prefix,

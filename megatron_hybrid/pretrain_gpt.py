@@ -118,11 +118,9 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def _log_prefix(config: RunConfig, tokenizer: Tokenizer, logger: logging.Logger) -> None:
-    """Says how texts begin, and warns of data that begin otherwise. Conversations begin as their
-    template says.
-    """
+    """Says how texts begin, and warns of data that begin otherwise."""
     sentence = say_prefix(tokenizer)
-    if sentence is None or config.data.mock_data or config.data.sft:
+    if sentence is None or config.data.mock_data:
         return
     if lacking := without_prefix(config.data, tokenizer.prefix):
         logger.warning(

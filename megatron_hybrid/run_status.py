@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> i
             print("\n".join(view.lines))
             return view.exit_code
         return watch(look, sys.stdout, arguments.watch)
+    except BrokenPipeError:
+        raise  # for `quiet_pipes`
     except OSError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_NO_RUN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,14 +31,6 @@ class Maker(Protocol[Sample]):
     def make(self, record: object, folder: Path) -> Sample:
         """The sample of what a line has as JSON. ValueError says why there is none."""
         ...
-
-
-def check_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files to read. ConfigError unless all are there."""
-    for path in inputs:
-        if not path.is_file():
-            raise ConfigError(f"--input: expected files of JSON lines that exist, got {path}.")
-    return list(inputs)
 
 
 def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:

@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int
             _merge(arguments)
         else:
             _show(arguments)
+    except BrokenPipeError:
+        raise  # for `quiet_pipes`
     except (TimelineError, OSError) as error:
         print(f"{program}: {printable(str(error), _MOST_CHARACTERS)}", file=sys.stderr)
         return EXIT_NO_TIMELINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from hypothesis.configuration import set_hypothesis_home_dir
 # One thread a rank: the pools' ranks and this process would otherwise fight over the cores. Before
 # torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# PyTorch's compiler fails in a folder with blanks in its path, which TMPDIR may be.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"/tmp/torchinductor_{os.getuid()}")
 
 # On a machine that others use, a first example may take a second; and what fails must fail again.
 # Hypothesis's own files are not in the checkout, which may be read-only.
@@ -33,6 +36,15 @@ def pytest_collection_finish() -> None:
     """Takes what has been imported and collected out of every later look for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_logger_is_as_it_was() -> Iterator[None]:
+    """A program that was called has set it up: pytest captures its lines in another place then."""
+    logger = logging.getLogger("megatron")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture(autouse=True)

@@ -119,6 +119,11 @@ def merge(prefixes: Sequence[Path], output_prefix: Path) -> None:
             builder.add_index(prefix)
             if has_masks:
                 masks.add_index(mask_prefix(prefix))
+        builder.complete()  # before the mask is published
+        if not has_masks:
+            # Of conversations that the output replaces: it would be taken for that of the new ones.
+            for path in (bin_path, idx_path):
+                path(mask_prefix(builder.prefix)).unlink(missing_ok=True)
 
     print(
         f"{builder.prefix}: {len(prefixes)} datasets, {builder.num_documents} documents, "

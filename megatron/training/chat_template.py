@@ -16,8 +16,10 @@ differently when others follow: they drop what was thought, or end the last turn
 - Some templates leave it to the next turn to end an answer (GLM ends it with `<|user|>`). A special
   token that follows an answer without one is a part of it.
 
-A template that writes an assistant's message in no loop over the messages, or without the prompt,
-does not say which text is the answer. Such a conversation is refused.
+A template that writes an assistant's message in no loop over the messages, or without its own
+generation prompt, does not say which text is the answer. Such a conversation is refused. Of a
+template without a generation prompt, all that it writes for the message is the answer, as it is for
+a model that is served by it.
 """
 
 from __future__ import annotations
@@ -30,20 +32,17 @@ from typing import Any, NamedTuple
 import jinja2
 
 from megatron.core.files import UnusableFileError, read_regular
-from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
-from megatron.core.options import ConfigError, shown
+from megatron.core.options import ConfigError
 from megatron.training.chat_program import ChatProgram, Traced
 from megatron.training.conversations import ASSISTANT, ConversationError, is_learned
-from megatron.training.tokenizer import special_tokens
+from megatron.training.tokenizer import TOKENIZER_CONFIG, read_object, special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
-CONFIG_FILE = "tokenizer_config.json"
 _PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_BYTES = 1 << 22
-_MAX_DEPTH = 64
 
 # transformers copies what was thought to all names that templates read, from the first one given.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -329,8 +328,9 @@ def find_template(folder: Path) -> str | dict[str, str] | None:
         named[path.stem] = _read(path)
     if _DEFAULT in named:
         return named
-    for file in (CONFIG_FILE, _PROCESSOR_TEMPLATE_FILE):
-        found = _read_config(folder / file).get("chat_template")
+    for file in (TOKENIZER_CONFIG, _PROCESSOR_TEMPLATE_FILE):
+        path = folder / file
+        found = read_object(path).get("chat_template") if path.is_file() else None
         if isinstance(found, list):
             items = [one for one in found if isinstance(one, dict)]
             found = {one["name"]: one.get("template") for one in items if "name" in one}
@@ -349,23 +349,3 @@ def _read(path: Path) -> str:
         raise ConfigError(
             f"--chat-template: expected a file with a template, got {path}: {error}."
         ) from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """What a tokenizer's configuration says; nothing, where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        content = parse_json(
-            read_regular(path, max_bytes=_MAX_BYTES, what="a tokenizer's configuration"),
-            max_depth=_MAX_DEPTH,
-        )
-    except (UnusableFileError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"--tokenizer-model: expected a tokenizer's configuration in {path}, got {error}."
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"--tokenizer-model: expected a JSON object in {path}, got {shown(content)}."
-        )
-    return content

@@ -64,8 +64,8 @@ class TrainingConfig:
     )
     calculate_per_token_loss: bool = option(
         False,
-        "average the loss over all learned tokens of a global batch; default: over those of each "
-        "microbatch, then over microbatches, which differs where tokens are masked (--sft, "
+        "average the loss over all learned tokens of a global batch instead of over those of each "
+        "microbatch, then over microbatches; makes a difference where tokens are masked (--sft, "
         "--eod-mask-loss, images)",
     )
     # The legacy generator of numpy, which seed_all seeds too, takes 32 bits.

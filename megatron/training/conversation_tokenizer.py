@@ -26,7 +26,7 @@ from megatron.training.chat_template import ChatTemplate, RenderedChat, find_tem
 from megatron.training.conversations import Conversation, ConversationError
 from megatron.training.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-_BEGIN, _END = "<|im_start|>", "<|im_end|>"
+_END = "<|im_end|>"
 VISION_BEGIN, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 _OF_PICTURES = (VISION_BEGIN, VISION_END, IMAGE)

@@ -31,6 +31,7 @@ _MAX_VOCAB_SIZE = 1 << 31  # ids are stored as int32
 # meant.
 _MAX_GAPS = 4
 _FREE_GAPS = 1 << 16
+TOKENIZER_CONFIG = "tokenizer_config.json"  # of the transformers library
 _EOD_CANDIDATES = (_END_OF_TEXT, "</s>", "<eos>")
 
 
@@ -352,8 +353,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     ConfigError for files that cannot be read, and for an `eos_token` that is no text.
     """
     found: dict[str, str] = {}
-    files = [folder / "tokenizer_config.json", folder / "special_tokens_map.json"]
-    contents = [(file, _read_object(file)) for file in files if os.path.lexists(file)]
+    files = [folder / TOKENIZER_CONFIG, folder / "special_tokens_map.json"]
+    contents = [(file, read_object(file)) for file in files if os.path.lexists(file)]
     # As in the transformers library, whose newer files list all added tokens in the configuration.
     if not any("added_tokens_decoder" in content for _, content in contents):
         contents.reverse()
@@ -372,8 +373,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    """A file of one JSON object."""
+def read_object(file: Path) -> dict[str, Any]:
+    """What a tokenizer's file of one JSON object has. ConfigError for other files."""
     try:
         text = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a JSON file")
         content = parse_json(text, max_depth=100, allow_nan=True)  # as in a model's config.json

@@ -119,6 +119,8 @@ def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
+    except BrokenPipeError:
+        raise  # for `quiet_pipes`
     except (CheckpointError, OSError, ValueError) as error:
         print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
         return 2

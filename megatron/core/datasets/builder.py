@@ -240,9 +240,13 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
 
 
 def without_prefix(config: GPTDatasetConfig, prefix: Sequence[int]) -> list[str]:
-    """The datasets of which none of the first documents begins with these tokens."""
+    """The datasets of text of which none of the first documents begins with these tokens.
+    Conversations begin as their template says.
+    """
     found = []
     for part in config.blend:
+        if IndexedDataset.exists(mask_prefix(part.prefix)):
+            continue
         indexed = IndexedDataset(part.prefix)
         first = [
             indexed.get(number, 0, min(len(prefix), length)).tolist()

@@ -6,7 +6,7 @@ here is less than what they say (chat templates, special tokens, how text is cle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.checkpoint.hf_files import copy_file, read_json, write_json
 from megatron.training.tokenizer import (
+    TOKENIZER_CONFIG,
     ByteTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -26,15 +27,20 @@ from megatron.training.tokenizer import (
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in a config.json
 
 _TOKENIZER_FILE = "tokenizer.json"
-_CONFIG_FILE = "tokenizer_config.json"
-# Patterns of paths in the folder.
-_FILES = (
-    "tokenizer*.json",
-    "tokenization_*.py",  # code that tokenizer_config.json names
+# Patterns of paths in the folder: those that may lie beside a tokenizer.json of any name, and those
+# of a folder that is the tokenizer's own.
+_BESIDE = (
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template*",
+    "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
+)
+_FILES = (
+    *_BESIDE,
+    "tokenizer*.json",
+    "tokenization_*.py",  # code that tokenizer_config.json names
     "vocab.*",
     "merges.txt",
     "tekken.json",
@@ -42,11 +48,11 @@ _FILES = (
 )
 
 
-def tokenizer_files(folder: Path) -> Iterator[Path]:
+def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> Iterator[Path]:
     """The paths of a tokenizer's files in a folder, relative to it."""
     for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
         relative = path.relative_to(folder)
-        is_wanted = any(fnmatch(relative.as_posix(), pattern) for pattern in _FILES)
+        is_wanted = any(fnmatch(relative.as_posix(), pattern) for pattern in patterns)
         if is_wanted and not path.is_dir():
             yield relative
 
@@ -99,10 +105,8 @@ def _copy(tokenizer: HuggingFaceTokenizer, folder: Path) -> dict[str, Any]:
     """
     is_folder = tokenizer.path.is_dir()
     source = tokenizer.path if is_folder else tokenizer.path.parent
-    for name in tokenizer_files(source):
-        # The file that was read may have another name.
-        if is_folder or name != Path(_TOKENIZER_FILE):
-            copy_file(source / name, folder / name)
+    for name in tokenizer_files(source, _FILES if is_folder else _BESIDE):
+        copy_file(source / name, folder / name)
     if not is_folder:
         copy_file(tokenizer.path, folder / _TOKENIZER_FILE)
     elif not (folder / _TOKENIZER_FILE).exists():
@@ -117,7 +121,7 @@ def _copy(tokenizer: HuggingFaceTokenizer, folder: Path) -> dict[str, Any]:
 
 def _write_config(folder: Path, named: dict[str, str]) -> None:
     """Writes tokenizer_config.json, or adds to it the end of a document if it names none."""
-    path = folder / _CONFIG_FILE
+    path = folder / TOKENIZER_CONFIG
     content = read_json(path) if path.exists() else {}
     if content.get("eos_token") is not None:
         return

@@ -10,14 +10,6 @@ import pytest
 from megatron.core import log
 
 
-@pytest.fixture(autouse=True)
-def _restore_logger():
-    logger = logging.getLogger("megatron")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    yield
-    logger.handlers, logger.level, logger.propagate = before
-
-
 def test_rank_zero_shows_information_and_names_the_level_of_warnings_only(capsys):
     log.configure(rank=0)
     logging.getLogger("megatron.some.file").info("loss %.1f", 1.25)

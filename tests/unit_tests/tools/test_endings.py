@@ -196,6 +196,21 @@ def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
     assert done.stderr == ""
 
 
+def test_a_program_that_reports_unusable_files_leaves_a_closed_pipe_to_its_end(
+    tmp_path: Path,
+) -> None:
+    """Not buffered: one of its own lines meets the pipe, among errors that it would report."""
+    model = tmp_path / "script.sh"
+    model.write_text("torchrun pretrain_gpt.py --num-layers 1\n")
+    read, write = os.pipe()
+    os.close(read)
+    arguments = ["-m", "megatron_hybrid", "megatron-flags", model]
+    done = run_with_output(write, *arguments, buffered=False)
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert "Broken pipe" not in done.stderr
+
+
 def test_output_to_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("wb") as full:
         done = run_with_output(full, "tools/timeline.py", "--help")

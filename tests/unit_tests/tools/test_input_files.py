@@ -67,6 +67,7 @@ def test_json_lines_are_read_whatever_the_suffix_and_the_compression(
     [
         ("LICENSE", "Permission is granted {to all}."),
         ("style.css", "{ not JSON }\n"),
+        ("app.js.map", '{"version": 3, "sources": []}'),
         ("notes", "\n\n[1] a footnote\n"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,37 @@ def test_masks_of_conversations_are_merged_along_with_their_tokens(
     assert files.mask is not None
     assert [each.tolist() for each in files.tokens] == [[0, 1, 2], [0, 1], [70, 71, 72, 73]]
     assert [each.tolist() for each in files.mask] == [[0, 1, 1], [0, 1], [0, 0, 0, 1]]
+
+
+def test_text_that_replaces_conversations_does_not_keep_their_mask(
+    parts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "all"
+    write_chats(output, [[0, 1], [1], [0, 1]])
+    main(["--input", str(parts), "--output-prefix", str(output)])
+    assert [each.tolist() for each in IndexedDataset(output)] == [[1, 2], [3], [4, 5]]
+    assert AnswerFiles(output).mask is None
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_old_conversations_with_their_own_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, output = tmp_path / "parts", tmp_path / "all"
+    write_chats(folder / "a", [[0, 0, 1]], first_token=50)
+    write_chats(output, [[0, 1, 1]])
+    complete = IndexedDatasetBuilder.complete
+
+    def complete_masks_alone(self: IndexedDatasetBuilder) -> None:
+        if self.prefix == str(output):
+            raise OSError(errno.ENOSPC, "No space left on device", self.prefix)
+        complete(self)
+
+    monkeypatch.setattr(IndexedDatasetBuilder, "complete", complete_masks_alone)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--input", str(folder), "--output-prefix", str(output)])
+    files = AnswerFiles(output)
+    assert files.mask is not None
+    assert [files.tokens[0].tolist(), files.mask[0].tolist()] == [[0, 1, 2], [0, 1, 1]]
 
 
 @pytest.mark.parametrize(

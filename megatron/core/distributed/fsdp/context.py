@@ -419,6 +419,7 @@ def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
         for axis in range(group.mesh.ndim)
         if group.mesh.size(axis) > 1
     }
+    differs = torch.zeros(len(groups), dtype=torch.int32)
     for (mesh, axis), compared in axes.items():
         sums = torch.stack(
             [
@@ -433,11 +434,20 @@ def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
         for group, values in zip(compared, torch.stack(all_sums, dim=1).tolist(), strict=True):
             is_known = group.is_replicated(axis) or 0 not in values
             if is_known and len(set(values)) > 1:
-                raise ValueError(
-                    "Expected the same weights on every rank, got different ones for "
-                    f"{group.name or 'the model'}: seed all ranks alike, or load one rank's "
-                    "weights on the others."
-                )
+                differs[groups.index(group)] = 1
+
+    # Along one of several axes only some ranks see it.
+    for mesh, axis in axes if len(axes) > 1 else ():
+        differs = differs.to(sums.device)
+        with issuing("all-reduce of whether weights differ", differs):
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for group, has_others in zip(groups, differs.tolist(), strict=True):
+        if has_others:
+            raise ValueError(
+                "Expected the same weights on every rank, got different ones for "
+                f"{group.name or 'the model'}: seed all ranks alike, or load one rank's weights on "
+                "the others."
+            )
 
 
 def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:

@@ -123,7 +123,8 @@ class FsdpParameterGroup:
         self._is_updated = True
         self._seen_versions = 0
         self._initial_sample = 0
-        self._filled_sample: int | None = None  # of the main weights, once they had those values
+        # Versions and a sample of the main weights, once they had their initial values.
+        self._filled: tuple[int, int] | None = None
         self._is_unsharded = False
         self._weights_ready: Event | None = None
         self._reserved: Event | None = None  # after which the full memory may be written to
@@ -226,16 +227,22 @@ class FsdpParameterGroup:
 
     def keep_initial_sample(self) -> None:
         """Ends the notes. They hold until somebody else writes to the main weights."""
-        self._filled_sample = self._local_sample()
+        self._filled = (self._versions(), self._local_sample())
 
     def initial_checksum(self) -> torch.Tensor:
         """A number that most likely differs if ranks had different initial weights to cut; 0 if
         they are unknown, or something else has been loaded since. Scalar, int64.
         """
         self.wait_main_weight()
-        is_known = self._filled_sample is not None and self._filled_sample == self._local_sample()
+        # A write of the same values shows in the versions alone, one by `.data` in values alone;
+        # a rank without rows sees neither.
+        is_known = self._has_rows and self._filled == (self._versions(), self._local_sample())
         value = 1 + self._initial_sample % 2**62 if is_known else 0
         return torch.tensor(value, dtype=torch.int64, device=self._device.torch_device)
+
+    @property
+    def _has_rows(self) -> bool:
+        return any(self.main_weight.get_local_tensor(i).numel() for i in range(len(self.names)))
 
     def _local_sample(self) -> int:
         own = (self.main_weight.get_local_tensor(index) for index in range(len(self.names)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from copy import deepcopy
 from dataclasses import replace
 
@@ -129,6 +130,7 @@ def test_a_rank_that_waits_for_others_in_an_exchange_says_so() -> None:
     def watch(thread: int) -> None:
         while not found:
             found.extend(filter(None, [rank_wait(thread)]))
+            time.sleep(0.001)  # leaves the interpreter to the thread that it watches
         store.set("the exchange is seen", b"")
 
     if dist.get_rank() == 0:

@@ -70,6 +70,21 @@ def saved(folder: Path, extras: FolderExtras) -> dict[str, Any]:
     return ids
 
 
+def test_of_a_file_among_others_only_what_describes_it_is_copied(tmp_path: Path) -> None:
+    """`--tokenizer-model data/mine.json`: data has models and vocabularies of other things."""
+    data = tokenizer_folder(tmp_path / "data", {})
+    write(data, {"lid.model": "x", "vocab.de.txt": "y", "tokenizer (old).json": "{}"})
+    own = (data / "tokenizer.json").rename(data / "mine.json")
+    config = {"eos_token": SPECIAL[0]}
+    write(data, {"tokenizer_config.json": json.dumps(config)})
+    saved(tmp_path / "saved", FolderExtras.of_model(HuggingFaceTokenizer(own), str(own), None))
+    found = contents(tmp_path / "saved")
+    assert set(found) == {
+        "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json",
+    }  # fmt: skip
+    assert found["tokenizer.json"] == own.read_text()
+
+
 @pytest.mark.parametrize("of_base", ["nothing", "another tokenizer"])
 def test_the_tokenizers_own_files_are_copied_and_no_others(tmp_path: Path, of_base: str) -> None:
     own = tokenizer_folder(tmp_path / "own")
