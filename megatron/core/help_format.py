@@ -96,6 +96,12 @@ class ProgramParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **settings})
 
+    def add_subparsers(  # type: ignore[override]
+        self, **settings: Any
+    ) -> argparse._SubParsersAction[ProgramParser]:
+        # argparse would begin the usage of a command with all of this one, `[options]` included.
+        return super().add_subparsers(**{"prog": self.prog, **settings})
+
 
 class OnOffAction(argparse.Action):
     """A setting with two flags: the first turns it on, the second off."""

@@ -18,6 +18,9 @@ _FAILURES = {
     "REMOTE_ERROR": "a collective failed on another rank",
 }
 
+# Of launchers. Slurm sets its own in an allocation too, where a single process may run.
+_NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
 
 def ensure_default_group(backend: str) -> None:
     """Makes the default process group if there is none: of the launcher's ranks, or of this process
@@ -25,11 +28,19 @@ def ensure_default_group(backend: str) -> None:
 
     Args:
         backend: for `init_process_group`.
+
+    Raises:
+        RuntimeError: another launcher, of which torch knows nothing, has started several ranks.
     """
     if dist.is_initialized():
         return
     if "RANK" in os.environ:
         dist.init_process_group(backend)
+    elif several := [name for name in _NUM_RANKS if os.environ.get(name, "1") != "1"]:
+        raise RuntimeError(
+            f"Expected RANK, since {several[0]} says that there are several ranks, got none: call "
+            "torch.distributed.init_process_group first, or launch with torchrun."
+        )
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)

@@ -261,18 +261,24 @@ class _Settings:
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
 
     def stand_in_for_files(self) -> None:
-        """Replaces data that do not exist by made-up text, and a tokenizer that does not by one of
-        `--vocab-size` ids.
+        """Replaces data that are not given or do not exist by made-up text, and such a tokenizer by
+        one of `--vocab-size` ids.
         """
         given = self.values.get("data_path") or ()
-        if any(missing_files(prefix) for prefix in (given[1::2] if len(given) > 1 else given)):
+        prefixes = given[1::2] if len(given) > 1 else given
+        is_told = bool(given) or bool(self.values.get("mock_data"))
+        if not is_told or any(missing_files(prefix) for prefix in prefixes):
             ends = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
             self.values |= {"data_path": None, "mock_data": True, "sft": False}
             self.values |= dict.fromkeys(ends, False)
 
         model, size = self.values.get("tokenizer_model"), self.values.get("vocab_size")
+        if model is None:
+            needs_file = self.values.get("tokenizer_type") in (None, "HuggingFaceTokenizer")
+            if size is None or not needs_file or self.values.get("hf_model") is not None:
+                return
         # Unlike Path.exists, it says no where a name is too long or a folder is closed.
-        if model is None or os.path.exists(model):  # noqa: PTH110
+        elif os.path.exists(model):  # noqa: PTH110
             return
         if size is None:
             self.errors.append(

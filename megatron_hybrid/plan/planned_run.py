@@ -124,6 +124,7 @@ class PlannedRun:
         Raises:
             ConfigError: as the run would.
         """
+        self._argv = [*argv]
         self.world_size = world_size
         self.device_kind = device_kind
         self.config = parse_config(argv, world_size, needs_files=False)
@@ -201,15 +202,18 @@ class PlannedRun:
         where only fp32 is possible.
         """
         precision, parallel = self.config.training.compute_dtype, self.config.parallel
-        if precision == "fp32" or not parallel.use_megatron_fsdp:
+        if precision == "fp32":
             return None
         dtype = "fp32" if parallel.main_grads_dtype != "fp32" else precision
-        parallel = dataclasses.replace(parallel, main_grads_dtype=dtype)
+        argv = [*self._argv, "--main-grads-dtype", dtype]
         other = copy.copy(self)
-        other.config = dataclasses.replace(self.config, parallel=parallel)
-        if self.offloaded is not None:
-            other.offloaded = dataclasses.replace(self.offloaded, parallel=parallel)
-        other._memory = {}
+        try:
+            other.config = parse_config(argv, self.world_size, needs_files=False)
+        except ConfigError:
+            return None
+        other._argv, other._memory, other.offloaded = argv, {}, other.config
+        if not self.config.optimizer.optimizer_cpu_offload:
+            other.offloaded, other.refusal = _offloaded(argv, self.world_size)
         return other
 
     def plan(self, fraction: float | None) -> OffloadPlan | None:

@@ -194,7 +194,7 @@ def _measure_ours(
     config = EngineConfig(
         optimizer,
         LRScheduleConfig(lr=_LEARNING_RATE, lr_decay_style="constant"),
-        # The same on all sides, as offloading has it.
+        # The same on all sides: half of the bytes that cross the link.
         DataParallelConfig(main_grads_dtype="bf16"),
         train_iters=99,
         compute_dtype="bf16",

@@ -68,6 +68,7 @@ def test_commands_of_a_program_have_the_same_help() -> None:
     command = parser.add_subparsers(metavar="COMMAND").add_parser("go")
     command.add_argument("--speed", type=float, default=0.5, help="in m/s")
     assert "--speed FLOAT  in m/s (default: 0.5)" in command.format_help()
+    assert command.format_usage() == "usage: try go [options]\n"
 
 
 def test_the_second_spelling_of_a_flag_of_another_parser_is_left_out() -> None:

@@ -15,6 +15,17 @@ from tests.helpers.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_no_group_of_one_is_made_where_another_launcher_has_started_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(RuntimeError, match=f"Expected RANK, since {name} says"):
+        process_groups.ensure_default_group("gloo")
+    assert not dist.is_initialized()
+
+
 def _timeout(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(CPU).options._timeout
 

@@ -116,6 +116,10 @@ def test_data_that_do_not_exist_may_be_conversations_and_blends(tmp_path, capsys
     assert found["parameters"] == same["parameters"]
     file.write_text("lr: 1.0e-3\n")
     assert "--vocab-size: expected a number" in refused(capsys, "--config", str(file), *model)
+    file.write_text("vocab-size: 301\n")
+    alone = FLAGS[: FLAGS.index("--mock-data")]
+    found = planned(capsys, "--config", str(file), *alone, "--make-vocab-size-divisible-by", "1")
+    assert found["parameters"] == same["parameters"]
 
 
 def test_a_part_of_the_device_is_left_free(folder, capsys):
@@ -260,8 +264,10 @@ def test_another_dtype_of_main_gradients_that_does_not_fit_or_exist_is_not_plann
     found = answer(run, Limits(device=limit, host=0), None, None)
     assert found.other is None
     assert "with --main-grads-dtype fp32: it does not fit" in format_answer(found)
-    whole = PlannedRun([flag for flag in FLAGS if flag != "--bf16"], 2, "cuda")
-    assert "main-grads" not in format_answer(answer(whole, Limits(), None, None))
+    in_fp32 = [flag for flag in FLAGS if flag != "--bf16"]
+    for flags in (in_fp32, [*in_fp32, "--fp16", "--optimizer", "sgd"]):
+        found = answer(PlannedRun(flags, 2, "cuda"), Limits(), None, None)
+        assert "main-grads" not in format_answer(found), "a run refuses it"
 
 
 def test_a_host_that_is_the_device_holds_both():

@@ -152,7 +152,6 @@ def train(launch, watchdog):
     for iteration in range(1, 30):
         watchdog.mark(Phase.FORWARD, iteration)
         if (launch.restart_count, launch.rank, iteration) == (0, 1, 20):
-            print(f"strike {time.time()}", flush=True)
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1e6)
@@ -181,7 +180,7 @@ try:
     main()
 except ExitError as error:
     code = code_of(error)
-print(f"rank {os.environ['RANK']} leaves with {int(code)} at {time.time()}", flush=True)
+print(f"rank {os.environ['RANK']} leaves with {int(code)}", flush=True)
 exit_process(code)
 """
 
@@ -223,9 +222,8 @@ def test_torchrun_starts_a_job_anew_whose_rank_was_killed_or_hung(
     expected = "was killed or has crashed" if how == "kill" else "has made no progress for "
     assert expected in causes[0]
     assert "in iteration 20, forward" in causes[0] or how == "kill"
-    struck = float(re.search(r"strike ([\d.]+)", output).group(1))
-    left = [float(text) for text in re.findall(r"rank \d leaves with [56] at ([\d.]+)", output)]
-    assert all(time >= struck for time in left)
+    for rank in (0, 2):
+        assert re.search(rf"rank {rank} leaves with [56]", output)
     kind, exit_event = [
         e for e in read_events(tmp_path / "events") if e["event"] in ("lost", "hang", "exit")
     ]

@@ -361,3 +361,35 @@ def test_different_initial_weights_do_not_matter_once_others_have_been_loaded() 
             for parameter in model.parameters():  # which moves no version counter
                 parameter.data.copy_(torch.full_like(parameter, 0.25))
         model(torch.ones(1, 4)).sum().backward()
+
+
+def resized_vocabulary() -> nn.Module:
+    """Of which each rank has drawn the last rows for itself."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(1030, 4), nn.Linear(4, 1, bias=False))
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        model[0].weight[1024:].normal_()
+        model[1].weight.normal_()
+    return model
+
+
+@on_ranks(4)
+def test_rank_0_may_give_its_own_weights_to_all() -> None:
+    """Which writes to no weight of its own, and of a head of one row to none of most ranks."""
+    whole = resized_vocabulary()
+    weights = {name: weight.clone() for name, weight in whole.state_dict().items()}
+    for module in (*whole, whole):
+        fully_shard(module)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(whole, weights if dist.get_rank() == 0 else {}, options=options)
+    whole(torch.tensor([[1, 1029]])).sum().backward()
+
+
+@on_ranks(4)
+def test_one_rank_of_a_replica_that_starts_with_other_weights_is_seen_by_all() -> None:
+    torch.manual_seed(7 if dist.get_rank() == 3 else 5)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Linear(8, 16)
+    with pytest.raises(ValueError, match="the same weights on every rank, got different ones"):
+        fully_shard(model, mesh)(torch.ones(1, 8))
