@@ -214,9 +214,10 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
     shutil.copytree(chats.tokenizer, tmp_path / "tokenizer")
     begin_texts(tmp_path / "tokenizer", FILLER + 3)
     begun = chats._replace(tokenizer=tmp_path / "tokenizer")
-    with IndexedDatasetBuilder(str(tmp_path / "again"), "uint16") as builder:
-        for number in range(200):
-            builder.add_document([FILLER + 3, *[number % FILLER] * 9])
+    for name, first in (("other", 1), ("again", FILLER + 3)):
+        with IndexedDatasetBuilder(str(tmp_path / name), "uint16") as builder:
+            for number in range(200):
+                builder.add_document([first, *[number % FILLER] * 9])
 
     def log_of(one: Chats, *, is_text: bool) -> str:
         flags_of_one = flags(one, "--train-iters", 1, "--skip-train")
@@ -224,12 +225,14 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
             flags_of_one.remove("--sft")
         return run_ranks(1, run, flags_of_one)[0]
 
+    other, again = (begun._replace(prefix=tmp_path / name) for name in ("other", "again"))
     assert "texts begin with" not in log_of(chats, is_text=True)
-    assert "texts begin with" not in log_of(begun, is_text=False)
-    warned = f"texts begin with .*, but the documents of {re.escape(str(chats.prefix))} do not"
-    assert re.search(warned, log_of(begun, is_text=True))
-    log = log_of(begun._replace(prefix=tmp_path / "again"), is_text=True)
-    assert re.search("texts begin with .*, as the tokenizer's files say\n", log)
+    assert "but the documents" not in log_of(begun, is_text=False), "a template says how they begin"
+    warned = f"texts begin with .*, but the documents of {re.escape(str(other.prefix))} do not"
+    assert re.search(warned, log_of(other, is_text=True))
+    assert re.search(
+        "texts begin with .*, as the tokenizer's files say\n", log_of(again, is_text=True)
+    )
 
 
 @pytest.mark.parametrize(

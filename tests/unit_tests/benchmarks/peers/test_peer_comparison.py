@@ -5,9 +5,11 @@ losses, peaks of memory, peers that are missing.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,12 @@ def test_sides_whose_losses_part_are_not_compared() -> None:
 
 
 def test_a_peak_is_of_what_was_needed_since_the_reset_with_children_and_without_libraries() -> None:
+    """In a process of its own: the pools of ranks of other tests are children of this one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_peaks).result()
+
+
+def check_peaks() -> None:
     size = 64 << 20
     memory.reset_peak()
     least = memory.peak_bytes()
