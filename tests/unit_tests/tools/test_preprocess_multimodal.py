@@ -194,7 +194,7 @@ def test_bytes_that_are_no_utf_8_are_a_bad_line_and_marks_are_left_out(
         (["--max-pixels", "10"], "--max-pixels: expected at least --min-pixels 64"),
         (["--image-mean", "0.5,0.5"], "--image-mean: expected three numbers"),
         (["--processor", "nowhere"], "--processor: expected the config"),
-        (["--input", "nowhere.jsonl"], "--input: expected files of JSON lines that exist"),
+        (["--input", "nowhere.jsonl"], "--input: expected regular files and folders that exist"),
     ],
 )
 def test_flags_that_do_not_fit_are_one_line(
