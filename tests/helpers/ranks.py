@@ -41,7 +41,7 @@ from megatron.core.distributed.fsdp.note_history import _histories
 from megatron.core.lanes import delays
 from tests.simulated_accelerator import build
 
-DEFAULT_TIMEOUT = 120.0  # seconds
+DEFAULT_TIMEOUT = 600.0  # seconds: compilations take minutes on a machine that is busy
 
 # Together they import nearly all of the project, and start no thread, which no fork would have.
 PRELOADED = ["megatron.training.pretrain", "tests.helpers.ranks"]
