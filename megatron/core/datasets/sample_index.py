@@ -234,7 +234,8 @@ class SampleIndex:
                 raise IndexedDatasetError(f"{self.path}: expected {expected}, got something else.")
             mapped = file.map()
         except IndexedDatasetError as error:
-            logger.warning("%s It is built anew.", error)
+            # As text: whoever keeps the record would keep the error's frames, and their open files.
+            logger.warning("%s It is built anew.", str(error))
             return None
 
         return SampleStarts(mapped, mapped.content[len(header) :].view("<i8").reshape(self.shape))
