@@ -62,8 +62,8 @@ class Answer:
         is_chosen: whether the plan chose it, since the run does not fit without offloading.
         rows: bytes by kind on device and host, of the first rank.
         time: of a step; None if the machine's rates are not known.
-        other: the plan with main gradients of the other dtype; None where there is no other, or it
-            does not fit.
+        other_main_grads: the other dtype that main gradients may have; None: there is no other.
+        other: the plan with it; None if that does not fit.
         disk_bytes: a second, of all ranks together.
     """
 
@@ -75,6 +75,7 @@ class Answer:
     is_chosen: bool
     fractions: Fractions
     time: StepTime | None
+    other_main_grads: str | None = None
     other: Answer | None = None
 
     @property
@@ -151,9 +152,11 @@ def answer(
     found, other = _answer(run, limits, machine, disk_bytes), run.with_other_gradients()
     if other is None:
         return found
+    planned = None
     with contextlib.suppress(ConfigError):
-        return dataclasses.replace(found, other=_answer(other, limits, machine, disk_bytes))
-    return found
+        planned = _answer(other, limits, machine, disk_bytes)
+    dtype = other.config.parallel.main_grads_dtype
+    return dataclasses.replace(found, other_main_grads=dtype, other=planned)
 
 
 def _answer(

@@ -85,10 +85,9 @@ def _step(answer: Answer) -> list[str]:
 
 def _other_gradients(answer: Answer) -> list[str]:
     """What the other dtype of main gradients would take, in one line."""
-    run = answer.run.with_other_gradients()
-    if run is None:
+    if answer.other_main_grads is None:
         return []
-    start, other = f"with --main-grads-dtype {run.config.parallel.main_grads_dtype}: ", answer.other
+    start, other = f"with --main-grads-dtype {answer.other_main_grads}: ", answer.other
     if other is None:
         return [f"{start}it does not fit"]
     parts = [] if other.fraction is None else [f"offload fraction {other.fraction:g}"]
