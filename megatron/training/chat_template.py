@@ -47,6 +47,7 @@ _MAX_BYTES = 1 << 22
 # transformers copies what was thought to all names that templates read, from the first one given.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # A prompt may be followed by a part of it only: whole tags, words and blanks.
+_NUM_OPENING = 32  # characters of a content that identify its beginning
 _PROMPT_PARTS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s|[^<\[\s]+|.")
 
 
@@ -154,11 +155,11 @@ class ChatTemplate:
         answering = {
             index
             for index, message in enumerate(prepared)
-            if message.get("role") == ASSISTANT and is_learned(message, index + 1)
+            if message.get("role") == ASSISTANT and is_learned(message)
         }
         whole = self._run(prepared, tools)
         if self._program(tools).is_marked:
-            is_all = all(is_learned(message, number) for number, message in enumerate(prepared, 1))
+            is_all = all(map(is_learned, prepared))
             return RenderedChat(whole.text, self._marked(whole, None if is_all else answering))
         answers: list[tuple[int, int]] = []
         prompts: list[str] = []
@@ -221,7 +222,7 @@ class ChatTemplate:
         """The answer that a message is. It has several parts if others are written between them.
 
         Args:
-            prompts: those of earlier answers; this one's is added.
+            prompts: the distinct prompts of earlier answers; this answer's prompt is added.
         """
         text = whole.text
         parts = [
@@ -235,24 +236,27 @@ class ChatTemplate:
             parts = [(whole.segments[-1].end, len(text))]
         if not parts:
             raise ConversationError(
-                f"turn {index + 1}: expected a template that writes each turn in a loop over the "
-                f"messages, got {self.name}"
+                f"message {index + 1}: expected a template that writes each turn in a loop over "
+                f"the messages, got {self.name}"
             )
         (first, first_end), (_, last_end) = parts[0], parts[-1]
-        prompt = self._prompt(messages[:index], tools)
+        prompt = _known_prompt(text, first, first_end, messages[index], prompts)
+        if prompt is None:
+            prompt = self._prompt(messages[:index], tools)
         if prompt is None:  # the template renders no conversation without an answer
             prompt = self._prompt(messages, tools)
         if prompt is not None and not prompt.strip():
             # Some templates ask for no answer to a tool's output, but begin a turn with it later.
-            prompt = next((one for one in prompts if text.startswith(one, first)), prompt)
+            shown = (one for one in prompts if one.strip() and text.startswith(one, first))
+            prompt = next(shown, prompt)
         begin = None if prompt is None else _after_prompt(text, first, first_end, prompt)
         if begin is None or (is_behind and begin == first):
             raise ConversationError(
-                f"turn {index + 1}: expected a template that writes its generation prompt before "
-                f"each answer, or marks answers with {{% generation %}}, got {self.name}"
+                f"message {index + 1}: expected a template that writes its generation prompt "
+                f"before each answer, or marks answers with {{% generation %}}, got {self.name}"
             )
         assert prompt is not None, "it was found"
-        if prompt.strip():
+        if prompt not in prompts:
             prompts.append(prompt)
         parts[0] = (begin, first_end)
         parts[-1] = (parts[-1][0], self._end_of_answer(text, parts[-1][0], last_end, prompts))
@@ -276,7 +280,8 @@ class ChatTemplate:
         answer = text[begin:end].rstrip()
         end = begin + len(answer)
         following = text[end:].lstrip()
-        if not self._ends or answer.endswith(self._ends) or following.startswith(tuple(prompts)):
+        headers = tuple(prompt for prompt in prompts if prompt.strip())
+        if not self._ends or answer.endswith(self._ends) or following.startswith(headers):
             return end
         # The longest: `<|user|>` before a token `<`.
         token = max((t for t in self._ends if following.startswith(t)), key=len, default="")
@@ -297,6 +302,22 @@ def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return prepared
 
 
+def _known_prompt(
+    text: str, begin: int, end: int, message: Mapping[str, Any], prompts: Sequence[str]
+) -> str | None:
+    """Returns the prompt of an earlier answer that this answer's text follows directly.
+
+    It saves the renderings that ask for the prompt, whose number would be that of the answers.
+    """
+    content = message.get("content")
+    opening = content.strip()[:_NUM_OPENING] if isinstance(content, str) else ""
+    for prompt in prompts if opening else ():
+        after = _after_prompt(text, begin, end, prompt)
+        if after is not None and text[after:end].lstrip().startswith(opening):
+            return prompt
+    return None
+
+
 def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
     """Where an answer begins in what was written for its message; None if that cannot be told."""
     # Without a prompt, or where the turn before ends with it.
@@ -308,7 +329,9 @@ def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
     common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
     parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
     kept = max((one for one in parts if one <= common), default=0)
-    return begin + kept if kept else None
+    # A header that goes on in another way, as with a name after the role, has no known end.
+    is_open = prompt[kept : kept + 1].isspace() and prompt[kept - 1] not in ">]"
+    return begin + kept if kept and not (is_open and kept < len(prompt)) else None
 
 
 def _num_common(first: str, second: str) -> int:
