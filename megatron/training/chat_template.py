@@ -47,6 +47,7 @@ _MAX_BYTES = 1 << 22
 # transformers copies what was thought to all names that templates read, from the first one given.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # A prompt may be followed by a part of it only: whole tags, words and blanks.
+_OPEN_WORD = re.compile(r"[^\s>\]]\s")
 _NUM_OPENING = 32  # characters of a content that identify its beginning
 _PROMPT_PARTS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s|[^<\[\s]+|.")
 
@@ -329,9 +330,10 @@ def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
     common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
     parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
     kept = max((one for one in parts if one <= common), default=0)
-    # A header that goes on in another way, as with a name after the role, has no known end.
-    is_open = prompt[kept : kept + 1].isspace() and prompt[kept - 1] not in ">]"
-    return begin + kept if kept and not (is_open and kept < len(prompt)) else None
+    # A word that goes on where the prompt has a blank, as with a name after the role, leaves open
+    # where the header ends.
+    is_open = kept > 0 and _OPEN_WORD.match(prompt, kept - 1) is not None
+    return begin + kept if kept and not is_open else None
 
 
 def _num_common(first: str, second: str) -> int:
