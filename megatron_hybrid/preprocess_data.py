@@ -100,9 +100,10 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py")
     """
     parser = _parser(program)
     arguments = parser.parse_args(argv)
-    with one_line_errors(parser.prog):
+    with one_line_errors(f"{parser.prog}: error"):
         preprocess(arguments, find_files(arguments.input, arguments.suffix))
-    return 0
+        return 0
+    return 1
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:

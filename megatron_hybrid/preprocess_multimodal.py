@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     parser = _parser(program)
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
-    with one_line_errors(parser.prog):
+    with one_line_errors(f"{parser.prog}: error"):
         files = find_files(arguments.input)
         summary = preprocess(
             files,
@@ -151,13 +151,14 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
             num_workers=arguments.workers,
         )
 
-    summary.skipped.tell()
-    print(
-        f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} images, "
-        f"{summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
-        f"{time.monotonic() - begun:.1f} s"
-    )
-    return 0
+        summary.skipped.tell()
+        print(
+            f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} "
+            f"images, {summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
+            f"{time.monotonic() - begun:.1f} s"
+        )
+        return 0
+    return 1
 
 
 def _processing(arguments: argparse.Namespace) -> ImageProcessing:
