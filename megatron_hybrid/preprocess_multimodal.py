@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
 from megatron.core.help_format import ProgramParser
+from megatron.core.log import counted
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
@@ -123,8 +124,8 @@ def preprocess(
                 writer.add(sample)
         if writer.num_samples == 0:
             raise ConfigError(
-                f"--input: expected at least one sample, got none and {len(skipped.reasons)} bad "
-                "line(s)."
+                "--input: expected at least one sample, got none and "
+                f"{counted(len(skipped.reasons), 'bad line')}."
             )
         skipped.check(writer.num_samples)
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)

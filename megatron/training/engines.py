@@ -28,6 +28,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -195,10 +196,10 @@ class ModuleEngine:
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
-            "%d parameters, %s on %d rank(s), %s, %s",
+            "%d parameters, %s on %s, %s, %s",
             num_parameters,
             config.parallel.engine,
-            self.mesh.size(),
+            counted(self.mesh.size(), "rank"),
             "fp32"
             if dtype == "fp32"
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.log import counted
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, StateBytes
 from megatron.core.options import ConfigError
 from megatron_hybrid.plan.planned_run import PlannedRun, RunMemory
@@ -256,8 +257,9 @@ def _refusal(run: PlannedRun, limits: Limits, fits: float | None) -> str:
             if row.host or (is_shared and row.device)
         ]
         text = (
-            f"Expected host memory for {' + '.join(terms)}, times {run.world_size} rank(s) = "
-            f"{shown_size(needs.host)} {where}, got {shown_size(limits.host)}."
+            f"Expected host memory for {' + '.join(terms)}, times "
+            f"{counted(run.world_size, 'rank')} = {shown_size(needs.host)} {where}, got "
+            f"{shown_size(limits.host)}."
         )
     return f"{text} {_advice(run, fits)}"
 

@@ -121,7 +121,7 @@ def test_bad_lines_are_left_out_and_counted_where_that_is_wanted(
     assert f"{len(BROKEN)} skipped" in told.out
     assert told.err.count("skipped: ") == len(BROKEN)
     assert preprocess(folder, ["{"], "--skip-bad-samples", name="none") == 1
-    assert "at least one conversation, got none and 1 bad line(s)" in capsys.readouterr().err
+    assert "at least one conversation, got none and 1 bad line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "places": (
         json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),
-        "expected a place <image> for each of 1 image(s)",
+        "expected a place <image> for each image (1)",
     ),
     "spelt out": (line("0.png", "<|image_pad|>"), "expected <|image_pad|> once for each of 1"),
 }
@@ -123,7 +123,7 @@ def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
     assert f"skipped: {len(BROKEN) + 5 - 10} more" in told.err
     assert f"skipped: {folder / 'in.jsonl'}, line 2: expected a JSON object" in told.err
     assert preprocess(folder, ["{"], "--skip-bad-samples", name="none") == 1
-    assert "at least one sample, got none and 1 bad line(s)" in capsys.readouterr().err
+    assert "at least one sample, got none and 1 bad line" in capsys.readouterr().err
 
 
 def test_pictures_are_read_from_paths_and_uris(folder: Path) -> None:
