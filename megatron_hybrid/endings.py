@@ -40,8 +40,8 @@ def one_line_errors(
     label: str,
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, BrokenProcessPool),
 ) -> Iterator[None]:
-    """Prints an error of the block in one line on stderr and suppresses it: the program goes on
-    behind the block, and returns its exit code for errors there.
+    """Prints an error of the block in one line on stderr and suppresses it. After the block the
+    program returns its exit code for errors.
 
     Args:
         label: start of the line: the program.

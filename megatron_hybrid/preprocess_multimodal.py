@@ -232,7 +232,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
+        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
+        "a tenth of bad lines is an error",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser

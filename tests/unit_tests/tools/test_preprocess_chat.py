@@ -161,6 +161,28 @@ def test_bytes_that_are_no_utf_8_are_a_bad_line_and_not_learned(
     assert len(AnswerFiles(folder / "out_chat_document")) == 19
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_conversations_of_a_damaged_file_are_learned_up_to_its_damage(
+    folder: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    whole = "\n".join(map(talk, range(40))).encode()
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(whole)[:-8])  # all but the checksum
+    given = ["--input", folder / "cut.jsonl.gz", folder / "in.jsonl", "--workers", workers]
+    assert preprocess(folder, [talk(40)], *given) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "cut.jsonl.gz" in told
+    assert not contents(folder)
+
+    assert preprocess(folder, [talk(40)], *given, "--skip-bad-samples") == 0
+    assert "cut.jsonl.gz" in capsys.readouterr().err
+    # The last line has no end: more might have followed.
+    assert len(AnswerFiles(folder / "out_chat_document")) == 40
+    found = contents(folder)
+    assert preprocess(folder, [*map(talk, range(39)), talk(40)]) == 0
+    assert contents(folder) == found
+
+
 def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
     maker = preprocess_chat.ChatMaker(str(folder))
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
