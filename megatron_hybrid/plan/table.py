@@ -55,7 +55,10 @@ def _memory(answer: Answer) -> list[str]:
     if limits.device is not None or limits.host is not None:
         ranks = answer.run.world_size
         on_host = "" if limits.host is None else shown_size(limits.host / ranks)
-        rows.append(("of", "" if limits.device is None else shown_size(limits.device), on_host))
+        on_device = ""
+        if limits.device is not None:
+            on_device = shown_size(limits.device + limits.device_reserve)
+        rows.append(("of", on_device, on_host))
     return [*_aligned(rows)]
 
 
