@@ -134,6 +134,7 @@ class ModuleEngine:
         self._activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
+        self._num_masked_steps = 0
 
     @property
     def state(self) -> RunState:
@@ -257,6 +258,8 @@ class ModuleEngine:
         state.step_info.consumed_samples += result.num_samples
         state.step_info.skipped_iterations += result.is_skipped
         state.step_info.nan_iterations += not result.is_finite
+        if result.is_masked:
+            self._warn_of_masked_step()
         return replace(result, learning_rate=learning_rate)
 
     def _check_schedule(self) -> None:
@@ -282,6 +285,21 @@ class ModuleEngine:
                 iteration + 1,
                 self.config.train_iters,
                 schedule.least,
+            )
+
+    def _warn_of_masked_step(self) -> None:
+        """Warns of the first, second, fourth, eighth, ... step whose tokens are all masked. As in
+        Megatron-LM it is a step all the same.
+        """
+        self._num_masked_steps += 1
+        is_power_of_two = self._num_masked_steps & (self._num_masked_steps - 1) == 0
+        if is_power_of_two and self.mesh.get_rank() == 0:
+            logger.warning(
+                "all tokens of the global batch of iteration %d are masked (%s since the start). "
+                "Its loss is meaningless, and only weight decay and momentum change the weights. "
+                "Remove samples whose tokens are all masked, or raise --global-batch-size",
+                self.state.step_info.iteration,
+                counted(self._num_masked_steps, "such iteration"),
             )
 
     def eval_batch(
