@@ -92,7 +92,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),
         "expected a place <image> for each image (1)",
     ),
-    "spelt out": (line("0.png", "<|image_pad|>"), "expected <|image_pad|> once for each of 1"),
+    "spelt out": (line("0.png", "<|image_pad|>"), "expected <|image_pad|> once for each image (1)"),
 }
 
 
