@@ -101,8 +101,7 @@ def parse_picture_conversation(record: object) -> Conversation:
         placed.append(message)
     if unused := list(left):
         raise ConversationError(
-            f"expected a place {_PLACE} for each of {len(beside)} image(s), got none for "
-            f"{len(unused)}"
+            f"expected a place {_PLACE} for each image ({len(beside)}), got none for {len(unused)}"
         )
     return Conversation(tuple(placed), tools, tuple(pictures))
 

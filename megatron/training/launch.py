@@ -264,8 +264,10 @@ def _welcome_all(records: _StartRecords, name: str, world_size: int, deadline: f
         ]
         if answers.count(name) == len(answers):
             return
-        missing = ", ".join(str(rank) for rank, answer in enumerate(answers, 1) if answer != name)
-        _pause(deadline, f"all {world_size} ranks, got none of rank(s) {missing}", records)
+        missing = ", ".join(
+            f"rank {rank}" for rank, answer in enumerate(answers, 1) if answer != name
+        )
+        _pause(deadline, f"all {world_size} ranks, got none of {missing}", records)
 
 
 def _wait_for(store: Store, keys: list[str], deadline: float) -> None:

@@ -106,7 +106,7 @@ def user(content: object) -> dict[str, Any]:
         (user([{"type": "image", "image": 3}]), "turn 1: expected a path, got 3"),
         (user([{"type": "image_url", "image_url": {"url": 3}}]), "turn 1: expected a path, got 3"),
         (user("a <image>"), "turn 1: expected an image for each <image>, got fewer"),
-        ({**user("a <image>"), "images": ["a", "b"]}, r"for each of 2 image\(s\), got none for 1"),
+        ({**user("a <image>"), "images": ["a", "b"]}, r"for each image \(2\), got none for 1"),
         ({**user("a"), "images": [1]}, "images as paths"),
     ],
 )
