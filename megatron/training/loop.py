@@ -147,7 +147,8 @@ class Loop:
 
     def evaluate(self, dataset: SampleDataset, split: str) -> float | None:
         """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones,
-        and reports the loss. Warns and returns None if all of their tokens are masked.
+        and reports the loss. If all of their tokens are masked, warns and returns None, or raises
+        AllMaskedError if the run only evaluates.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
         num_microbatches = num_iters * self.config.num_microbatches(self.engine.mesh.size())
@@ -165,7 +166,9 @@ class Loop:
                 batches(), self.forward_step, num_microbatches=num_microbatches
             )
         except AllMaskedError as error:
-            # Not raised: training continues, and its weights are saved.
+            if self.config.training.skip_train:
+                raise
+            # Training continues, and its weights are saved.
             if self.engine.mesh.get_rank() == 0:
                 logger.warning(
                     "the %s loss at iteration %d is undefined. %s", split, iteration, error

@@ -112,6 +112,11 @@ def test_a_run_goes_on_without_the_loss_of_validation_data_of_which_nothing_is_l
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 3
 
+    evaluating = Run("--skip-train")
+    monkeypatch.setattr(evaluating.engine, "eval_batch", learns_nothing)
+    with pytest.raises(AllMaskedError):
+        evaluating.loop.evaluate(DATA, "test")
+
 
 def test_a_failed_save_shows_in_the_next_votes_and_ends_the_run_if_that_is_asked_for():
     run = Run("--exit-on-save-failure")
