@@ -197,7 +197,11 @@ def test_a_damaged_file_of_a_folder_is_skipped_from_its_damage_on(
     assert "a.jsonl, line 1: " in nonsense
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", gzip.compress(b"words " * 999)[:-9]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nonsense", gzip.compress(b"words " * 999)[:-9]],
+    ids=["empty", "nonsense", "truncated"],
+)
 def test_a_damaged_text_is_left_out_as_a_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
