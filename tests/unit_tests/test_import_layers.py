@@ -256,7 +256,6 @@ LAYERS: list[list[str]] = [
     [
         "megatron.training.health.phases",
         "megatron.training.health.jsonl",
-        "megatron.training.health.job_secret",
         "megatron.training.health.events",
         "megatron.training.health.earlier_starts",
         "megatron.training.health.exits",

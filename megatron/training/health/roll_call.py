@@ -12,9 +12,8 @@ The keys, in the store of the process group, under the prefix `watchdog`:
     N/verdict     the cause, by the first rank to have all answers, or to run out of patience
     N/done        how many ranks have read the verdict
 
-Every wait is bounded, and all but the counters are signed records (`rank_store.py`). A store that
-is lost leaves each rank with what it can see by itself. A forged counter can only have the roll
-called, which costs seconds.
+Every wait is bounded, and every record is checked before use (`rank_store.py`). Without the store
+each rank decides by what it can see by itself.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron.training.health.cause import Absent, Record, Silence, Verdict, find_cause
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.member import Member
-from megatron.training.health.rank_store import SignedStore, StoreLostError
+from megatron.training.health.rank_store import RankStore, StoreLostError
 from megatron.training.launch import Launch
 
 logger = logging.getLogger(__name__)
@@ -93,15 +91,13 @@ class RollCall:
     Args:
         store: of the process group; None, or a world of one rank: there are no others.
         launch: where this process stands among them.
-        signer: of this start's records.
-        warn: is told, once, of a record that is ignored.
+        warn: called once, for the first record that is ignored.
     """
 
     def __init__(
         self,
         store: Store | None,
         launch: Launch,
-        signer: Signer | None = None,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
         self._rank = launch.rank
@@ -113,7 +109,7 @@ class RollCall:
             # A request of the main thread may block its own connection for minutes.
             own_connection = store.clone()  # type: ignore[attr-defined]
             prefixed = PrefixStore("watchdog", own_connection)
-            self._store = SignedStore(prefixed, signer or Signer(), launch.rank, warn)
+            self._store = RankStore(prefixed, warn)
 
         self._own = Member.of_this_process()
         self._members: dict[int, Member] = {}
@@ -141,7 +137,7 @@ class RollCall:
         members = self._shared.read_all(keys, Member.from_json)
         if members is not None:
             self._members = members
-            # A record that cannot be trusted is looked at again in a roll call.
+            # A record that was ignored is read again in a roll call.
             self.knows_all = True
 
     def leave(self, last_words: Record | None = None) -> None:
@@ -208,7 +204,7 @@ class RollCall:
                 self._num_done = self._shared.add(f"{self.number}/done", 0)
 
     @property
-    def _shared(self) -> SignedStore:
+    def _shared(self) -> RankStore:
         if self._store is None:
             raise StoreLostError("Expected a store, got a world of one rank.")
         return self._store
@@ -245,7 +241,7 @@ class RollCall:
 
     def _answer(self, prefix: str) -> _Answer | None:
         """The agreed outcome of this roll call, once there is one."""
-        return self._shared.read(f"{prefix}verdict", None, _Answer.from_json)
+        return self._shared.read(f"{prefix}verdict", _Answer.from_json)
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
         """Whether it is known what a rank has to say, or that it is dead."""
@@ -282,13 +278,13 @@ class RollCall:
         def parse(content: dict[str, Any]) -> _Words:
             return _Words.from_json(content, rank)
 
-        left = self._shared.read(f"left/{rank}", rank, parse)
-        return left or self._shared.read(f"{prefix}record/{rank}", rank, parse)
+        left = self._shared.read(f"left/{rank}", parse)
+        return left or self._shared.read(f"{prefix}record/{rank}", parse)
 
     def _silence(self, prefix: str, rank: int) -> Silence | None:
         """Why a rank does not answer, as one on its machine has found out."""
         key = f"{prefix}silent/{rank}"
-        return self._shared.read(key, None, lambda content: Silence[content["silence"]])
+        return self._shared.read(key, lambda content: Silence[content["silence"]])
 
     def _unheard(self, rank: int, silence: Silence = Silence.SILENT) -> Absent:
         member = self._members.get(rank)
@@ -313,7 +309,7 @@ class RollCall:
     def _learn_who_is_there(self) -> None:
         """Reads those that have joined, if not all are known yet."""
         for rank in set(range(self._world_size)) - self._members.keys():
-            member = self._shared.read(f"member/{rank}", rank, Member.from_json)
+            member = self._shared.read(f"member/{rank}", Member.from_json)
             if member is not None:
                 self._members[rank] = member
 

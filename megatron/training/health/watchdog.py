@@ -56,7 +56,6 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.health.interrupts import OnInterrupt, Press, Presses
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.progress import Progress
 from megatron.training.health.rank_store import StoreLostError
@@ -94,7 +93,6 @@ class Watchdog:
     Args:
         launch: where this process stands among the ranks.
         store: of the process group. A connection of its own is made to it. None for a world of one.
-        signer: signs what the ranks tell each other through it; default: without a secret.
         events: the run's event log.
         hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
         grace_seconds: from SIGTERM, SIGUSR1 or SIGINT, if the main thread handles them, to the end
@@ -115,7 +113,6 @@ class Watchdog:
         store: Store | None,
         events: EventLog,
         hang_timeout_seconds: float | None,
-        signer: Signer | None = None,
         grace_seconds: float | None = None,
         on_interrupt: OnInterrupt | None = None,
         long_timeout_seconds: float = 600.0,
@@ -134,7 +131,7 @@ class Watchdog:
         self._find_failure = failed_collective
         self._reports = Reports(events)
         self._heartbeat = Heartbeat(events, self._describe)
-        self._roll_call = RollCall(store, launch, signer or Signer(), self._reports.warn)
+        self._roll_call = RollCall(store, launch, self._reports.warn)
         self._progress = Progress(hang_timeout_seconds, long_timeout_seconds, tick_seconds)
         self._main = threading.get_ident()
         self._parent = os.getppid()
