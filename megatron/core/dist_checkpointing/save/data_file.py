@@ -1,4 +1,5 @@
-"""One rank's data file on its way to disk, through a few buffers that serve every save.
+"""What one rank writes in a save, on its way to disk through a few buffers that serve every save:
+its data file, and its rows of exported files.
 
     the thread that saves   copies a block into the current buffer, and hashes it while it is cached
     a lane, for the disk    opens the file and writes the full buffers, in order
@@ -23,6 +24,10 @@ link. The first save that stages also pays for pinning, a slab at a time; later 
 as it was left.
 
 States in host memory are not staged: a copy would take as much of that memory as they do.
+
+[Note: rows] Rows of exported files use the same buffers and the same lane, in the dtypes of those
+files. A buffer gathers the rows of many chunks, whatever their files. Rows of a page or more have
+the same alignment in the buffer as in the file, so that direct I/O can write them.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,11 +45,12 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
-from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
+from megatron.core.shared_file import MEMORY_ALIGNMENT, SharedFile, address_of
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import DISK
 
@@ -56,6 +63,7 @@ BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one writ
 SLAB_BUFFERS = 32
 _IN_PLACE_BYTES = 1 << 16  # of a tensor; the system takes longer over many small spans than a copy
 _GATHERED_BYTES = 4 * BUFFER_BYTES  # for one call; between two of them a fast disk waits
+_VALUE_ALIGNMENT = 16  # bytes; no value of an exported file is larger
 
 
 class BufferPool:
@@ -164,32 +172,52 @@ class BufferPool:
         ]
 
 
-class DataFileWriter:
-    """Writes one data file from its beginning to its end.
+class _Segment(NamedTuple):
+    """Bytes of a buffer that go to one place of an exported file."""
 
-    An error of the disk is raised once, by the first call after it has happened. The file is
+    file: str
+    offset: int  # in the file
+    begin: int  # in the buffer
+    end: int
+
+
+def _export_nothing(file: str) -> SharedFile:
+    raise RuntimeError(f"Expected no exported file, got {file}.")
+
+
+class DataFileWriter:
+    """Writes a data file from its beginning to its end, and rows of exported files.
+
+    An error of the disk is raised once, by the first call after it has happened. The data file is
     deleted then, and the buffers are free for the next save. Used by one thread at a time, which is
     not the lane's.
 
     Attributes:
-        position: bytes so far.
-        d2h: as of the pool.
+        position: bytes of the data file so far.
         is_staging: whether to add buffers, if the pool has room, rather than wait for the disk; may
             be set at any time.
     """
 
     def __init__(
         self,
-        sink: DataSink,
+        open_sink: Callable[[], DataSink],
         pool: BufferPool,
         disk: Lane,
         timeline: AnyTimeline = NO_TIMELINE,
+        *,
+        open_exported: Callable[[str], SharedFile] = _export_nothing,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes over the sink, and the pool until the file has ended.
+        """Takes over the pool until the file has ended.
 
         Args:
+            open_sink: makes the data file. Called on the lane before the first write, because
+                making a file may be slow, and the optimizer waits for the thread that saves.
             disk: a host lane. It outlives every error of the disk.
             timeline: is shown what the disk does.
+            open_exported: opens an exported file. Called on the lane before the first write to it.
+            check: called before each write. If it raises, the file ends, so that a save that is
+                given up need not write everything that is queued.
 
         Raises:
             RuntimeError: if another file has the pool.
@@ -201,15 +229,21 @@ class DataFileWriter:
         self._begin = self._fill = 0  # what is in it and not among the spans
         self._spans: list[memoryview] = []  # what comes next in the file
         self._has_in_place = False  # since `read_in_place` was last asked
-        self.d2h = pool.d2h
+        self._row_buffer: memoryview | None = None  # see [Note: rows]
+        self._segments: list[_Segment] = []  # of it
         self._pool = pool
-        self._sink = sink
+        self._open_sink = open_sink
+        self._open_exported = open_exported
+        self._check_before_write = check
         self._disk = disk
         self._timeline = timeline
         self._is_open = True
         self._is_given_up = False
         self._error: BaseException | None = None  # the disk's first
         self._queued: deque[Event] = deque()  # writes, the oldest first; some may be done
+        # On the lane:
+        self._sink: DataSink | None = None
+        self._exported: dict[str, SharedFile] = {}
 
     def write(self, content: bytes | memoryview) -> None:
         """Appends a copy of bytes, such as a blob's header."""
@@ -256,7 +290,26 @@ class DataFileWriter:
         if in_place is not None and address_of(in_place) % MEMORY_ALIGNMENT == 0:
             return self._write_in_place(in_place)
 
-        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self.d2h)
+        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self._pool.d2h)
+
+    def write_rows(
+        self, rows: ExportedRows, tensor: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> tuple[str, ...]:
+        """Writes rows of an exported file. When this returns, the tensor has been read.
+
+        Args:
+            tensor: their values, of any dtype and strides, on any device.
+            scale: as for `write_tensor`.
+
+        Returns:
+            The digest of each block of their bytes in the file.
+        """
+        self._check()
+
+        def target_of(begin: int, nbytes: int) -> memoryview:
+            return self._extend_rows(rows.file, rows.offset + begin, nbytes)
+
+        return TensorBytes(tensor, scale, rows.dtype).copy_out(target_of, self._pool.d2h)
 
     def read_in_place(self) -> Event | None:
         """Done when all tensors so far have been read, or never will be; None: they have been."""
@@ -267,50 +320,36 @@ class DataFileWriter:
         self._queue_spans()
         return self._queued[-1]
 
-    def take_buffer(self) -> memoryview:
-        """A buffer for a file that is written beside this one; see `queue`."""
-        self._check()
-        buffer = self._next_buffer()
-        self._check()
-        return buffer
-
-    def queue(
-        self,
-        work: Callable[[], None],
-        buffer: memoryview | None = None,
-        *,
-        name: str = "write",
-        nbytes: int = 0,
-    ) -> None:
-        """Has the disk's lane work on a file, unless something has failed before.
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """Ends all files, which are then durable. Returns the data file's size in bytes.
 
         Args:
-            buffer: free again after that.
-            name, nbytes: of the work, and of what it writes, for a timeline.
+            meanwhile: called while the disk is still writing.
         """
-        carry_out = partial(self._carry_out, work, buffer)
-        timed = self._timeline.timed(DISK, name, carry_out, nbytes)
-        self._queued.append(self._disk.enqueue(timed))
-
-    def finish(self) -> int:
-        """Ends the file, which is then durable. Returns its size in bytes."""
         self._check()
         self.is_staging = False
+        self._queue_rows()
         self._close_span()
         self._queue_spans()
-        self.queue(partial(self._sink.close, self.position), name="close")
+        self._queue(self._close_files, name="close")
+        meanwhile()
         self._wait(self._queued[-1])
         self._check()
         self._end()
         return self.position
 
     def abort(self) -> None:
-        """Gives up the file, if it has not ended, and waits until the disk has let go of it."""
+        """Gives up the files, if they have not ended, and waits until the disk has let go of them.
+        Exported files stay: other ranks write to them too.
+        """
         if self._is_open:
             self._is_given_up = True
             while self._queued:
                 self._wait(self._queued.popleft())
-            self._sink.abort()
+            if self._sink is not None:
+                self._sink.abort()
+            for file in self._exported.values():
+                file.abort()
             self._end()
 
     def _write_in_place(self, content: memoryview) -> tuple[str, ...]:
@@ -350,6 +389,40 @@ class DataFileWriter:
         self.position += length
         return span
 
+    def _extend_rows(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """The bytes of an exported file from `offset` on, to be filled: `nbytes`, or the blocks
+        that fit.
+        """
+        unit = DATA_ALIGNMENT if nbytes >= DATA_ALIGNMENT else _VALUE_ALIGNMENT
+        last = self._segments[-1] if self._segments else None
+        fill = 0 if last is None else last.end
+        buffer, begin = self._row_buffer, fill + (offset - fill) % unit
+        if buffer is None or buffer.nbytes - begin < min(nbytes, BLOCK_BYTES):
+            self._queue_rows()
+            self._row_buffer = buffer = self._next_buffer()
+            self._check()
+            last, begin = None, offset % unit
+            if buffer.nbytes - begin < min(nbytes, BLOCK_BYTES):
+                begin = 0  # a buffer that is no larger than a block
+
+        room = buffer.nbytes - begin
+        end = begin + (nbytes if nbytes <= room else room - room % BLOCK_BYTES)
+        # Joined to the segment before, if it follows that here and in the file.
+        shift = offset - begin
+        if last and (last.file, last.end, last.offset - last.begin) == (file, begin, shift):
+            self._segments[-1] = last._replace(end=end)
+        else:
+            self._segments.append(_Segment(file, offset, begin, end))
+        return buffer[begin:end]
+
+    def _queue_rows(self) -> None:
+        """Hands the rows to the disk."""
+        if self._row_buffer is not None:
+            write = partial(self._write_rows, self._row_buffer, self._segments)
+            nbytes = sum(segment.end - segment.begin for segment in self._segments)
+            self._queue(write, self._row_buffer, nbytes=nbytes)
+        self._row_buffer, self._segments = None, []
+
     def _close_span(self) -> None:
         """Puts what is in the current buffer among the spans."""
         if self._begin < self._fill:
@@ -364,7 +437,7 @@ class DataFileWriter:
         """
         spans, self._spans = self._spans, []
         nbytes = sum(span.nbytes for span in spans)
-        self.queue(lambda: self._sink.write(spans), buffer, nbytes=nbytes)
+        self._queue(partial(self._write_spans, spans), buffer, nbytes=nbytes)
 
     def _queue_buffer(self) -> None:
         """Hands all that there is to the disk, and takes the next buffer."""
@@ -384,7 +457,46 @@ class DataFileWriter:
             self._check()  # a lane that has ended gives nothing back
         return self._free.popleft()
 
+    def _queue(
+        self,
+        work: Callable[[], None],
+        buffer: memoryview | None = None,
+        *,
+        name: str = "write",
+        nbytes: int = 0,
+    ) -> None:
+        """Queues work on the disk's lane, which skips it if something has failed before.
+
+        Args:
+            buffer: free again after that.
+            name, nbytes: for a timeline, the name of the work and the bytes that it writes.
+        """
+        carry_out = partial(self._carry_out, work, buffer)
+        timed = self._timeline.timed(DISK, name, carry_out, nbytes)
+        self._queued.append(self._disk.enqueue(timed))
+
     # On the lane
+
+    def _write_spans(self, spans: list[memoryview]) -> None:
+        self._check_before_write()
+        self._opened().write(spans)
+
+    def _write_rows(self, buffer: memoryview, segments: list[_Segment]) -> None:
+        self._check_before_write()
+        for file, offset, begin, end in segments:
+            if file not in self._exported:
+                self._exported[file] = self._open_exported(file)
+            self._exported[file].write_at(offset, buffer[begin:end])
+
+    def _close_files(self) -> None:
+        for file in self._exported.values():
+            file.close()
+        self._opened().close(self.position)
+
+    def _opened(self) -> DataSink:
+        if self._sink is None:
+            self._sink = self._open_sink()
+        return self._sink
 
     def _carry_out(self, work: Callable[[], None], buffer: memoryview | None) -> None:
         self._attempt(work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,36 +54,6 @@ class LocalSink:
         self._file.abort()
         with contextlib.suppress(OSError):
             self._path.unlink()
-
-
-class LateSink:
-    """A file that the writing thread makes once there is something to write.
-
-    On a slow disk, even making a file may take long. The thread that saves must not wait for that,
-    since the optimizer waits for it. `check` is called before each write. Its error ends the file,
-    so that a save that is given up need not write all that is queued.
-    """
-
-    def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
-        self._open_sink = open_sink
-        self._check = check
-        self._sink: DataSink | None = None
-
-    def write(self, spans: Sequence[memoryview]) -> None:
-        self._check()
-        self._opened().write(spans)
-
-    def close(self, nbytes: int) -> None:
-        self._opened().close(nbytes)
-
-    def abort(self) -> None:
-        if self._sink is not None:
-            self._sink.abort()
-
-    def _opened(self) -> DataSink:
-        if self._sink is None:
-            self._sink = self._open_sink()
-        return self._sink
 
 
 class RemoteSink:
