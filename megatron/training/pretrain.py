@@ -53,7 +53,7 @@ from megatron.training.lane_profile import (
     iterations_of,
 )
 from megatron.training.launch import Launch, process_group
-from megatron.training.log_lines import Memory
+from megatron.training.log_lines import PeakMemory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
@@ -392,7 +392,7 @@ class _Run:
             start_iteration=step_info.iteration,
             shows_progress=is_first,
             state=state,
-            memory=lambda: Memory(
+            memory=lambda: PeakMemory(
                 self._device.peak_memory_bytes() if self._device.is_accelerator else None,
                 peak_host_memory_bytes(),
             ),

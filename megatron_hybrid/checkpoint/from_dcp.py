@@ -15,8 +15,8 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
-from megatron.core.dist_checkpointing.plan.chunks import Replicated
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.layout.holdings import Replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.state_loading import STEP

@@ -414,18 +414,18 @@ class Watchdog:
 
     def _on_ctrl_c(self) -> None:
         """Unlike the other signals this is never the news that a rank is dead: no roll call."""
-        when, plan, press = self._identity().when, self._on_interrupt, self._presses.add()
+        when, on_interrupt, press = self._identity().when, self._on_interrupt, self._presses.add()
         # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
         speaks, is_saved = self._launch.local_rank == 0, self._is_saved()
         if self._signals.is_own(signal.SIGINT):
             has_trained = self._progress.mark.num_steps > 0
             if speaks:
-                self._reports.warn(plan.unhandled(when, has_trained, is_saved))
+                self._reports.warn(on_interrupt.unhandled(when, has_trained, is_saved))
             self._end_by(signal.SIGINT)
-        elif plan.is_handled and press is Press.SECOND:
+        elif on_interrupt.is_handled and press is Press.SECOND:
             self._end_unfinished(signal.SIGINT, "a second SIGINT ends the run")
-        elif plan.is_handled and press is Press.FIRST and speaks:
-            self._reports.warn(plan.first(when, is_saved))
+        elif on_interrupt.is_handled and press is Press.FIRST and speaks:
+            self._reports.warn(on_interrupt.first(when, is_saved))
 
     def _is_saved(self) -> bool:
         return self._status.get("saved_iteration") == self._progress.mark.iteration

@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import Chunk
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.export import ExportedRows
@@ -235,7 +235,7 @@ class RankWriter:
         return file.read_in_place() or ThreadEvent.done()
 
     def _open(self) -> tuple[DataFileWriter, Index]:
-        # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.
+        # On the lane: the index of many tensors takes long to build, and training waits for `save`.
         if self._file is None or self._index is None:
             self._draft.check()
             self._index = self._contents.index(self._draft.save_id, self._rank)
@@ -271,7 +271,13 @@ class RankWriter:
         self._draft.store.make_folder(self._draft.name)
 
     def _write_chunk(
-        self, file: DataFileWriter, index: Index, entry: Entry, chunk: Chunk, *, is_awaited: bool
+        self,
+        file: DataFileWriter,
+        index: Index,
+        entry: Entry,
+        chunk: SavedChunk,
+        *,
+        is_awaited: bool,
     ) -> None:
         """Writes a blob, unless the tensor is held by exported files; and the exported rows.
 
@@ -312,8 +318,8 @@ class RankWriter:
         file.finish(meanwhile)
         chunks = index.chunks_by_rank.get(self._rank, [])
         digests = tuple(self._digests[_place(chunk)] for _, chunk in chunks)
-        plan = index.plan_of(self._rank)
-        self._hand_over(Manifest(self._draft.save_id, self._rank, plan, digests).to_bytes())
+        layout = index.layout_of(self._rank)
+        self._hand_over(Manifest(self._draft.save_id, self._rank, layout, digests).to_bytes())
 
     def _hand_over(self, content: bytes) -> None:
         """Makes the manifest visible. See [Note: last step]."""
@@ -351,5 +357,5 @@ def _part_of(entry: Entry, box: Box, tensor: torch.Tensor) -> torch.Tensor:
     return part[box.within(entry.offsets).slices()] if box.sizes else part
 
 
-def _place(chunk: Chunk) -> tuple[str, int]:
+def _place(chunk: SavedChunk) -> tuple[str, int]:
     return chunk.file, chunk.offset

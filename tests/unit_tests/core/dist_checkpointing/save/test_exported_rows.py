@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     digests_of,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.store import LocalStore
