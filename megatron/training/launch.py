@@ -9,14 +9,14 @@ connect. Nothing in the environment tells the starts apart: an agent counts only
 failures, so the counts of two machines differ. So the ranks first agree on a name for their start,
 and all keys of the group get that prefix:
 
-    each rank    hello/R = a number of its own, never used before
-    rank 0       welcome = {"name": its own number, "to": everybody's numbers},
+    each rank    hello/R = a new random number
+    rank 0       welcome = {"name": rank 0's number, "to": the numbers of all ranks},
                  again whenever a hello has changed
-    each rank    once "to" holds its number: ready/R = the name, and continues
+    each rank    once "to" has its number: ready/R = the name, and continues
     rank 0       continues once every ready/R is the name
 
-Records of an earlier start hold other numbers, so they cannot be mistaken for answers. A record of
-another form counts as missing.
+Records of an earlier start have other numbers, so they cannot be taken for responses. A malformed
+record counts as missing.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def _restart_count() -> int:
 def process_group(
     launch: Launch, device: Device, timeout_minutes: float, *, watched_seconds: float | None = None
 ) -> Iterator[None]:
-    """The default process group over all ranks, while the context is open.
+    """Initializes the default process group, and destroys it when the context exits.
 
-    A group that already exists (a test's, or that of a program that embeds this one) is used and
-    left standing. So is the group after an exception: destroying it while other ranks are inside a
-    collective can block, and the launcher ends them all anyway.
+    An existing group (of a test, or of a program that embeds this one) is used and not destroyed.
+    Neither is the group after an exception: destroying it while other ranks are inside a collective
+    can block, and the launcher ends all ranks anyway.
 
     Args:
         timeout_minutes: for ranks to find each other, and for collectives.
-        watched_seconds: the longest time without progress that the watchdog allows a rank; None: no
-            watchdog will run. With one, failed collectives are left to it, not to the backend.
+        watched_seconds: the longest time without progress that the watchdog allows; None if there
+            is no watchdog. With one, the backend does not handle failed collectives.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
@@ -146,7 +146,7 @@ def process_group(
 
 
 def _store_of_this_start(launch: Launch, timeout: timedelta) -> Store:
-    """The launcher's store, under a prefix that no earlier start of this job used."""
+    """Returns the launcher's store with a prefix that no earlier start of this job used."""
     store, rank, world_size = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
     )
@@ -155,11 +155,11 @@ def _store_of_this_start(launch: Launch, timeout: timedelta) -> Store:
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Returns a name for this start of the job, the same on all ranks and never used before.
-    [Note: one store, many starts]
+    """Returns a new name for this start of the job, the same on all ranks. [Note: one store, many
+    starts]
 
     Raises:
-        RuntimeError: not all ranks have come within `timeout`.
+        RuntimeError: if not all ranks have joined within `timeout`.
     """
     own_number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
@@ -180,7 +180,7 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 
 def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> None:
-    """Rank 0's part: returns once all ranks of this start know its name."""
+    """Rank 0's part: returns once all ranks of this start have its name."""
     hello_keys = [f"start/hello/{rank}" for rank in range(world_size)]
     welcomed: list[str | None] = []
     _wait_for(store, hello_keys, deadline)
@@ -202,12 +202,12 @@ def _put(store: Store, key: str, content: dict[str, object]) -> None:
 
 
 def _get(store: Store, key: str) -> dict[str, object]:
-    """Returns the record under a key; an empty one if there is none, or something else."""
+    """Returns the record under a key; an empty one if it is missing or malformed."""
     return parse_object(store.get(key)) or {} if store.check([key]) else {}
 
 
 def _text(store: Store, key: str, field: str) -> str | None:
-    """Returns a field of the record under a key, if it is a string."""
+    """Returns a field of the record under a key; None unless it is a string."""
     value = _get(store, key).get(field)
     return value if isinstance(value, str) else None
 

@@ -16,7 +16,8 @@ MOST_WORDS = 30
 def vocabulary(text: str) -> dict[str, list[str]]:
     """The classes of each word."""
     section = text.partition("\n## Vocabulary\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([a-z ]+) \| [^|]+ \| (`[^|]+`) \|$", section, re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z ]+) \| [^|]+ \|([^|]*)\|$", section, re.MULTILINE)
+    rows = [(word, classes) for word, classes in rows if word != "word"]
     return {word: re.findall(r"`(\w+)`", classes) for word, classes in rows}
 
 
@@ -34,9 +35,9 @@ WORDS = vocabulary((ROOT / "docs" / "architecture.md").read_text())
 FILES = files_by_class(ROOT / "megatron")
 
 
-def test_the_vocabulary_is_small_and_every_row_is_read():
+def test_the_vocabulary_is_small_and_its_rows_are_read():
     assert 20 < len(WORDS) <= MOST_WORDS
-    assert all(WORDS.values())
+    assert WORDS["chunk"] == ["Chunk", "SavedChunk"]
 
 
 @pytest.mark.parametrize("word", WORDS)

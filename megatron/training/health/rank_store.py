@@ -1,8 +1,8 @@
-"""Messages among the ranks of one start, through the store of their process group.
+"""Messages between the ranks of one start, through the store of their process group.
 
-Every request is bounded in time. The store may be open to a network (docs/security.md), so a record
-that is too long, is not a JSON object or has fields of other types counts as missing; the first one
-is a warning.
+Every request has a timeout. The store may be open to a network (docs/security.md), so a record that
+is too long, is not a JSON object or has fields of other types counts as missing; the first one is
+logged as a warning.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron.core.log import printable
 from megatron.training.health.jsonl import parse_object
 
 _T = TypeVar("_T")
-# The end of the thread that serves is None.
+# None ends the thread.
 _Requests: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None]"
 
 _STORE_SECONDS = 3.0  # for one request
 
 
 class StoreLostError(RuntimeError):
-    """The store has failed, or owes an answer for too long."""
+    """The store has failed or timed out."""
 
 
 class RankStore:
     """Records and counters that the ranks of one start share.
 
-    A request that blocks for ever blocks a dedicated thread, which unlike an executor's does not
-    keep the interpreter from exiting. While an answer is overdue, no further request is sent. If it
-    arrives after all, the store is usable again: PyTorch's store looks up the name of whoever
-    connects, and may wait seconds for a name server, during which it serves nobody.
+    Requests run in a daemon thread, because one may block forever, and the thread of an executor
+    would then keep the interpreter from exiting. After a timeout, no further request is sent until
+    the pending one has finished. Then the store is usable again: PyTorch's store looks up the host
+    name of each client, and serves no other client while a name server is slow.
 
     Args:
         store: the process group's store.
@@ -55,7 +55,7 @@ class RankStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has failed, or an answer is overdue."""
+        """Whether a request has failed, or is still pending after its timeout."""
         if (overdue := self._overdue) is not None and overdue.done():
             self._has_failed = self._has_failed or overdue.exception() is not None
             self._overdue = None
@@ -65,7 +65,8 @@ class RankStore:
         """Returns `work(store)`.
 
         Raises:
-            StoreLostError: it fails, and ever after; it takes too long, and until it has ended.
+            StoreLostError: if it fails, as every later call then does, or if it times out, as every
+                call then does until it has finished.
         """
         if self.is_lost:
             raise StoreLostError("Expected a store that answers, got one that was lost before.")
@@ -95,7 +96,7 @@ class RankStore:
         text = json.dumps(content, allow_nan=False)
         present = self._raw(key) or b""
         if self._parsed(key, present, parse) is None:
-            # Another rank may be faster: what it stores stays.
+            # Keeps the record of another rank that was faster.
             self.call(lambda store: store.compare_set(key, present, text))  # type: ignore[arg-type]
 
     def read(self, key: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
@@ -124,7 +125,7 @@ class RankStore:
         return {rank: record for rank, record in records.items() if record is not None}
 
     def close(self) -> None:
-        """Ends the thread after the requests that are in flight."""
+        """Ends the thread after the pending requests."""
         self._requests.put(None)
 
     def _raw(self, key: str) -> bytes | None:
@@ -141,7 +142,7 @@ class RankStore:
                 raise ValueError("it is too long, nested too deeply, or not a JSON object")
             return parse(content)
         except (ValueError, KeyError, TypeError) as error:
-            # Once: whoever writes one may write many.
+            # Once, since there may be many such records.
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(f"{key} in the launcher's store is ignored: {printable(str(error))}")

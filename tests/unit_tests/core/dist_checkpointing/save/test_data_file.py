@@ -760,8 +760,8 @@ def fail() -> None:
 def test_a_lane_ended_by_other_work_is_an_error_and_not_a_file_with_holes(pool, disk):
     sink = MemorySink()
     writer = DataFileWriter(lambda: sink, pool, disk)
+    writer.write_tensor(random_tensor(4 * SMALL))
     disk.enqueue(fail)
-    writer.write_tensor(random_tensor(2 * SMALL))
     with pytest.raises(ValueError, match="of other work"):
         writer.finish()
     assert sink.nbytes is None
