@@ -23,6 +23,7 @@ from megatron.core.log import printable
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
 from megatron_hybrid.checkpoint.from_hf import check_import, write_import
 from megatron_hybrid.checkpoint.progress import progress_bar
+from megatron_hybrid.endings import one_line_errors
 
 _MAX_LINE = 4000  # characters, of what a folder says of itself
 
@@ -36,13 +37,10 @@ def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> i
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], str] = arguments.command
-    try:
-        line = command(arguments)
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
-        return 2
-    print(printable(line, _MAX_LINE))
-    return 0
+    with one_line_errors(program, (CheckpointError, OSError, ValueError)):
+        print(printable(command(arguments), _MAX_LINE))
+        return 0
+    return 2
 
 
 def import_folder(arguments: argparse.Namespace) -> str:

@@ -23,7 +23,7 @@ from megatron.core.log import printable
 
 _EXIT_FAILURE = 1
 _EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ends
-_MAX_MESSAGE = 2000  # characters
+_MAX_MESSAGE = 4000  # characters
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -36,20 +36,24 @@ class _StoppedError(BaseException):
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """Ends a program with exit code 1 and one line for bad input and unusable files.
+def one_line_errors(
+    label: str,
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, BrokenProcessPool),
+) -> Iterator[None]:
+    """Prints an error of the block in one line on stderr and suppresses it. After the block the
+    program returns its exit code for errors.
 
     Args:
-        program: name at the start of the line.
+        label: start of the line: the program.
+        kinds: types of errors; others are raised. Default: bad input and unusable files.
     """
     try:
         yield
     except BrokenPipeError:
         raise  # for `quiet_pipes`
-    except (ValueError, OSError, BrokenProcessPool) as error:
+    except kinds as error:
         # In one line, even if the names of files contain control characters.
-        print(f"{program}: error: {printable(str(error), _MAX_MESSAGE)}", file=sys.stderr)
-        raise SystemExit(_EXIT_FAILURE) from error
+        print(f"{label}: {printable(str(error), _MAX_MESSAGE)}", file=sys.stderr)
 
 
 def run(main: Callable[[], int]) -> int:

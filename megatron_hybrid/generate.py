@@ -28,6 +28,7 @@ from megatron.core.models.hugging_face import OwnModel, build_model, description
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
 from megatron.training.tokenizer import Tokenizer, say_prefix
+from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.saved_model import add_model_flags, find_model
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         program: the name that error messages begin with.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    try:
+    # ValueError: pictures that cannot be used, and prompts that the tokenizer has no tokens for.
+    with one_line_errors(program, (CheckpointError, ValueError, OSError)):
         model, tokenizer, seq_length = load_model(
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
         )
@@ -65,14 +67,8 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
                 generator=generator,
             )
             print(f"--- {question.shown}{tokenizer.detokenize(tokens)}\n")
-    except BrokenPipeError:
-        raise  # for `quiet_pipes`
-    # ValueError: pictures that cannot be used, and prompts that the tokenizer has no tokens for.
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"{program}: {printable(str(error))}", file=sys.stderr)
-        return 2
-
-    return 0
+        return 0
+    return 2
 
 
 class _Question(NamedTuple):

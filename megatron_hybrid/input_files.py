@@ -8,7 +8,6 @@ with an object, too. A second suffix such as `.gz` names the compression.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fsspec.compression import compr
 
-from megatron.core.files import UnusableFileError, open_regular
+from megatron.core.files import open_regular
 
 _JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 _TEXT_OR_JSON_LINES = ("", ".txt", ".jl")  # and numeric suffixes
@@ -33,18 +32,24 @@ class InputError(ValueError):
     """Input that cannot be used. The message names the file, and the line where there is one."""
 
 
+class DamagedInputError(InputError):
+    """A compressed file that cannot be decompressed to its end."""
+
+
 class Line(NamedTuple):
-    """A line of the input.
+    """A line of the input, or the first one that is lost to damage of a compressed file.
 
     Attributes:
         place: file and number, for messages.
         content: of a line that is too long, the first `_MAX_BYTES` and one more.
         folder: directory of relative paths.
+        damage: the error, with the file's name, if the line is lost.
     """
 
     place: str
     content: bytes
     folder: Path
+    damage: str = ""
 
     def text(self) -> str:
         """The line as text, without a byte order mark. ValueError for other bytes."""
@@ -98,7 +103,8 @@ def open_input(path: Path) -> io.BufferedReader:
 
     Raises:
         InputError: no package reads this compression.
-        OSError: as `open_regular`; also later, for damaged compressed content.
+        OSError: as `open_regular`.
+        DamagedInputError: later, on reading damaged content. Reads return the content before it.
     """
     if not is_compressed(path):
         return io.BufferedReader(open_regular(path, "an input file"))
@@ -113,7 +119,7 @@ def open_input(path: Path) -> io.BufferedReader:
 
 def is_json_lines(path: Path) -> bool:
     """Whether each line of a file is a JSON object. InputError for a file without a suffix that
-    may be either.
+    may be either; DamagedInputError if the first line cannot be decompressed.
     """
     suffix = _inner_suffix(path)
     if suffix in _JSON_LINES:
@@ -122,11 +128,13 @@ def is_json_lines(path: Path) -> bool:
         return False
 
     with open_input(path) as stream:
-        head = stream.read(_HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
-        if not head.startswith(b"{"):
+        # Reads the first line only: later damage does not matter here.
+        heads = iter(lambda: stream.readline(_HEAD_BYTES), b"")
+        stripped = (head.removeprefix(_BYTE_ORDER_MARK).lstrip() for head in heads)
+        first = next(filter(None, stripped), b"")
+        if not first.startswith(b"{"):
             return False
-        first, newline, _ = head.partition(b"\n")
-        if not newline:
+        if not first.endswith(b"\n"):
             first += stream.readline(_MAX_BYTES)
     try:
         json.loads(first)
@@ -142,7 +150,7 @@ def is_json_lines(path: Path) -> bool:
 
 def read_document(path: Path) -> tuple[str | None, int]:
     """The text of a file without a byte order mark, and its bytes; None in place of a text for a
-    file that is not UTF-8 or has a zero byte. InputError for a text that is too large.
+    file that is not UTF-8 or has a zero byte. InputError for a text that is too large or damaged.
     """
     with open_input(path) as stream:
         content = stream.read(_HEAD_BYTES)
@@ -159,7 +167,7 @@ def read_document(path: Path) -> tuple[str | None, int]:
 
 
 def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line]:
-    """The lines of files, without blank ones.
+    """The lines of files, without blank ones. The last one of a damaged file has `damage`.
 
     Args:
         folder: directory of relative paths; default: the folder of their file.
@@ -167,14 +175,24 @@ def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line
     for path in files:
         own = path.parent if folder is None else folder
         with open_input(path) as stream:
-            # One byte more than a line may have shows that it is too long.
-            lines = iter(lambda: stream.readline(_MAX_BYTES + 1), b"")
-            for number, line in enumerate(lines, start=1):
-                if line.removeprefix(_BYTE_ORDER_MARK).strip():
-                    yield Line(f"{path}, line {number}", line, own)
-                rest = line
-                while len(rest) > _MAX_BYTES and not rest.endswith(b"\n"):
-                    rest = stream.readline(_MAX_BYTES + 1)
+            number = 0
+            try:
+                for number, line in enumerate(_split(stream), start=1):
+                    if line.removeprefix(_BYTE_ORDER_MARK).strip():
+                        yield Line(f"{path}, line {number}", line, own)
+            except DamagedInputError as error:
+                damage = f"{error}; line {number + 1} and all later ones are lost"
+                yield Line(f"{path}, line {number + 1}", b"", own, damage)
+
+
+def _split(stream: io.BufferedReader) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long, the beginning."""
+    # One byte more than a line may have shows that it is too long.
+    for line in iter(lambda: stream.readline(_MAX_BYTES + 1), b""):
+        yield line
+        rest = line
+        while len(rest) > _MAX_BYTES and not rest.endswith(b"\n"):
+            rest = stream.readline(_MAX_BYTES + 1)
 
 
 def _suffixes(path: Path) -> set[str]:
@@ -203,7 +221,7 @@ def _decompressor(path: Path) -> Callable[..., Any]:
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a compressed file. OSError that names the file for damaged content."""
+    """The content of a compressed file. DamagedInputError where it is damaged."""
 
     def __init__(self, path: Path, raw: io.FileIO, decompress: Callable[..., Any]) -> None:
         self._path, self._raw = path, raw
@@ -214,11 +232,16 @@ class _Decompressed(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            content = self._stream.read(len(buffer))
+            # Unlike `read`, it returns what there is before damage.
+            content = self._stream.read1(len(buffer))
         # Each package has its own errors, of no common kind.
         except Exception as error:
-            message = f"Expected a whole {self._path.suffix} file, got {error}"
-            raise UnusableFileError(errno.EINVAL, message, str(self._path)) from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the file system: the file may be whole
+            text = str(error).removesuffix(".")
+            raise DamagedInputError(
+                f"{self._path}: expected a whole {self._path.suffix} file, got {text}"
+            ) from error
         buffer[: len(content)] = content
         return len(content)
 

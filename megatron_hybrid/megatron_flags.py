@@ -23,6 +23,7 @@ from megatron.core.files import published
 from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
 from megatron.training.flag_report import FlagGroup, FlagLine, laid_out
+from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.megatron_scripts.rewrite import Outcome, Rewritten, left_over, rewrite
 from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
 
@@ -50,22 +51,18 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") 
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     path: Path = arguments.script
-    try:
+    with one_line_errors(program, (ConfigError, OSError)):
         text = _read(path)
         target = _target(path, arguments.output, arguments.in_place)
-        rewritten = rewrite(text, removes_unsupported=arguments.remove_unsupported)
+        try:
+            rewritten = rewrite(text, removes_unsupported=arguments.remove_unsupported)
+        except ShellSyntaxError as error:
+            raise ConfigError(f"{path}, {error}") from error
         _write(rewritten.text, target, path)
-    except ShellSyntaxError as error:
-        print(f"{program}: {path}, {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except BrokenPipeError:
-        raise  # for `quiet_pipes`
-    except (ConfigError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
 
-    print("\n".join(report(path, rewritten)), file=sys.stderr)
-    return EXIT_LEFT if left_over(rewritten.findings) else 0
+        print("\n".join(report(path, rewritten)), file=sys.stderr)
+        return EXIT_LEFT if left_over(rewritten.findings) else 0
+    return EXIT_BAD_INPUT
 
 
 def report(path: Path, rewritten: Rewritten) -> list[str]:

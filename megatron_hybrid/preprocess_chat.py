@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from megatron.core.datasets.answer_dataset import CHAT_SUFFIX, mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
+from megatron.core.log import counted
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import ConversationTokenizer, Rendered
 from megatron.training.conversations import parse_conversation
@@ -105,7 +106,7 @@ def write_chats(
         if tokens.num_documents == 0:
             raise ConfigError(
                 f"--input: expected at least one conversation, got none and "
-                f"{len(skipped.reasons)} bad line(s)."
+                f"{counted(len(skipped.reasons), 'bad line')}."
             )
         skipped.check(tokens.num_documents)
         tokens.complete()  # before the mask is published

@@ -39,6 +39,7 @@ from megatron.training.tokenizer import (
 )
 from megatron_hybrid.endings import one_line_errors, worker_pool
 from megatron_hybrid.input_files import (
+    DamagedInputError,
     InputError,
     find_files,
     is_compressed,
@@ -47,7 +48,7 @@ from megatron_hybrid.input_files import (
     read_document,
 )
 from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
-from megatron_hybrid.sample_lines import SampleError, Skipped
+from megatron_hybrid.sample_lines import LostLinesError, SampleError, Skipped
 
 _PLAIN_TEXT_KEY = "text"
 _SHOWN = 40  # characters of the input in a message
@@ -87,6 +88,7 @@ class Counts:
     """Totals over the whole input, for the report at the end."""
 
     skipped: Skipped
+    num_lines: int = 0  # that were not skipped
     num_bytes: int = 0
     undecodable: list[Path] = field(default_factory=list)
 
@@ -100,9 +102,10 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py")
     """
     parser = _parser(program)
     arguments = parser.parse_args(argv)
-    with one_line_errors(parser.prog):
+    with one_line_errors(f"{parser.prog}: error"):
         preprocess(arguments, find_files(arguments.input, arguments.suffix))
-    return 0
+        return 0
+    return 1
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
@@ -244,7 +247,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
+        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
+        "a tenth of bad lines is an error",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in _tokenizer_options():
@@ -299,36 +303,42 @@ def _shows_progress() -> bool:
 
 def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Document]:
     """The documents in order. Files that are not UTF-8 text are left out and noted in `counts`, and
-    so are bad lines where that is allowed. SampleError after the last document if there are too
-    many of them.
+    so are bad lines and damaged files where that is allowed. SampleError after the last document if
+    there are too many of them.
     """
-    num_lines = 0
     for path in files:
-        if is_json_lines(path):
-            for document in _read_json_lines(path, keys, counts.skipped):
-                num_lines += 1
-                yield document
-            continue
-        text, num_bytes = read_document(path)
-        if text is None:
-            counts.undecodable.append(path)
-            continue
-        if keys != [_PLAIN_TEXT_KEY]:
-            raise InputError(
-                f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
-            )
-        num_lines += text.count("\n") + 1
-        yield Document((text,), num_bytes)
-    counts.skipped.check(num_lines)
+        try:
+            read = _read_json_lines if is_json_lines(path) else _read_text
+            yield from read(path, keys, counts)
+        except DamagedInputError as error:
+            counts.skipped.add(LostLinesError(f"{error}."))
+    counts.skipped.check(counts.num_lines)
 
 
-def _read_json_lines(path: Path, keys: list[str], skipped: Skipped) -> Iterator[Document]:
+def _read_text(path: Path, keys: list[str], counts: Counts) -> Iterator[Document]:
+    text, num_bytes = read_document(path)
+    if text is None:
+        counts.undecodable.append(path)
+        return
+    if keys != [_PLAIN_TEXT_KEY]:
+        raise InputError(
+            f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
+        )
+    counts.num_lines += text.count("\n") + 1
+    yield Document((text,), num_bytes)
+
+
+def _read_json_lines(path: Path, keys: list[str], counts: Counts) -> Iterator[Document]:
     for line in lines_of([path]):
+        if line.damage:
+            counts.skipped.add(LostLinesError(f"{line.damage}."))
+            continue
         try:
             texts = _texts_of(line.text(), keys)
         except ValueError as error:
-            skipped.add(SampleError(f"{line.place}: {str(error).removesuffix('.')}."))
+            counts.skipped.add(SampleError(f"{line.place}: {str(error).removesuffix('.')}."))
             continue
+        counts.num_lines += 1
         yield Document(texts, len(line.content))
 
 

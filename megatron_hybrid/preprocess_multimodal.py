@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
 from megatron.core.help_format import ProgramParser
+from megatron.core.log import counted
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
@@ -123,8 +124,8 @@ def preprocess(
                 writer.add(sample)
         if writer.num_samples == 0:
             raise ConfigError(
-                f"--input: expected at least one sample, got none and {len(skipped.reasons)} bad "
-                "line(s)."
+                "--input: expected at least one sample, got none and "
+                f"{counted(len(skipped.reasons), 'bad line')}."
             )
         skipped.check(writer.num_samples)
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
     parser = _parser(program)
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
-    with one_line_errors(parser.prog):
+    with one_line_errors(f"{parser.prog}: error"):
         files = find_files(arguments.input)
         summary = preprocess(
             files,
@@ -151,13 +152,14 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
             num_workers=arguments.workers,
         )
 
-    summary.skipped.tell()
-    print(
-        f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} images, "
-        f"{summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
-        f"{time.monotonic() - begun:.1f} s"
-    )
-    return 0
+        summary.skipped.tell()
+        print(
+            f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} "
+            f"images, {summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
+            f"{time.monotonic() - begun:.1f} s"
+        )
+        return 0
+    return 1
 
 
 def _processing(arguments: argparse.Namespace) -> ImageProcessing:
@@ -230,7 +232,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--skip-bad-samples",
         action="store_true",
-        help="leave out bad lines and count them; more than a tenth of bad lines is an error",
+        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
+        "a tenth of bad lines is an error",
     )
     add("--workers", type=int, default=1, help="processes that read pictures")
     return parser

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.help_format import ProgramParser
 from megatron.core.log import counted, printable
 from megatron.training.health.events import STOPPED, EventKind, read_events, read_heartbeat
+from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.run_history import (
     Event,
     Published,
@@ -112,18 +113,15 @@ def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> i
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     look = _Look(arguments)
     try:
-        if arguments.watch is None:
-            view = look()
-            print("\n".join(view.lines))
-            return view.exit_code
-        return watch(look, sys.stdout, arguments.watch)
-    except BrokenPipeError:
-        raise  # for `quiet_pipes`
-    except OSError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return EXIT_NO_RUN
+        with one_line_errors(program, (OSError,)):
+            if arguments.watch is None:
+                view = look()
+                print("\n".join(view.lines))
+                return view.exit_code
+            return watch(look, sys.stdout, arguments.watch)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    return EXIT_NO_RUN
 
 
 class _Look:

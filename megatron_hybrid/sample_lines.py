@@ -25,6 +25,10 @@ class SampleError(ValueError):
     """A line that makes no sample. The message names the file, the line, and what is wrong."""
 
 
+class LostLinesError(SampleError):
+    """The rest of a file, or all of it, that cannot be decompressed."""
+
+
 class Maker(Protocol[Sample]):
     """Makes samples."""
 
@@ -35,6 +39,8 @@ class Maker(Protocol[Sample]):
 
 def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:
     """The sample of a line, or why there is none."""
+    if line.damage:
+        return LostLinesError(f"{line.damage}.")
     try:
         record = parse_json(line.text())
     except ValueError as error:
@@ -88,7 +94,7 @@ def _make_chunk(lines: list[Line]) -> list[Any]:
 
 
 class Skipped:
-    """Lines that were left out.
+    """Lines that were left out. The rest of a damaged file counts as one.
 
     Args:
         is_allowed: otherwise the first one is raised.
@@ -102,7 +108,9 @@ class Skipped:
         """Counts a line, or raises its error."""
         if not self._is_allowed:
             raise error
-        self.reasons.append(str(error))
+        # Damaged files come first, so that each is named, or at least ten.
+        position = 0 if isinstance(error, LostLinesError) else len(self.reasons)
+        self.reasons.insert(position, str(error))
 
     def check(self, num_kept: int) -> None:
         """Raises SampleError, after the first reasons are printed, if more than a tenth of all

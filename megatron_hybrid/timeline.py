@@ -27,6 +27,7 @@ from megatron.core.files import Sync, published, read_regular
 from megatron.core.help_format import ProgramParser
 from megatron.core.log import counted, printable
 from megatron.core.trace_file import Trace, merged
+from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.timeline_shares import LaneShare, StepShares, shares_of
 
 EXIT_NO_TIMELINE = 2
@@ -52,17 +53,13 @@ def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int
         program: the name that error messages begin with.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    try:
+    with one_line_errors(program, (TimelineError, OSError)):
         if arguments.merge is not None:
             _merge(arguments)
         else:
             _show(arguments)
-    except BrokenPipeError:
-        raise  # for `quiet_pipes`
-    except (TimelineError, OSError) as error:
-        print(f"{program}: {printable(str(error), _MOST_CHARACTERS)}", file=sys.stderr)
-        return EXIT_NO_TIMELINE
-    return 0
+        return 0
+    return EXIT_NO_TIMELINE
 
 
 def _merge(arguments: argparse.Namespace) -> None:

@@ -57,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write PREFIX.bin and PREFIX.idx",
     )
     arguments = parser.parse_args(argv)
-    with one_line_errors(parser.prog):
+    with one_line_errors(f"{parser.prog}: error"):
         merge(find_prefixes(arguments.input, arguments.output_prefix), arguments.output_prefix)
-    return 0
+        return 0
+    return 1
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:

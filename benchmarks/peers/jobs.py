@@ -145,7 +145,7 @@ class Job:
             if not ready:
                 raise self._failed(
                     f"Expected an answer of {self.side.name} within {timeout_seconds:g} s, "
-                    f"got none from rank(s) {sorted(pending.values())}."
+                    f"got none from ranks {sorted(pending.values())}."
                 )
             for channel in ready:
                 number = pending.pop(channel)

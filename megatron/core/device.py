@@ -20,6 +20,7 @@ import torch
 from megatron.core import numa
 from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
 from megatron.core.lanes import Event, Lane, StreamEvent, StreamLane, ThreadEvent, ThreadLane
+from megatron.core.log import counted
 from megatron.core.options import ConfigError, check_options, option
 from megatron.core.spans import ClockSpan, Origin, Span, StreamClock, StreamSpan
 
@@ -139,7 +140,7 @@ class Device:
         """The device's name as a log or a result file shows it."""
         if self.is_accelerator:
             return self._driver.description(self.index)
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s) a rank"
+        return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')} a rank"
 
     @property
     def numa_node(self) -> int | None:

@@ -38,6 +38,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from megatron.core.drivers import Driver
+from megatron.core.log import counted
 from megatron.core.rank_waits import waiting_for_thread
 
 logger = logging.getLogger(__name__)
@@ -246,9 +247,9 @@ def _finish_lanes() -> None:
 
     if late:
         logger.warning(
-            "The program ended while work was under way on the lane(s) %s, which did not end "
-            "within %g s. Another rank may have gone before; this process may be ended by a "
-            "signal.",
+            "The program ended while work was under way on %s (%s), which did not end within %g s. "
+            "Another rank may have gone before; this process may be ended by a signal.",
+            counted(len(late), "lane"),
             ", ".join(late),
             _EXIT_SECONDS,
         )

@@ -36,8 +36,9 @@ def printable(text: str, limit: int = 500) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """`1 rank`, `2 ranks`, `2 batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 class _StdoutHandler(logging.Handler):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.device import Device
+from megatron.core.log import counted
 from megatron.core.process_groups import ensure_default_group, inherit_timeouts
 
 DATA_PARALLEL_AXIS = "dp"
@@ -76,7 +77,7 @@ def expert_axes(
     if data_parallel_size % unit:
         raise ValueError(
             f"Expected an expert-parallel size that divides {data_parallel_size} ranks, got "
-            f"{expert_size} in {num_instances} instance(s)."
+            f"{expert_size} in {counted(num_instances, 'instance')}."
         )
 
     outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}

@@ -14,6 +14,7 @@ macro has no segments.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -110,6 +111,19 @@ class ChatProgram:
         return Traced("".join(pieces), tuple(trace.segments), tuple(trace.marks))
 
 
+@dataclasses.dataclass
+class _Loop:
+    """A running loop.
+
+    Attributes:
+        message: index of the message that this iteration handles; None if it handles none.
+        furthest: the last message that a loop over indices has reached.
+    """
+
+    message: int | None = None
+    furthest: int = -1
+
+
 class _Trace:
     """What is recorded of one rendering.
 
@@ -122,36 +136,46 @@ class _Trace:
         self.segments: list[RenderedPart] = []
         self.marks: list[MarkedText] = []
         self._indices = {id(message): index for index, message in enumerate(messages)}
-        # The message of each loop that is running; None for loops over anything else.
-        self._loops: list[int | None] = []
+        self._loops: list[_Loop] = []
         self._begin = 0  # of the current segment
 
     @property
     def current(self) -> int | None:
-        """Index of the message that the innermost loop over messages has reached."""
-        return next((one for one in reversed(self._loops) if one is not None), None)
+        """Index of the message that the innermost loop over messages handles."""
+        return _innermost(self._loops)
 
     def index_of(self, value: object) -> int | None:
         """Index of a message; None for other values."""
         return self._indices.get(id(value))
 
     def open_loop(self) -> None:
-        self._loops.append(None)
+        self._loops.append(_Loop())
 
     def close_loop(self) -> None:
         self._finish_segment()
         self._loops.pop()
 
     def reach(self, message: int | None) -> None:
-        """The innermost loop begins with its next item."""
+        """Starts the next iteration of the innermost loop.
+
+        A loop inside of a message that looks at earlier messages, as for the name of a tool, writes
+        for the message outside.
+        """
         self._finish_segment()
-        self._loops[-1] = message
+        outer = _innermost(self._loops[:-1])
+        is_earlier = message is not None and outer is not None and message < outer
+        self._loops[-1].message = None if is_earlier else message
 
     def fetch(self, message: int) -> None:
-        """A message is assigned to a name: loops over indices reach their messages so."""
-        # A loop over messages may look at other messages than its own.
-        if self._loops and self._loops[-1] is None:
+        """Records that a message is assigned to a name: loops over indices reach their messages so.
+
+        The first message that no earlier iteration has reached counts. A loop over messages, or
+        one that has reached its message, may look at others.
+        """
+        loop = self._loops[-1] if self._loops else None
+        if loop is not None and loop.message is None and message > loop.furthest:
             self.reach(message)
+            loop.furthest = message
 
     def _finish_segment(self) -> None:
         begin, self._begin = self._begin, self.length
@@ -163,6 +187,10 @@ class _Trace:
             # A loop inside of a message, over parts or tool calls, does not divide it.
             begin = self.segments.pop().begin
         self.segments.append(RenderedPart(message, begin, self.length))
+
+
+def _innermost(loops: Sequence[_Loop]) -> int | None:
+    return next((loop.message for loop in reversed(loops) if loop.message is not None), None)
 
 
 class _Tracer(Extension):

@@ -1,25 +1,26 @@
-"""Chat templates: from a conversation to the text that a model reads, and to the answers in it.
+"""Chat templates: render a conversation as the model's input text, and locate the answers in it.
 
-A template is a Jinja program that comes with a tokenizer. It gets the names that the transformers
-library gives it: `messages`, `tools`, `add_generation_prompt` and the special tokens, and runs in
-the same environment (`chat_program.py`).
+A template is a Jinja program that comes with a tokenizer. It receives the variables that the
+transformers library passes (`messages`, `tools`, `add_generation_prompt` and the special tokens)
+and runs in an equal environment (`chat_program.py`).
 
-[Note: what the assistant says]
-Answers are located in one rendering of the whole conversation, since many templates render a turn
-differently when others follow: they drop what was thought, or end the last turn in another way.
+[Note: locating answers]
+Answers are located in one rendering of the whole conversation, because many templates render a turn
+differently if other turns follow: they drop its thinking, or end the last turn differently.
 
-- A template may mark answers with `{% generation %}` ... `{% endgeneration %}`. These marks decide.
-- Otherwise an answer is the text that the template wrote while it handled the assistant's message,
-  after the generation prompt and without the white space at the end. The generation prompt is the
-  text that the template adds for an answer to the turns before. A turn may have only its beginning:
-  prompts that open a block of thoughts are followed by other text in turns without thoughts.
-- Some templates leave it to the next turn to end an answer (GLM ends it with `<|user|>`). A special
-  token that follows an answer without one is a part of it.
+- A template may mark answers with `{% generation %}` ... `{% endgeneration %}`. The marks decide.
+- Otherwise an answer is the text that the template writes while it handles the assistant's message,
+  after the generation prompt and without trailing white space. The generation prompt is the text
+  that the template appends to the earlier turns if `add_generation_prompt` is set. A turn may
+  contain only the start of the prompt: a prompt that opens a thinking block is followed by
+  different text in turns without thinking.
+- In some templates the next turn's header ends an answer (`<|user|>` in GLM). If no special token
+  ends an answer, a special token that follows it becomes part of it.
 
-A template that writes an assistant's message in no loop over the messages, or without its own
-generation prompt, does not say which text is the answer. Such a conversation is refused. Of a
-template without a generation prompt, all that it writes for the message is the answer, as it is for
-a model that is served by it.
+A conversation is rejected if the template writes an assistant's message outside of a loop over the
+messages, or without its generation prompt, since its text does not show where the answer starts. If
+a template has no generation prompt, the answer is all text that it writes for the message, which is
+also what a served model has to generate.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ _PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_BYTES = 1 << 22
 
-# transformers copies what was thought to all names that templates read, from the first one given.
+# transformers copies the first of these fields to all names that templates read.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# A prompt may be followed by a part of it only: whole tags, words and blanks.
+# Units in which a turn may repeat only the start of a prompt: tags, words and blanks.
+_OPEN_WORD = re.compile(r"[^\s>\]]\s")
+_NUM_OPENING = 32  # characters of a content that identify its beginning
 _PROMPT_PARTS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s|[^<\[\s]+|.")
 
 
 class RenderedChat(NamedTuple):
-    """A conversation as text.
+    """A rendered conversation.
 
     Attributes:
-        answers: what the assistant says, as begin and end in characters of the text.
+        answers: start and end of each answer of the assistant, in characters of the text.
     """
 
     text: str
@@ -65,14 +68,14 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: the program, or programs by name: `default`, and `tool_use` for conversations with
-            tools.
-        special_tokens: by the names that templates know, such as `eos_token`.
-        name: where the template is from, for messages.
-        ends: tokens that may end an answer: the special tokens of the tokenizer.
+        source: a Jinja program, or several by name: `default`, and `tool_use` for conversations
+            with tools.
+        special_tokens: values of template variables such as `eos_token`.
+        name: origin of the template, for error messages.
+        ends: the tokenizer's special tokens, which may end an answer.
 
     Raises:
-        ConfigError: no Jinja program.
+        ConfigError: The source is not a Jinja program.
     """
 
     def __init__(
@@ -99,15 +102,15 @@ class ChatTemplate:
     def of_files(
         cls, tokenizer: str | Path, template: str | Path | None = None, ends: Collection[str] = ()
     ) -> ChatTemplate:
-        """The template of a tokenizer.
+        """Reads the template of a tokenizer.
 
         Args:
-            tokenizer: a folder of the transformers library, or a file in one.
-            template: a file with another template.
+            tokenizer: a model directory of the transformers library, or a file in one.
+            template: a file whose template replaces the tokenizer's.
             ends: as for the class.
 
         Raises:
-            ConfigError: there is none, or a file cannot be read.
+            ConfigError: The tokenizer has no template, or a file cannot be read.
         """
         folder = Path(tokenizer)
         folder = folder if folder.is_dir() else folder.parent
@@ -117,7 +120,7 @@ class ChatTemplate:
         found = find_template(folder)
         if found is None:
             raise ConfigError(
-                f"--chat-template: expected a file, since {folder} has no chat template, got none."
+                f"--chat-template: {folder} has no chat template. Give a file with one."
             )
         return cls(found, tokens, str(folder), ends)
 
@@ -128,37 +131,36 @@ class ChatTemplate:
         *,
         asks: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """Renders a conversation.
 
         Args:
-            messages: each with a role and what the template knows besides.
-            tools: that the assistant may call.
-            asks: whether to end where the assistant is to answer.
+            messages: each with a role and the other fields that the template reads.
+            tools: tools that the assistant may call.
+            asks: whether to append the generation prompt.
 
         Raises:
-            ConversationError: the template cannot render it.
+            ConversationError: The template cannot render the conversation.
         """
         return self._run(_prepared(messages), tools, asks=asks).text
 
     def render_answers(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> RenderedChat:
-        """The text of a conversation, and what the assistant says in it: see the note above.
-
-        Turns of the assistant that are not to be learned are no answers.
+        """Renders a conversation and locates the answers to learn ([Note: locating answers]).
 
         Raises:
-            ConversationError: the template cannot render it, or does not say what the answers are.
+            ConversationError: The template cannot render the conversation, or its text does not
+                show where the answers are.
         """
         prepared = _prepared(messages)
         answering = {
             index
             for index, message in enumerate(prepared)
-            if message.get("role") == ASSISTANT and is_learned(message, index + 1)
+            if message.get("role") == ASSISTANT and is_learned(message)
         }
         whole = self._run(prepared, tools)
         if self._program(tools).is_marked:
-            is_all = all(is_learned(message, number) for number, message in enumerate(prepared, 1))
+            is_all = all(map(is_learned, prepared))
             return RenderedChat(whole.text, self._marked(whole, None if is_all else answering))
         answers: list[tuple[int, int]] = []
         prompts: list[str] = []
@@ -185,18 +187,18 @@ class ChatTemplate:
         }
         try:
             return self._program(tools).run(messages, variables)
-        # A program that meets what it was not made for may raise nearly anything.
+        # A template may raise nearly any exception for input that its author did not expect.
         except Exception as error:
             raise ConversationError(
-                f"expected a conversation that {self.name} renders, got "
+                f"expected a conversation that {self.name} can render, got "
                 f"{printable(f'{type(error).__name__}: {error}')}"
             ) from error
 
     def _marked(self, whole: Traced, learned: set[int] | None) -> tuple[tuple[int, int], ...]:
-        """What the template marks.
+        """Returns the marked answers.
 
         Args:
-            learned: the messages that are to be learned; None: all that is marked.
+            learned: indices of the messages to learn; None for all marked text.
         """
         answers = []
         for message, begin, text in whole.marks:
@@ -218,10 +220,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         prompts: list[str],
     ) -> list[tuple[int, int]]:
-        """The answer that a message is. It has several parts if others are written between them.
+        """Locates the answer of a message; in several parts if the template writes other messages
+        between them.
 
         Args:
-            prompts: those of earlier answers; this one's is added.
+            prompts: the distinct prompts of earlier answers; this answer's prompt is added.
         """
         text = whole.text
         parts = [
@@ -235,24 +238,27 @@ class ChatTemplate:
             parts = [(whole.segments[-1].end, len(text))]
         if not parts:
             raise ConversationError(
-                f"turn {index + 1}: expected a template that writes each turn in a loop over the "
-                f"messages, got {self.name}"
+                f"message {index + 1}: expected a template that writes each turn in a loop over "
+                f"the messages, got {self.name}"
             )
         (first, first_end), (_, last_end) = parts[0], parts[-1]
-        prompt = self._prompt(messages[:index], tools)
-        if prompt is None:  # the template renders no conversation without an answer
+        prompt = _known_prompt(text, first, first_end, messages[index], prompts)
+        if prompt is None:
+            prompt = self._prompt(messages[:index], tools)
+        if prompt is None:  # the template cannot render a conversation without an answer
             prompt = self._prompt(messages, tools)
         if prompt is not None and not prompt.strip():
-            # Some templates ask for no answer to a tool's output, but begin a turn with it later.
-            prompt = next((one for one in prompts if text.startswith(one, first)), prompt)
+            # Some templates append no prompt to a tool's output, but start the next turn with it.
+            shown = (one for one in prompts if one.strip() and text.startswith(one, first))
+            prompt = next(shown, prompt)
         begin = None if prompt is None else _after_prompt(text, first, first_end, prompt)
         if begin is None or (is_behind and begin == first):
             raise ConversationError(
-                f"turn {index + 1}: expected a template that writes its generation prompt before "
-                f"each answer, or marks answers with {{% generation %}}, got {self.name}"
+                f"message {index + 1}: expected a template that writes its generation prompt "
+                f"before each answer, or marks answers with {{% generation %}}, got {self.name}"
             )
         assert prompt is not None, "it was found"
-        if prompt.strip():
+        if prompt not in prompts:
             prompts.append(prompt)
         parts[0] = (begin, first_end)
         parts[-1] = (parts[-1][0], self._end_of_answer(text, parts[-1][0], last_end, prompts))
@@ -261,12 +267,12 @@ class ChatTemplate:
     def _prompt(
         self, before: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
     ) -> str | None:
-        """What the template writes for an answer to these messages; None if it refuses them."""
+        """Returns the generation prompt after these messages; None if they cannot be rendered."""
         try:
             asked = self._run(before, tools, asks=True)
             if asked.segments and (prompt := asked.text[asked.segments[-1].end :]).strip():
                 return prompt
-            # The last turn may have it, or it is empty.
+            # The prompt is part of the last turn's segment, or empty.
             unasked = self._run(before, tools).text
         except ConversationError:
             return None
@@ -276,16 +282,17 @@ class ChatTemplate:
         answer = text[begin:end].rstrip()
         end = begin + len(answer)
         following = text[end:].lstrip()
-        if not self._ends or answer.endswith(self._ends) or following.startswith(tuple(prompts)):
+        headers = tuple(prompt for prompt in prompts if prompt.strip())
+        if not self._ends or answer.endswith(self._ends) or following.startswith(headers):
             return end
-        # The longest: `<|user|>` before a token `<`.
+        # The longest match: `<|user|>` rather than a token `<`.
         token = max((t for t in self._ends if following.startswith(t)), key=len, default="")
         return len(text) - len(following) + len(token) if token else end
 
 
 def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as transformers gives them to templates: without keys that are null, and with
-    what was thought under the names that templates read.
+    """Returns the messages as transformers passes them to templates: without null values, and with
+    the thinking under each name that templates read.
     """
     prepared = []
     for message in messages:
@@ -297,22 +304,41 @@ def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return prepared
 
 
+def _known_prompt(
+    text: str, begin: int, end: int, message: Mapping[str, Any], prompts: Sequence[str]
+) -> str | None:
+    """Returns an earlier answer's prompt if this message's content follows it directly.
+
+    Otherwise each answer would need two more renderings, quadratic in the number of turns.
+    """
+    content = message.get("content")
+    opening = content.strip()[:_NUM_OPENING] if isinstance(content, str) else ""
+    for prompt in prompts if opening else ():
+        after = _after_prompt(text, begin, end, prompt)
+        if after is not None and text[after:end].lstrip().startswith(opening):
+            return prompt
+    return None
+
+
 def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
-    """Where an answer begins in what was written for its message; None if that cannot be told."""
-    # Without a prompt, or where the turn before ends with it.
+    """Returns where the answer starts within the text of its message; None if it is ambiguous."""
+    # There is no prompt, or the previous turn ends with it.
     if not prompt.strip() or text.endswith(prompt, 0, begin):
         return begin
-    # White space between turns may belong to the one or to the other.
+    # White space between turns may be part of either turn.
     begin = end - len(text[begin:end].lstrip())
     prompt = prompt.lstrip()
     common = _num_common(text[begin : min(end, begin + len(prompt))], prompt)
     parts = [part.end() for part in _PROMPT_PARTS.finditer(prompt)]
     kept = max((one for one in parts if one <= common), default=0)
-    return begin + kept if kept else None
+    # If a word of the header continues where the prompt has a blank, as with a name after the role,
+    # the end of the header is unknown.
+    is_open = kept > 0 and _OPEN_WORD.match(prompt, kept - 1) is not None
+    return begin + kept if kept and not is_open else None
 
 
 def _num_common(first: str, second: str) -> int:
-    """The number of characters that two texts begin with alike."""
+    """Returns the length of the common prefix of two texts."""
     if first.startswith(second):
         return len(second)
     pairs = enumerate(zip(first, second, strict=False))
@@ -320,7 +346,7 @@ def _num_common(first: str, second: str) -> int:
 
 
 def find_template(folder: Path) -> str | dict[str, str] | None:
-    """The chat template that a folder of the transformers library has: a text, or texts by name."""
+    """Returns the chat template of a model directory: its text, or texts by name; None without."""
     named = {}
     if (folder / TEMPLATE_FILE).is_file():
         named[_DEFAULT] = _read(folder / TEMPLATE_FILE)

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, Che
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.layer_execution import ExecutionConfig
+from megatron.core.log import counted
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
@@ -262,7 +263,7 @@ class RunConfig:
             self.global_batch_size % unit == 0,
             "--global-batch-size",
             f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x "
-            f"{world_size} rank(s)",
+            f"{counted(world_size, 'rank')}",
             self.global_batch_size,
         )
 
@@ -339,7 +340,7 @@ class RunConfig:
         expect(
             world_size % num_instances == 0,
             "--num-distributed-optimizer-instances",
-            f"a divisor of {world_size} rank(s)",
+            f"a divisor of {counted(world_size, 'rank')}",
             num_instances,
         )
         self._check_experts(world_size // num_instances)
@@ -378,7 +379,7 @@ class RunConfig:
         expect(
             num_ranks % size == 0,
             "--expert-model-parallel-size",
-            f"a divisor of {num_ranks} rank(s){where}",
+            f"a divisor of {counted(num_ranks, 'rank')}{where}",
             size,
         )
         expect(

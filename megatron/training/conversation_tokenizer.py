@@ -167,7 +167,7 @@ def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
     places = [found.start() for found in re.finditer(re.escape(IMAGE), chat.text)]
     if len(places) != len(num_tokens):
         raise ConversationError(
-            f"expected {IMAGE} once for each of {len(num_tokens)} image(s), got {len(places)}: the "
+            f"expected {IMAGE} once for each image ({len(num_tokens)}), got {len(places)}: the "
             "text spells it out, or the chat template leaves out pictures"
         )
     added = np.array([(count - 1) * len(IMAGE) for count in num_tokens], np.int64)

@@ -69,6 +69,9 @@ def parse_conversation(record: object) -> Conversation:
         raise ConversationError(f"expected a list of turns, got {shown(said)}")
 
     messages = [_message(turn, number) for number, turn in enumerate(said, start=1)]
+    for number, message in enumerate(messages, start=1):
+        if message["role"] == ASSISTANT:
+            _check_learned(message, number)
     return Conversation((*_system(record, messages), *messages), _tools(record.get("tools")))
 
 
@@ -88,7 +91,9 @@ def parse_picture_conversation(record: object) -> Conversation:
     left = iter(beside)
     placed: list[Mapping[str, Any]] = []
     pictures: list[str] = []
-    for number, message in enumerate(messages, start=1):
+    # A system prompt beside the turns has no number.
+    num_turns = len(record["messages"] if "messages" in record else record["conversations"])
+    for number, message in enumerate(messages, start=1 + num_turns - len(messages)):
         if message.get("content") is not None:
             parts = list(_parts(message["content"], left, number))
             pictures += [part for is_picture, part in parts if is_picture]
@@ -96,29 +101,23 @@ def parse_picture_conversation(record: object) -> Conversation:
         placed.append(message)
     if unused := list(left):
         raise ConversationError(
-            f"expected a place {_PLACE} for each of {len(beside)} image(s), got none for "
-            f"{len(unused)}"
+            f"expected a place {_PLACE} for each image ({len(beside)}), got none for {len(unused)}"
         )
     return Conversation(tuple(placed), tools, tuple(pictures))
 
 
-def is_learned(message: Mapping[str, Any], number: int) -> bool:
-    """Whether a turn of the assistant is to be learned: not with `"weight": 0` or
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Returns whether a turn of the assistant is to be learned: not with `"weight": 0` or
     `"train": false`.
-
-    Args:
-        number: of the turn, for messages.
-
-    Raises:
-        ConversationError: a value other than these and their opposites.
     """
+    return all(message.get(name) is None or bool(message[name]) for name in _LEARNED)
+
+
+def _check_learned(message: Mapping[str, Any], number: int) -> None:
     for name in _LEARNED:
         value = message.get(name)
         if value is not None and value not in (0, 1):
             raise ConversationError(f"turn {number}: expected {name} 0 or 1, got {shown(value)}")
-        if value == 0:
-            return False
-    return True
 
 
 def _message(turn: object, number: int) -> dict[str, Any]:

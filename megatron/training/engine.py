@@ -152,7 +152,9 @@ class TrainEngine(Protocol):
         *,
         num_microbatches: int | None = None,
     ) -> float:
-        """The mean loss over all ranks' microbatches, without dropout; the same on every rank."""
+        """The mean loss over all ranks' microbatches, without dropout; the same on every rank.
+        AllMaskedError, a ValueError, if the weights of all of them are 0.
+        """
 
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None

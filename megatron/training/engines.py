@@ -28,6 +28,7 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -133,6 +134,7 @@ class ModuleEngine:
         self._activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
+        self._num_masked_steps = 0
 
     @property
     def state(self) -> RunState:
@@ -195,10 +197,10 @@ class ModuleEngine:
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
-            "%d parameters, %s on %d rank(s), %s, %s",
+            "%d parameters, %s on %s, %s, %s",
             num_parameters,
             config.parallel.engine,
-            self.mesh.size(),
+            counted(self.mesh.size(), "rank"),
             "fp32"
             if dtype == "fp32"
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
@@ -256,6 +258,8 @@ class ModuleEngine:
         state.step_info.consumed_samples += result.num_samples
         state.step_info.skipped_iterations += result.is_skipped
         state.step_info.nan_iterations += not result.is_finite
+        if result.is_masked:
+            self._warn_of_masked_step()
         return replace(result, learning_rate=learning_rate)
 
     def _check_schedule(self) -> None:
@@ -281,6 +285,21 @@ class ModuleEngine:
                 iteration + 1,
                 self.config.train_iters,
                 schedule.least,
+            )
+
+    def _warn_of_masked_step(self) -> None:
+        """Warns of the first, second, fourth, eighth, ... step whose tokens are all masked. As in
+        Megatron-LM it is a step all the same.
+        """
+        self._num_masked_steps += 1
+        is_power_of_two = self._num_masked_steps & (self._num_masked_steps - 1) == 0
+        if is_power_of_two and self.mesh.get_rank() == 0:
+            logger.warning(
+                "all tokens of the global batch of iteration %d are masked (%s since the start). "
+                "Its loss is meaningless, and only weight decay and momentum change the weights. "
+                "Remove samples whose tokens are all masked, or raise --global-batch-size",
+                self.state.step_info.iteration,
+                counted(self._num_masked_steps, "such iteration"),
             )
 
     def eval_batch(

@@ -193,8 +193,10 @@ def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> N
         answers = [_text(store, f"start/ready/{rank}", "name") for rank in range(1, world_size)]
         if answers.count(name) == len(answers):
             return
-        missing = ", ".join(str(rank) for rank, answer in enumerate(answers, 1) if answer != name)
-        _pause(deadline, f"all {world_size} ranks, got none of rank(s) {missing}")
+        missing = ", ".join(
+            f"rank {rank}" for rank, answer in enumerate(answers, 1) if answer != name
+        )
+        _pause(deadline, f"all {world_size} ranks, got none of {missing}")
 
 
 def _put(store: Store, key: str, content: dict[str, object]) -> None:

@@ -23,7 +23,14 @@ from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase
 from megatron.training.lane_profile import NO_LANE_PROFILE, REPORT, AnyLaneProfile
 from megatron.training.metrics import Metrics
-from megatron.training.step import Batch, ForwardStep, NonFiniteLossError, StepInfo, StepResult
+from megatron.training.step import (
+    AllMaskedError,
+    Batch,
+    ForwardStep,
+    NonFiniteLossError,
+    StepInfo,
+    StepResult,
+)
 from megatron.training.stop import Stop, StopConditions, Votes
 
 logger = logging.getLogger(__name__)
@@ -138,9 +145,10 @@ class Loop:
             stop=self.stop.stop(step_info.iteration, votes),
         )
 
-    def evaluate(self, dataset: SampleDataset, split: str) -> float:
+    def evaluate(self, dataset: SampleDataset, split: str) -> float | None:
         """Evaluates on the first `--eval-iters` global batches of `dataset`, always the same ones,
-        and reports the loss.
+        and reports the loss. If all of their tokens are masked, warns and returns None, or raises
+        AllMaskedError if the run only evaluates.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
         num_microbatches = num_iters * self.config.num_microbatches(self.engine.mesh.size())
@@ -153,9 +161,21 @@ class Loop:
                 self.metrics.shows(f"{split} {100 * number // num_microbatches}%")
                 yield batch
 
-        loss = self.engine.eval_batch(
-            batches(), self.forward_step, num_microbatches=num_microbatches
-        )
+        try:
+            loss = self.engine.eval_batch(
+                batches(), self.forward_step, num_microbatches=num_microbatches
+            )
+        except AllMaskedError as error:
+            if self.config.training.skip_train:
+                raise
+            # Training continues, and its weights are saved.
+            if self.engine.mesh.get_rank() == 0:
+                logger.warning(
+                    "the %s loss at iteration %d is undefined. %s", split, iteration, error
+                )
+            self.evaluated["iteration"] = iteration
+            self.evaluated.pop(split, None)
+            return None
         self.metrics.evaluation(split, loss, iteration)
         self.evaluated.update({"iteration": iteration, split: loss})
         self._write(EventKind.EVALUATION, split=split, loss=loss)

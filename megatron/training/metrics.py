@@ -354,8 +354,10 @@ class Metrics:
         now = self._clock()
         seconds, self._step_start = now - self._step_start, now
         self._num_steps += 1
-        if math.isfinite(result.loss):
-            self._losses.append(result.loss)
+        # The loss of a masked step is 0, and would lower the mean.
+        loss = math.nan if result.is_masked else result.loss
+        if math.isfinite(loss):
+            self._losses.append(loss)
         self.ms_per_iteration = (now - self._interval_start) / self._num_steps * _MILLISECONDS
         is_first = self._pace.seconds is None
         self._pace.add(seconds)
@@ -364,7 +366,7 @@ class Metrics:
         record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
-            "loss": result.loss,
+            "loss": loss,
             **{f"{name}_loss": value for name, value in result.auxiliary.items()},
             "grad_norm": result.grad_norm,
             **_optional_values(result),
@@ -384,7 +386,7 @@ class Metrics:
             sink.write("train", record)
 
         pace = self._pace.seconds or seconds
-        self._bar.step(result.loss, self._throughput(pace)[0], pace)
+        self._bar.step(loss, self._throughput(pace)[0], pace)
         if is_logged:
             logger.info("%s", self._interval_line(record, result.auxiliary))
             self._restart_interval()

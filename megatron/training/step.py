@@ -53,6 +53,9 @@ class StepResult:
     num_zeros: int | None = None  # zeros among the elements of all gradients; None: not asked for
     num_samples: int = 0  # in the global batch
     learning_rate: float = 0.0  # of this step
+    # All tokens of the global batch are masked: all of its weights are 0. The loss of 0 is
+    # meaningless, and only weight decay and momentum have changed the parameters.
+    is_masked: bool = False
     # Means over the global batch, by the names of `ModelLoss.auxiliary`.
     auxiliary: dict[str, float] = field(default_factory=dict)
     # Tokens of the global batch that chose each expert: [layers with experts, experts] int64, on
@@ -89,6 +92,10 @@ class NonFiniteLossError(ExitError):
             ExitCode.NON_FINITE_LOSS,
             f"Expected a finite loss in iteration {iteration}, got {loss} (on rank {where}).",
         )
+
+
+class AllMaskedError(ValueError):
+    """All tokens of an evaluation's data are masked, so its loss is undefined."""
 
 
 def unmarked(_phase: Phase) -> None:
@@ -179,6 +186,7 @@ def _result(
         loss_scale=loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
         num_samples=num_samples * mesh.size(),
+        is_masked=agreed.is_masked,
         auxiliary=dict(zip(told.names, auxiliary, strict=True)),
         expert_load=agreed.load,
     )
@@ -222,7 +230,8 @@ def evaluate(
     mesh: DeviceMesh,
 ) -> float:
     """The mean loss over `num_microbatches` microbatches of every rank by their weights, without
-    auxiliary losses and dropout; the same on every rank.
+    auxiliary losses and dropout; the same on every rank. AllMaskedError, on every rank, if all
+    weights are 0.
     """
     was_training = model.training
     model.eval()
@@ -237,7 +246,13 @@ def evaluate(
     finally:
         model.train(was_training)
     total, total_weight = _sum_over_ranks(sums, mesh)
-    return total / (total_weight or 1.0)
+    if total_weight == 0:
+        raise AllMaskedError(
+            f"Expected learned tokens in the {num_microbatches} microbatches of each rank, got "
+            "masks, or weights of losses, that are all 0. Evaluate on other data, or on more of it "
+            "(--eval-iters)."
+        )
+    return total / total_weight
 
 
 def _sum_over_ranks(sums: torch.Tensor, mesh: DeviceMesh) -> list[float]:
@@ -293,6 +308,7 @@ class _Agreed(NamedTuple):
     # The mean weight of all microbatches, by which gradients are too large; 1 without weights, or
     # if all are 0.
     grad_divisor: float
+    is_masked: bool  # there are weights, and all are 0
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
@@ -371,6 +387,7 @@ def _read(scalars: torch.Tensor, told: Told, num_votes: int, mesh: DeviceMesh) -
     return _Agreed(
         tuple(losses[: len(told.losses)].tolist()),
         _grad_divisor(float(weight), told, mesh),
+        told.is_weighted and float(weight) == 0,
         float(num_bad),
         tuple(votes.tolist()),
         tuple(digests.tolist()),

@@ -73,6 +73,7 @@ from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_con
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
 from megatron_hybrid.checkpoint.upgrade import upgrade_checkpoint
+from megatron_hybrid.endings import one_line_errors
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters, of what a checkpoint says of itself
@@ -117,13 +118,9 @@ def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
-    try:
+    with one_line_errors(program, (CheckpointError, OSError, ValueError)):
         return command(arguments)
-    except BrokenPipeError:
-        raise  # for `quiet_pipes`
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"{program}: {printable(str(error), _MAX_LINE)}", file=sys.stderr)
-        return 2
+    return 2
 
 
 def list_checkpoints(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.log import counted
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, StateBytes
 from megatron.core.options import ConfigError
 from megatron_hybrid.plan.planned_run import PlannedRun, RunMemory
@@ -26,19 +27,14 @@ class Limits:
     """The memory that there is, in bytes. None: it is not checked.
 
     Attributes:
-        device: of each device.
+        device: of each device, for what is planned.
         host: of the machine, for all of its ranks.
-        device_reserve: of each device's, what a run must leave free.
+        device_reserve: of each device, what a run must leave free: on top of `device`.
     """
 
     device: int | None = None
     host: int | None = None
     device_reserve: int = 0
-
-    @property
-    def usable(self) -> int | None:
-        """Of each device, for what is planned."""
-        return None if self.device is None else self.device - self.device_reserve
 
 
 class Fractions(NamedTuple):
@@ -203,13 +199,13 @@ def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:
 
 def _fits(run: PlannedRun, limits: Limits, fraction: float | None) -> bool:
     needs = _needs(run, fraction)
-    fits_device = limits.usable is None or needs.device <= limits.usable
+    fits_device = limits.device is None or needs.device <= limits.device
     return fits_device and (limits.host is None or needs.host <= limits.host)
 
 
 def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
     """The larger the fraction, the less the device needs, and the more the host."""
-    fractions, most = run.fractions, limits.usable
+    fractions, most = run.fractions, limits.device
     number = 0
     if most is not None:
         number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)
@@ -239,13 +235,13 @@ def _refusal(run: PlannedRun, limits: Limits, fits: float | None) -> str:
     needs, rows = _needs(run, fraction), rows_of(run.memory(fraction))
     where = "without offloading" if fraction is None else f"at the offload fraction {fraction:g}"
 
-    if limits.device is not None and limits.usable is not None and needs.device > limits.usable:
+    if limits.device is not None and needs.device > limits.device:
         terms = [f"{name} {shown_size(row.device)}" for name, row in rows.items() if row.device]
         reserve = limits.device_reserve
         reserved = f", of which {shown_size(reserve)} are reserved (--gpu-reserve)" * bool(reserve)
         text = (
             f"Expected device memory for {' + '.join(terms)} = {shown_size(needs.device)} a rank "
-            f"{where}, got {shown_size(limits.device)}{reserved}."
+            f"{where}, got {shown_size(limits.device + reserve)}{reserved}."
         )
     else:
         assert limits.host is not None, "one of the two does not fit"
@@ -256,8 +252,9 @@ def _refusal(run: PlannedRun, limits: Limits, fits: float | None) -> str:
             if row.host or (is_shared and row.device)
         ]
         text = (
-            f"Expected host memory for {' + '.join(terms)}, times {run.world_size} rank(s) = "
-            f"{shown_size(needs.host)} {where}, got {shown_size(limits.host)}."
+            f"Expected host memory for {' + '.join(terms)}, times "
+            f"{counted(run.world_size, 'rank')} = {shown_size(needs.host)} {where}, got "
+            f"{shown_size(limits.host)}."
         )
     return f"{text} {_advice(run, fits)}"
 
@@ -275,7 +272,7 @@ def _advice(run: PlannedRun, fits: float | None) -> str:
 
 def _closest(run: PlannedRun, limits: Limits) -> float:
     """The first fraction that fits the device; all of it if none does."""
-    fractions, most = run.fractions, limits.usable
+    fractions, most = run.fractions, limits.device
     if most is None:
         return fractions[0]
     number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)

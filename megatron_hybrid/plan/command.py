@@ -168,7 +168,7 @@ def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
     if reserve >= device:
         got = f"{shown_size(device)}, of which {shown_size(reserve)} are reserved (--gpu-reserve)"
         raise ConfigError(f"--gpu-memory: expected more than the reserve, got {got}.")
-    return Limits(device, host, reserve)
+    return Limits(device - reserve, host, reserve)
 
 
 def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:

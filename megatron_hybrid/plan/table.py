@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron.core.log import counted
 from megatron_hybrid.plan.answer import Answer
 from megatron_hybrid.plan.quantities import shown_rate, shown_seconds, shown_size
 
@@ -32,9 +33,9 @@ def _header(answer: Answer) -> list[str]:
     batch = f"{config.training.micro_batch_size} x {config.data.seq_length:,} tokens"
     return [
         f"{run.numel:,} parameters, {precision}",
-        f"{config.parallel.engine} on {run.world_size} rank(s)",
-        f"a step: {run.tokens_per_step:,} tokens, {run.num_microbatches} microbatch(es) of {batch} "
-        "on each rank",
+        f"{config.parallel.engine} on {counted(run.world_size, 'rank')}",
+        f"a step: {run.tokens_per_step:,} tokens, {counted(run.num_microbatches, 'microbatch')} of "
+        f"{batch} on each rank",
     ]
 
 
@@ -54,7 +55,10 @@ def _memory(answer: Answer) -> list[str]:
     if limits.device is not None or limits.host is not None:
         ranks = answer.run.world_size
         on_host = "" if limits.host is None else shown_size(limits.host / ranks)
-        rows.append(("of", "" if limits.device is None else shown_size(limits.device), on_host))
+        on_device = ""
+        if limits.device is not None:
+            on_device = shown_size(limits.device + limits.device_reserve)
+        rows.append(("of", on_device, on_host))
     return [*_aligned(rows)]
 
 

@@ -29,7 +29,7 @@ def _run(folder: Path, name: str, expert_size: int, world_size: int, *flags: obj
 
 def test_a_run_with_divided_experts_resumes_with_experts_divided_otherwise(tmp_path: Path) -> None:
     log = _run(tmp_path, "whole", 2, 2)
-    assert "Megatron-FSDP (optim_grads_params, experts divided by 2) on 2 rank(s)" in log
+    assert "Megatron-FSDP (optim_grads_params, experts divided by 2) on 2 ranks" in log
     assert "decoder.layers.0.mlp.experts" in log, "a group of its own in the offload plan"
     expected = losses(tmp_path / "whole")
     assert len(expected) == 4

@@ -103,7 +103,7 @@ def test_a_mistake_is_one_line_and_exit_code_two():
     assert done.stdout == ""
     assert done.stderr == (
         "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 2 x 1 "
-        "rank(s), got 7.\n"
+        "ranks, got 7.\n"
     )
 
 
@@ -113,7 +113,7 @@ def test_a_global_batch_of_seven_on_two_ranks_is_refused_in_one_line():
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, "
-        "micro-batch-size 1 x 2 rank(s), got 7.",
+        "micro-batch-size 1 x 2 ranks, got 7.",
         "python -m megatron_hybrid launch: rank 0 ended with status 2",
     ]
 

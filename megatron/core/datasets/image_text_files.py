@@ -29,6 +29,7 @@ from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.files import published, read_regular
 from megatron.core.json_reading import parse_json
+from megatron.core.log import counted
 from megatron.core.models.multimodal.patch_grid import PatchGrid
 
 _FORMAT = 1
@@ -252,7 +253,8 @@ def _check(sample: ImageTextSample, format: ImageFormat) -> None:
     given = int((sample.tokens == format.image_token).sum())
     if given != wanted or len(sample.is_answer) != len(sample.tokens):
         raise ValueError(
-            f"Expected {wanted} image tokens for {len(sample.images)} image(s), got {given}."
+            f"Expected {wanted} image tokens for {counted(len(sample.images), 'image')}, got "
+            f"{given}."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import send
+from megatron.core.log import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +47,8 @@ class Documents:
         rows = range(seq_length, batch * seq_length + 1, seq_length)
         if max(stops) != batch * seq_length or not stops.issuperset(rows):
             raise ValueError(
-                f"Expected documents that fill {batch} row(s) of {seq_length} positions, and end "
-                f"where a row ends, got lengths {self.lengths}."
+                f"Expected documents that fill {counted(batch, 'row')} of {seq_length} positions, "
+                f"and end where a row ends, got lengths {self.lengths}."
             )
         if not self.padding:
             return
@@ -55,8 +56,8 @@ class Documents:
         is_padding = len(ends) == batch and all(0 <= length < seq_length for length in self.padding)
         if not is_padding or not stops.issuperset(ends):
             raise ValueError(
-                f"Expected padding that is the last document of each of {batch} row(s), and not "
-                f"all of it, got {self.padding} positions and lengths {self.lengths}."
+                f"Expected padding that is the last document of each row ({batch}), and not all of "
+                f"it, got {self.padding} positions and lengths {self.lengths}."
             )
 
     @property

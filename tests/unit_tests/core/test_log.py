@@ -95,3 +95,9 @@ def test_text_of_the_very_limit_is_not_cut() -> None:
     assert log.printable("a" * 500) == "a" * 500
     assert log.printable("\n" * 5, limit=10) == "\\n" * 5
     assert log.printable("\n" * 6, limit=10) == "\\n\\n\\n\\..."
+
+
+def test_a_number_takes_the_plural_of_its_noun():
+    counts = [(0, "rank"), (1, "rank"), (2, "bad line"), (1, "microbatch"), (3, "microbatch")]
+    shown = [log.counted(number, noun) for number, noun in counts]
+    assert shown == ["0 ranks", "1 rank", "2 bad lines", "1 microbatch", "3 microbatches"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from megatron_hybrid import preprocess_data
 LINES = b'{"text": "one"}\n\n{"text": "two"}\r\n{"text": "three"}'
 
 
-def preprocess(*arguments: object) -> None:
+def preprocess(*arguments: object, code: int = 0) -> None:
     """Tokenizes bytes."""
-    preprocess_data.main([str(each) for each in (*arguments, "--tokenizer-type", "ByteTokenizer")])
+    argv = [str(each) for each in (*arguments, "--tokenizer-type", "ByteTokenizer")]
+    assert preprocess_data.main(argv) == code
 
 
 def texts(prefix: Path) -> list[str]:
@@ -85,8 +88,7 @@ def test_a_file_without_a_suffix_that_may_be_either_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "part-1").write_text('{"text": "cut off\n{"text": "whole"}\n')
-    with pytest.raises(SystemExit, match="1"):
-        preprocess("--input", tmp_path / "part-1", "--output-prefix", tmp_path / "out")
+    preprocess("--input", tmp_path / "part-1", "--output-prefix", tmp_path / "out", code=1)
     told = capsys.readouterr().err
     assert str(tmp_path / "part-1") in told
     assert ".jsonl" in told
@@ -122,33 +124,105 @@ def test_a_compression_that_no_package_reads_as_a_whole_is_refused(
     """A function is what fsspec has where only `zstandard` is installed: it reads one frame."""
     monkeypatch.setitem(compr, "zstd", codec)
     (tmp_path / "a.jsonl.ZST").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(SystemExit, match="1"):
-        preprocess("--input", tmp_path / "a.jsonl.ZST", "--output-prefix", tmp_path / "out")
+    preprocess("--input", tmp_path / "a.jsonl.ZST", "--output-prefix", tmp_path / "out", code=1)
     told = capsys.readouterr().err
     assert "a.jsonl.ZST" in told
     assert "backports.zstd" in told
     assert "decompress" in told
 
 
-@pytest.mark.parametrize(
-    ("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
-)
+def in_small_blocks(content: bytes) -> bytes:
+    return bz2.compress(content, 1)
+
+
+PACKERS = [(".gz", gzip.compress), (".bz2", in_small_blocks), (".xz", lzma.compress)]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKERS)
 @pytest.mark.parametrize("damage", ["cut off", "something else"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in", "in.md"])
 def test_damaged_compressed_input_is_one_line_and_leaves_nothing(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     suffix: str,
     pack: Callable[[bytes], bytes],
     damage: str,
+    name: str,
 ) -> None:
-    path = tmp_path / f"in.jsonl{suffix}"
+    path = tmp_path / f"{name}{suffix}"
     path.write_bytes(pack(LINES * 1000)[:-9] if damage == "cut off" else LINES)
-    with pytest.raises(SystemExit, match="1"):
-        preprocess("--input", path, "--output-prefix", tmp_path / "out", "--skip-bad-samples")
+    preprocess("--input", path, "--output-prefix", tmp_path / "out", code=1)
     told = capsys.readouterr().err
     assert str(path) in told
     assert told.count("\n") == 1
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def numbered(first: int, last: int) -> list[str]:
+    """Texts that compress badly, so that they fill several blocks of a compressed file."""
+    return [random.Random(number).randbytes(200).hex() for number in range(first, last)]
+
+
+def as_lines(numbers: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in numbers).encode()
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKERS)
+@pytest.mark.parametrize("name", ["b.jsonl", "b"])
+def test_a_damaged_file_of_a_folder_is_skipped_from_its_damage_on(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+    pack: Callable[[bytes], bytes],
+    name: str,
+) -> None:
+    folder, path = tmp_path / "in", tmp_path / "in" / f"{name}{suffix}"
+    folder.mkdir()
+    first, cut, last = numbered(0, 30), numbered(30, 1030), numbered(1030, 1060)
+    (folder / "a.jsonl").write_bytes(b"nonsense\n" + as_lines(first))
+    packed = pack(as_lines(cut))
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(as_lines(last)))
+    preprocess("--input", folder, "--output-prefix", tmp_path / "out", "--skip-bad-samples")
+
+    told = capsys.readouterr()
+    found = texts(tmp_path / "out")
+    num_kept = len(found) - 60
+    assert 300 < num_kept < 900, "some blocks of the file are whole"
+    assert found == [*first, *cut[:num_kept], *last]
+    assert "2 bad lines skipped" in told.out
+    damaged, nonsense = told.err.splitlines()
+    assert str(path) in damaged
+    assert f"line {num_kept + 1} " in damaged
+    assert "a.jsonl, line 1: " in nonsense
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", gzip.compress(b"words " * 999)[:-9]])
+def test_a_damaged_text_is_left_out_as_a_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.md").write_text("first\n" * 10)
+    (tmp_path / "in" / "b.md.gz").write_bytes(content)
+    preprocess(
+        "--input", tmp_path / "in", "--output-prefix", tmp_path / "out", "--skip-bad-samples"
+    )
+    assert texts(tmp_path / "out") == ["first\n" * 10]
+    assert ("b.md.gz" in capsys.readouterr().err) == bool(content)
+
+
+def test_a_disk_that_fails_is_no_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_arguments: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(numbered(0, 100))))
+    monkeypatch.setattr(gzip.GzipFile, "read1", fail)
+    arguments = ["--input", tmp_path / "a.jsonl.gz", "--output-prefix", tmp_path / "out"]
+    preprocess(*arguments, "--skip-bad-samples", code=1)
+    assert "Input/output error" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
 
 
 BAD_LINES = {
@@ -177,8 +251,7 @@ def test_bad_lines_of_text_are_skipped_and_counted_where_that_is_wanted(
     assert [f"in.jsonl, line {number}: " in line for number, line in enumerate(skipped, 2)] == (
         [True] * len(BAD_LINES)
     )
-    with pytest.raises(SystemExit, match="1"):
-        preprocess(*arguments, tmp_path / "new")
+    preprocess(*arguments, tmp_path / "new", code=1)
     assert "in.jsonl, line 2: expected JSON" in capsys.readouterr().err
     assert not list(tmp_path.glob("new*"))
 
@@ -198,8 +271,7 @@ def test_more_than_a_tenth_of_bad_lines_is_an_error_that_leaves_nothing(
         argv = ["--input", tmp_path / "in.jsonl", *flags, *tokenizer]
         return preprocess_data.main([str(each) for each in argv])
 
-    with pytest.raises(SystemExit, match="1"):
-        run(17)
+    assert run(17) == 1
     told = capsys.readouterr().err
     assert "--skip-bad-samples" in told
     assert "2 of 19" in told

@@ -334,7 +334,7 @@ def test_flags_that_cannot_be_used_are_refused_in_one_line(capsys, argv, expecte
 def test_what_the_run_would_refuse_is_refused_as_the_run_does(folder, capsys):
     text = refused(capsys, "--hf-model", folder, "--gpus", "3", "--global-batch-size", "4")
     assert text == (
-        "--global-batch-size: expected a multiple of 3, micro-batch-size 1 x 3 rank(s), got 4."
+        "--global-batch-size: expected a multiple of 3, micro-batch-size 1 x 3 ranks, got 4."
     )
     assert "--no-such-flag: expected a known flag" in refused(
         capsys, "--hf-model", folder, "--no-such-flag"

@@ -32,8 +32,8 @@ TOOLS = ROOT / "tools"
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
 
 
-def _preprocess(*arguments: str | Path) -> None:
-    preprocess_data.main([str(argument) for argument in arguments])
+def _preprocess(*arguments: str | Path, code: int = 0) -> None:
+    assert preprocess_data.main([str(argument) for argument in arguments]) == code
 
 
 def _texts(prefix: Path) -> list[str]:
@@ -130,8 +130,7 @@ def test_a_key_that_is_empty_throughout_is_refused(
         tmp_path / "in.jsonl", [{"text": "one", "title": ""}, {"text": "two", "title": ""}]
     )
     keys = ["--json-keys", "text", "title", "--workers", workers]
-    with pytest.raises(SystemExit):
-        _preprocess("--input", corpus, *keys, "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess("--input", corpus, *keys, "--output-prefix", tmp_path / "out", *BYTES, code=1)
     assert (
         "Expected at least one document with text under 'title' in 1 files, got none"
         in capsys.readouterr().err
@@ -144,8 +143,7 @@ def test_json_files_are_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture
     _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
     assert _texts(tmp_path / "out_text_document") == ["one", "two"]
     corpus.write_text(json.dumps({"text": "one"}, indent=2))
-    with pytest.raises(SystemExit):
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES, code=1)
     assert "in.json, line 1: expected JSON, got '{\\n'" in capsys.readouterr().err
 
 
@@ -154,14 +152,14 @@ def test_a_key_given_twice_is_refused_and_what_stands_is_left(
 ) -> None:
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "one"}])
     _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *BYTES)
-    with pytest.raises(SystemExit):
-        _preprocess(
-            "--input",
-            corpus,
-            *"--json-keys text text --output-prefix".split(),
-            tmp_path / "out",
-            *BYTES,
-        )
+    _preprocess(
+        "--input",
+        corpus,
+        *"--json-keys text text --output-prefix".split(),
+        tmp_path / "out",
+        *BYTES,
+        code=1,
+    )
     assert "--json-keys: expected different keys, got text text" in capsys.readouterr().err
     assert _texts(tmp_path / "out_text_document") == ["one"]
 
@@ -259,11 +257,9 @@ def test_a_bad_line_is_named_and_nothing_is_written(
 ) -> None:
     corpus = tmp_path / "in.jsonl"
     corpus.write_text('{"text": "fine"}\n\n' + line + "\n")
-    with pytest.raises(SystemExit) as error:
-        _preprocess(
-            "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", workers, *BYTES
-        )
-    assert error.value.code == 1
+    _preprocess(
+        "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", workers, *BYTES, code=1
+    )
     printed = capsys.readouterr().err
     assert message in printed
     assert len(printed) < len(str(corpus)) + 250
@@ -275,16 +271,16 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(
 ) -> None:
     corpus = tmp_path / "in.jsonl"
     corpus.write_text('{"text": "fine"}\nnonsense\n')
-    with pytest.raises(SystemExit):
-        _preprocess(
-            "--input",
-            corpus,
-            "--output-prefix",
-            tmp_path / "out",
-            "--train-tokenizer",
-            "--vocab-size",
-            "300",
-        )
+    _preprocess(
+        "--input",
+        corpus,
+        "--output-prefix",
+        tmp_path / "out",
+        "--train-tokenizer",
+        "--vocab-size",
+        "300",
+        code=1,
+    )
     assert "in.jsonl, line 2: expected JSON, got 'nonsense" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -349,8 +345,7 @@ def test_input_that_cannot_be_used_is_refused(
     (tmp_path / "empty.txt").touch()
     (tmp_path / "a.txt").write_text("text")
     filled = [argument.format(folder=tmp_path) for argument in arguments]
-    with pytest.raises(SystemExit):
-        _preprocess(*filled, "--output-prefix", tmp_path / "out")
+    _preprocess(*filled, "--output-prefix", tmp_path / "out", code=1)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
@@ -359,11 +354,9 @@ def test_files_that_cannot_be_written_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(SystemExit) as error:
-        _preprocess(
-            "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a.txt" / "out", *BYTES
-        )
-    assert error.value.code == 1
+    _preprocess(
+        "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a.txt" / "out", *BYTES, code=1
+    )
     assert "error: [Errno" in capsys.readouterr().err
 
 
@@ -395,17 +388,16 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_files_of_before(
         flags = ["--json-keys", "text", "title", *BYTES]
     corpus = tmp_path / "in.jsonl"
 
-    def preprocess(text: str) -> None:
+    def preprocess(text: str, *, code: int = 0) -> None:
         turns[1]["content"] = text
         corpus.write_text(json.dumps({"text": text, "title": text, "messages": turns}))
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *flags)
+        _preprocess("--input", corpus, "--output-prefix", tmp_path / "out", *flags, code=code)
 
     preprocess("before")
     before = files()
     assert len(before) == 4
     monkeypatch.setattr(IndexedDatasetBuilder, "_write_index", fail_for_the_later_one)
-    with pytest.raises(SystemExit, match="1"):
-        preprocess("afterwards")
+    preprocess("afterwards", code=1)
     assert "No space left on device: " in capsys.readouterr().err
     assert files() == before
 
@@ -426,11 +418,9 @@ def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
     corpus = _write_jsonl(
         tmp_path / "in.jsonl", [{"text": "fine"}, {"text": "fatal"}, {"text": "fine"}]
     )
-    with pytest.raises(SystemExit) as error:
-        _preprocess(
-            "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "2", *BYTES
-        )
-    assert error.value.code == 1
+    _preprocess(
+        "--input", corpus, "--output-prefix", tmp_path / "out", "--workers", "2", *BYTES, code=1
+    )
     assert "error: A process in the process pool was terminated abruptly" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -525,8 +515,7 @@ def test_a_line_that_is_too_long_is_named_and_not_read_to_its_end(
     assert len(_texts(tmp_path / "out_text_document")) == 3
     _write_jsonl(corpus, [{"text": "fine"}, {"text": "fine"}])
     os.truncate(corpus, 1 << 40)  # a line of a terabyte, sparse
-    with pytest.raises(SystemExit):
-        _preprocess("--input", corpus, "--output-prefix", tmp_path / "new", *BYTES)
+    _preprocess("--input", corpus, "--output-prefix", tmp_path / "new", *BYTES, code=1)
     assert "in.jsonl, line 3: expected at most 1000 bytes, got more." in capsys.readouterr().err
     assert not list(tmp_path.glob("new*"))
 
@@ -542,8 +531,7 @@ def test_a_text_that_is_too_long_is_refused_and_what_is_no_text_is_left_out(
     _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
     assert "; 1 files skipped that are not UTF-8 text" in capsys.readouterr().out
     (tmp_path / "in" / "b.txt").write_text("x" * 1001)
-    with pytest.raises(SystemExit):
-        _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "new", *BYTES)
+    _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "new", *BYTES, code=1)
     assert "b.txt: expected a document of at most 1000 bytes, got more." in capsys.readouterr().err
 
 
@@ -552,8 +540,7 @@ def test_the_name_of_a_file_cannot_command_the_terminal(
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a\n\x1b[2Jb.jsonl").write_text("nonsense\n")
-    with pytest.raises(SystemExit):
-        _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
+    _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES, code=1)
     printed = capsys.readouterr().err
     assert "a\\n\\x1b[2Jb.jsonl, line 1: expected JSON" in printed
     assert printed.removesuffix("\n").isprintable()

@@ -81,7 +81,7 @@ def test_what_an_option_needs_is_an_option():
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers():
     assert refusal("--global-batch-size", "7", world_size=2) == (
-        "--global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 rank(s), got 7."
+        "--global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 ranks, got 7."
     )
 
 
@@ -150,7 +150,7 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
             ).split(),
             "expected --data-parallel-sharding-strategy optim_grads_params, got 'optim'",
         ),
-        (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank(s), got 2"),
+        (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank, got 2"),
         (["--wandb-exp-name", "a"], "--wandb-project: expected a name"),
         (
             ["--seq-length", "64", "--max-position-embeddings", "32"],

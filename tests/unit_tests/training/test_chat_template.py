@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.options import ConfigError
+from megatron.training.chat_program import ChatProgram
 from megatron.training.chat_template import ChatTemplate
 from megatron.training.conversation_tokenizer import encode_answers
 from megatron.training.conversations import ConversationError
@@ -192,20 +193,24 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("{{ messages[1].content }} {{ messages[2].content }}", r"turn 3: .* in a loop"),
+        ("{{ messages[1].content }} {{ messages[2].content }}", r"message 3: .* in a loop"),
         (
             "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
             "{{ all() }}",
-            r"turn 3: .* in a loop",
+            r"message 3: .* in a loop",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<bot>{% endif %}",
-            r"turn 3: .* generation prompt",
+            r"message 3: .* generation prompt",
+        ),
+        (
+            CHATML.replace("role + '", "role + (' name=bob' if loop.index == 3 else '') + '"),
+            r"message 3: .* generation prompt",
         ),
         (
             "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ messages[2].content }}",
-            r"turn 3: .* in a loop",
+            r"message 3: .* in a loop",
         ),
         (
             "{% macro say(m) %}a{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
@@ -213,7 +218,14 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
             r"marks answers where it writes them",
         ),
     ],
-    ids=["no loop", "a macro", "no prompt", "not in the loop", "marks in a macro"],
+    ids=[
+        "no loop",
+        "a macro",
+        "no prompt",
+        "a name in the header",
+        "not in the loop",
+        "marks in a macro",
+    ],
 )
 def test_templates_that_do_not_say_what_answers_are_are_refused(source: str, told: str) -> None:
     with pytest.raises(ConversationError, match=told):
@@ -262,6 +274,16 @@ BEHIND = (
     "{{- '<turn>assistant\\n<think>\\n' }}{%- endif %}"
     "{%- if messages[-1].role == 'assistant' %}{{- messages[-1].content + '<end>\\n' }}{%- endif %}"
 )
+# The name of a tool is found in an earlier message.
+LOOKING_BACK = (
+    "{%- for i in range(messages|length) %}{%- set message = messages[i] %}"
+    "{{- '<turn>' + message.role + '\n' }}"
+    "{%- for k in range(i) %}{%- set before = messages[k] %}"
+    "{%- for call in before.tool_calls or [] %}{{- call.name + ',' }}{%- endfor %}{%- endfor %}"
+    "{%- for one in messages[:i + 1] %}{{- 'C' if one.tool_calls }}{%- endfor %}"
+    "{{- message.content + '</turn>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<turn>assistant\n' }}{%- endif %}"
+)
 # White space before each turn.
 SPACED = (
     "{% for message in messages %}\n\n  ### {{ message.role }}:\n{{ message.content }}</s>"
@@ -291,14 +313,31 @@ CALLS: list[dict[str, Any]] = [
         (BY_INDEX, ["I ask.<|tool|>", "Two.<|user|>", "Yes."]),
         (INSIDE, ["<call>add<call>see", "I ask.</turn>", "Two.</turn>", "Yes.</turn>"]),
         (BEHIND, ["I ask.<end>", "Two.<end>", "Yes.<end>"]),
+        (LOOKING_BACK, ["CI ask.</turn>", "add,see,CTwo.</turn>", "add,see,CYes.</turn>"]),
         (SPACED, ["I ask.</s>", "Two.</s>", "Yes.</s>"]),
     ],
-    ids=["opening", "by index", "inside", "behind", "spaced"],
+    ids=["opening", "by index", "inside", "behind", "looking back", "spaced"],
 )
 def test_answers_are_located_in_the_whole_conversation(source: str, expected: list[str]) -> None:
     template = ChatTemplate(source, ends=["<|user|>", "<|tool|>", "<|end|>"])
     chat = template.render_answers(CALLS)
     assert [chat.text[begin:end] for begin, end in chat.answers] == expected
+
+
+@pytest.mark.parametrize("source", [CHATML, SPACED], ids=["chatml", "spaced"])
+def test_the_number_of_renderings_does_not_grow_with_the_answers(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_runs = []
+    run = ChatProgram.run
+
+    def counting(self: ChatProgram, *args: Any) -> Any:
+        num_runs.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(ChatProgram, "run", counting)
+    assert len(answers_of(source, TALK[3:] * 40)) == 40
+    assert len(num_runs) <= 4
 
 
 def test_a_content_that_begins_as_the_prompt_does_is_learned_from_its_beginning() -> None:

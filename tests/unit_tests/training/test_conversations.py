@@ -106,7 +106,7 @@ def user(content: object) -> dict[str, Any]:
         (user([{"type": "image", "image": 3}]), "turn 1: expected a path, got 3"),
         (user([{"type": "image_url", "image_url": {"url": 3}}]), "turn 1: expected a path, got 3"),
         (user("a <image>"), "turn 1: expected an image for each <image>, got fewer"),
-        ({**user("a <image>"), "images": ["a", "b"]}, r"for each of 2 image\(s\), got none for 1"),
+        ({**user("a <image>"), "images": ["a", "b"]}, r"for each image \(2\), got none for 1"),
         ({**user("a"), "images": [1]}, "images as paths"),
     ],
 )
@@ -150,10 +150,18 @@ def test_tools_are_a_list_or_its_text(given: object) -> None:
     ],
 )
 def test_turns_say_whether_they_are_to_be_learned(marks: dict[str, Any], expected: bool) -> None:
-    assert is_learned({"role": "assistant", **marks}, 1) is expected
+    assert is_learned({"role": "assistant", **marks}) is expected
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0.5}, {"train": "false"}, {"weight": [0]}], ids=str)
-def test_other_weights_are_refused(mark: dict[str, Any]) -> None:
-    with pytest.raises(ConversationError, match=r"turn 3: expected .* 0 or 1, got"):
-        is_learned(mark, 3)
+def test_errors_name_the_turn_as_the_record_has_it(mark: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": "b", **mark}
+    turns = [{"role": "user", "content": "a"}, answer]
+    # A system prompt beside the turns has no number.
+    for record in ({"messages": turns}, {"messages": turns, "system": "Be brief."}):
+        with pytest.raises(ConversationError, match=r"turn 2: expected .* 0 or 1, got"):
+            parse_conversation(record)
+    picture = {"role": "user", "content": "<image>"}
+    for record in ({"messages": [picture]}, {"messages": [picture], "system": "Be brief."}):
+        with pytest.raises(ConversationError, match="turn 1: expected an image"):
+            parse_picture_conversation(record)

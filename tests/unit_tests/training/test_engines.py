@@ -5,6 +5,7 @@ bit.
 from __future__ import annotations
 
 import io
+import logging
 import random
 import zipfile
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training import engines
 from megatron.training.checkpoint.run_state import split_path
 from megatron.training.engine import SaveLoadMeta, TrainEngine
 from megatron.training.engines import (
@@ -45,6 +47,7 @@ from megatron.training.engines import (
     ModuleEngine,
     build_engine,
 )
+from megatron.training.model_loss import ModelLoss
 from megatron.training.step import StepInfo
 from tests.helpers.checkpoints import chunks_of
 from tests.helpers.engine_contents import contents_of, differing
@@ -306,6 +309,41 @@ def test_an_engine_counts_evaluates_and_answers(name):
         assert loss == pytest.approx(expected, rel=1e-5 if "bf16" not in name else 1e-2)
         assert shape == (2, 8, 31)
         assert not has_grad
+
+
+def _masked_steps() -> tuple[list[tuple[bool, bool, bool]], list[int]]:
+    """Of each step: whether it is masked, whether weights moved, and whether it is skipped. Then
+    the iterations that were warned of.
+    """
+    config = replace(ENGINES["megatron"], optimizer=OptimizerConfig(weight_decay=0.1))
+    engine, records = make(config), []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger(engines.__name__).addHandler(handler)
+
+    def learns_in_the_second_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> ModelLoss:
+        is_learned = engine.step_info().iteration == 1
+        return ModelLoss(forward_step(model, batch), weight=torch.tensor(float(is_learned)))
+
+    found, weight = [], local_tensor(next(engine.model.parameters()))
+    for number in range(6):
+        before = weight.detach().clone()
+        result = engine.train_batch(batches(number), learns_in_the_second_step)
+        engine.state.optimizer.synchronize()
+        has_moved = not torch.equal(weight, before)
+        found.append((result.is_masked, has_moved, result.is_skipped))
+    warned = [record.args[0] for record in records if record.levelno == logging.WARNING]
+    return found, warned
+
+
+def test_a_step_without_learned_tokens_is_a_step_and_is_warned_of_now_and_then():
+    first, second = run_ranks(2, _masked_steps)
+    for found, _ in (first, second):
+        assert [is_masked for is_masked, _, _ in found] == [True, False, True, True, True, True]
+        assert all(has_moved for _, has_moved, _ in found), "weight decay, and momentum later"
+        assert not any(is_skipped for _, _, is_skipped in found)
+    assert first[1] == [1, 3, 5], "the first, the second, and the fourth"
+    assert second[1] == [], "one rank says it"
 
 
 class Net(nn.Module):

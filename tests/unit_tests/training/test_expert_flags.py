@@ -27,10 +27,10 @@ def _refusal(flags: str, world_size: int) -> str:
     ("flags", "expected"),
     [
         (f"--num-experts 6 {SIZE} 4", f"{SIZE}: expected a divisor of --num-experts 6, got 4."),
-        (f"--num-experts 6 {SIZE} 3", f"{SIZE}: expected a divisor of 4 rank(s), got 3."),
+        (f"--num-experts 6 {SIZE} 3", f"{SIZE}: expected a divisor of 4 ranks, got 3."),
         (
             f"--num-experts 8 {SIZE} 4 --num-distributed-optimizer-instances 2",
-            f"{SIZE}: expected a divisor of 2 rank(s) of each of 2 instances, got 4.",
+            f"{SIZE}: expected a divisor of 2 ranks of each of 2 instances, got 4.",
         ),
         (f"--num-experts 8 {SIZE} 0", f"{SIZE}: expected an integer >= 1, got 0."),
         (

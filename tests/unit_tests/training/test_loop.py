@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron.training.health.exits import ExitCode
 from megatron.training.health.inject import Injections
 from megatron.training.loop import Loop, NoWatch
 from megatron.training.metrics import Metrics, Rates
-from megatron.training.step import NonFiniteLossError
+from megatron.training.step import AllMaskedError, NonFiniteLossError
 from megatron.training.stop import Stop, StopConditions
 from tests.unit_tests.training.helpers.fake_runs import FakeEngine, FakeSaver, config_of
 
@@ -93,6 +94,28 @@ def test_a_resumed_run_first_makes_up_for_the_evaluation_that_a_stop_left_out():
     assert run.train() is None
     assert run.calls[:3] == ["check", ("evaluate", 8), ("step", 9)]
     assert run.loop.evaluated == {"iteration": 8, "validation": 2.5}
+
+
+def test_a_run_goes_on_without_the_loss_of_validation_data_of_which_nothing_is_learned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def learns_nothing(*_arguments: object, **_options: object) -> float:
+        raise AllMaskedError("nothing")
+
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    run = Run()
+    run.loop.evaluated["validation"] = 1.0  # before this start, of other data
+    monkeypatch.setattr(run.engine, "eval_batch", learns_nothing)
+    assert run.train() is None
+    assert run.besides_steps()[-2:] == [("save_last", 10, {"iteration": 8}), "synchronize"]
+    assert run.loop.evaluate(DATA, "test") is None
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 3
+
+    evaluating = Run("--skip-train")
+    monkeypatch.setattr(evaluating.engine, "eval_batch", learns_nothing)
+    with pytest.raises(AllMaskedError):
+        evaluating.loop.evaluate(DATA, "test")
 
 
 def test_a_failed_save_shows_in_the_next_votes_and_ends_the_run_if_that_is_asked_for():

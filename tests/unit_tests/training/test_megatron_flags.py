@@ -112,7 +112,7 @@ def test_what_is_to_be_written_instead_is_checked_as_if_it_had_been_written():
     # Written instead, the batch of 3 would not fit two ranks.
     assert refusal("--batch-size", "3", "--global-batch-size", "8", world_size=2) == (
         "--batch-size 3: use --micro-batch-size 3 instead. It is the same setting.",
-        "--global-batch-size: expected a multiple of 6, micro-batch-size 3 x 2 rank(s), got 8.",
+        "--global-batch-size: expected a multiple of 6, micro-batch-size 3 x 2 ranks, got 8.",
     )
 
 

@@ -50,13 +50,20 @@ class Recorder:
         self.records.append(("closed", {}))
 
 
-def result(loss: float = 2.0, *, skipped: bool = False) -> StepResult:
-    return StepResult(loss=loss, grad_norm=1.5, is_skipped=skipped, bad_ranks=(), votes=(0.0, 0.0))
+def result(loss: float = 2.0, *, skipped: bool = False, is_masked: bool = False) -> StepResult:
+    return StepResult(
+        loss=loss,
+        grad_norm=1.5,
+        is_skipped=skipped,
+        bad_ranks=(),
+        votes=(0.0, 0.0),
+        is_masked=is_masked,
+    )
 
 
-def report(metrics: Metrics, iteration: int, loss: float = 2.0) -> None:
+def report(metrics: Metrics, iteration: int, loss: float = 2.0, *, is_masked: bool = False) -> None:
     metrics.step(
-        result(loss),
+        result(loss, is_masked=is_masked),
         iteration=iteration,
         consumed_samples=4 * iteration,
         learning_rate=0.1,
@@ -178,6 +185,18 @@ def test_an_interval_without_a_finite_loss_says_nan(now, shown):
     now[0] = 1.0
     report(metrics, 1, math.inf)
     assert "lm loss: NAN" in shown.records[0].getMessage()
+
+
+def test_a_step_without_learned_tokens_has_no_part_in_the_reported_losses(now, shown):
+    sink = Recorder()
+    metrics = make(now, sink, log_interval=2)
+    for iteration, loss in ((1, 3.0), (2, 0.0)):
+        now[0] += 1.0
+        report(metrics, iteration, loss, is_masked=loss == 0)
+    assert "lm loss: 3.000000E+00" in shown.records[0].getMessage()
+    (_, learned), (_, masked) = sink.records
+    assert learned["loss"] == 3.0
+    assert math.isnan(masked["loss"])
 
 
 def test_an_evaluation_reports_loss_and_perplexity(now, shown):

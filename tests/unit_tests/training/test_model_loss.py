@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.spec import RouterSpec, Scores
 from megatron.training.model_loss import ModelLoss, weight_of
-from megatron.training.step import Batch, ForwardStep, StepResult, evaluate, train_step
+from megatron.training.step import (
+    AllMaskedError,
+    Batch,
+    ForwardStep,
+    StepResult,
+    evaluate,
+    train_step,
+)
 from tests.helpers.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -306,7 +314,39 @@ def test_a_step_of_microbatches_that_do_not_count_has_no_gradients():
     model, before = Net(), Net()
     result = step(model, [1, 2], forward_step)
     assert (result.loss, result.grad_norm, result.is_skipped) == (0.0, 0.0, False)
+    assert result.is_masked
     assert torch.equal(model.linear.weight, before.linear.weight)
+
+
+def _on_masked_ranks(masked: tuple[int, ...]) -> tuple[bool, float | None]:
+    """Whether a step of which some ranks learn nothing is masked, and an evaluation's loss."""
+    weight = torch.tensor(float(dist.get_rank() not in masked))
+
+    def forward_step(model: nn.Module, batch: Batch) -> ModelLoss:
+        return of_the_outputs(model, batch)._replace(weight=weight)
+
+    loss, model = None, Net()
+    with contextlib.suppress(AllMaskedError):
+        loss = evaluate(
+            model,
+            batches([1, 2]),
+            forward_step=forward_step,
+            num_microbatches=2,
+            device=CPU,
+            mesh=build_mesh("cpu", dist.get_world_size()),
+        )
+    assert model.training
+    return step(model, [1, 2], forward_step).is_masked, loss
+
+
+def test_a_loss_is_missing_where_no_rank_learns_a_token_and_there_where_one_does():
+    assert run_ranks(2, _on_masked_ranks, (0, 1)) == [(True, None)] * 2
+    (first, second) = run_ranks(2, _on_masked_ranks, (1,))
+    assert first == second
+    is_masked, loss = first
+    assert not is_masked
+    assert loss is not None
+    assert loss > 0
 
 
 def told_alike(_number: int, said: ModelLoss) -> ModelLoss:

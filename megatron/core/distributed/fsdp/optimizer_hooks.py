@@ -55,14 +55,8 @@ def fully_shard_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
 
-    parameters = list(_parameters(optimizer))
-    num_replaced = sum(REPLACED in vars(parameter) for parameter in parameters)
-    if num_replaced:
-        raise ValueError(
-            f"Expected an optimizer built after fully_shard, got {num_replaced} parameters from "
-            "before."
-        )
-    if not any(group_of(parameter) for parameter in parameters):
+    _check_replaced(optimizer, ValueError)
+    if not any(group_of(parameter) for parameter in _parameters(optimizer)):
         raise ValueError(
             "Expected an optimizer over sharded parameters, got none among its parameters."
         )
@@ -228,24 +222,30 @@ def _recut_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError for an optimizer over whole weights, or over those from before `fully_shard`,
-    which never get a gradient.
-    """
-    marks = [vars(parameter) for parameter in _parameters(optimizer)]
-    num_replaced = sum(REPLACED in own for own in marks)
-    if num_replaced:
-        raise RuntimeError(
-            f"fully_shard replaced {num_replaced} of the optimizer's {len(marks)} parameters after "
-            "it was built, so they will never have a gradient. Build the optimizer after "
-            "sharding, or put the sharded parameters into its param_groups."
-        )
-    num_whole = sum(WHOLE in own for own in marks)
+    """RuntimeError for an optimizer over whole weights, or over those from before `fully_shard`."""
+    _check_replaced(optimizer, RuntimeError)
+    num_whole = sum(WHOLE in vars(parameter) for parameter in _parameters(optimizer))
     if num_whole:
         raise RuntimeError(
             f"The optimizer has {num_whole} whole weights, which are in a sharded module for a "
             "time: after a forward with reshard_after_forward=False or after unshard(). It "
             "cannot train them. Build it before the first forward, or call reshard() on the "
             "modules first."
+        )
+
+
+def _check_replaced(
+    optimizer: torch.optim.Optimizer, error: type[ValueError | RuntimeError]
+) -> None:
+    """Raises `error` for an optimizer over weights from before `fully_shard`, which never get a
+    gradient.
+    """
+    replaced = [REPLACED in vars(parameter) for parameter in _parameters(optimizer)]
+    if any(replaced):
+        raise error(
+            f"fully_shard replaced {sum(replaced)} of the optimizer's {len(replaced)} parameters "
+            "after it was built, so they will never have a gradient. Build the optimizer after "
+            "sharding, or put the sharded parameters into its param_groups."
         )
 
 

@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.core.log import counted
+
 _KEPT_GRIDS = 1024
 
 
@@ -147,7 +149,7 @@ def decoder_positions(
     given = sum(grid.num_patches for grid in grids) // merge**2
     if int(is_image.sum()) != given:
         raise ValueError(
-            f"Expected {given} tokens for the patches of {len(grids)} image(s), got "
+            f"Expected {given} tokens for the patches of {counted(len(grids), 'image')}, got "
             f"{int(is_image.sum())}."
         )
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron.core.log import counted
 from megatron.core.models.gpt.gpt_model import GPTModel, Places, RoutingReport
 from megatron.core.models.gpt.output_layer import Output
 from megatron.core.models.multimodal.patch_grid import PatchGrid
@@ -137,8 +138,8 @@ class VisionLanguageModel(nn.Module):
         wanted = sum(grid.num_patches for grid in grids) // self.vision.patches_per_token
         if given != wanted:
             raise ValueError(
-                f"Expected {wanted} image tokens for the patches of {len(grids)} image(s), got "
-                f"{given}."
+                f"Expected {wanted} image tokens for the patches of "
+                f"{counted(len(grids), 'image')}, got {given}."
             )
 
     def _blank(self, device: torch.device) -> Images:

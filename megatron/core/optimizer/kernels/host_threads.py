@@ -26,6 +26,7 @@ from megatron.core import numa
 from megatron.core.device import Device
 from megatron.core.drivers import driver_of
 from megatron.core.local_ranks import allowed_cores, num_sharing_ranks, num_usable_cores
+from megatron.core.log import counted
 
 LAUNCHING_CORES = 2  # for each rank
 
@@ -42,7 +43,8 @@ class HostThreads(NamedTuple):
         where = "any core" if self.cores is None else f"cores {_ranges(self.cores)}"
         allowed, usable = len(allowed_cores()), num_usable_cores()
         quota = "" if usable == allowed else f", of which a quota leaves {usable}"
-        return f"{self.number} thread(s) a rank on {where}; {allowed} core(s) allowed{quota}"
+        threads, cores = counted(self.number, "thread"), counted(allowed, "core")
+        return f"{threads} a rank on {where}; {cores} allowed{quota}"
 
 
 def _ranges(cores: Collection[int]) -> str:

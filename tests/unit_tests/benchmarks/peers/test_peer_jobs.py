@@ -88,7 +88,7 @@ def test_a_job_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         processes = [answer["pid"] for answer in job.ask("echo", say="")]
-        message = r"within 0\.5 s, got none from rank\(s\) \[0, 1\]"
+        message = r"within 0\.5 s, got none from ranks \[0, 1\]"
         with pytest.raises(JobError, match=message):
             job.ask("hang", timeout_seconds=0.5)
 

@@ -163,7 +163,7 @@ def test_documents_that_do_not_fill_the_rows_are_refused(
 def test_padding_that_is_not_the_end_of_a_row_is_refused(
     lengths: tuple[int, ...], padding: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match="padding that is the last document of each of 2 row"):
+    with pytest.raises(ValueError, match="padding that is the last document of each row"):
         Documents(lengths, padding).check(2, ROW)
 
 

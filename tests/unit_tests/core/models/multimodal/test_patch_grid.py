@@ -53,7 +53,7 @@ def test_text_counts_up_and_an_image_spans_rows_and_columns() -> None:
 @pytest.mark.parametrize(
     ("tokens", "grids", "told"),
     [
-        ([1, IMAGE], [], r"Expected 0 tokens for the patches of 0 image\(s\), got 1"),
+        ([1, IMAGE], [], r"Expected 0 tokens for the patches of 0 images, got 1"),
         ([1], [PatchGrid(1, 2, 2)], "Expected 1 tokens .* got 0"),
         ([IMAGE, 1, IMAGE], [PatchGrid(1, 2, 4)], "Expected 2 tokens of an image .* from token 0"),
         ([IMAGE] * 2, [PatchGrid(2, 2, 2)], "Expected images of one frame, got 2"),

@@ -127,9 +127,9 @@ def test_a_quota_of_time_is_divided_where_it_is_less_than_the_cores(monkeypatch,
     assert machine.threads(0, 2) == HostThreads(3, [2, 3, 4, 5, 6, 7])
     assert host_threads(Device("cpu"), 2, None, tmp_path) == HostThreads(5, None)
     assert str(machine.threads(1, 2)) == (
-        "3 thread(s) a rank on cores 10-15; 16 core(s) allowed, of which a quota leaves 10"
+        "3 threads a rank on cores 10-15; 16 cores allowed, of which a quota leaves 10"
     )
-    assert str(HostThreads(2, None)).startswith("2 thread(s) a rank on any core; 16 core(s)")
+    assert str(HostThreads(2, None)).startswith("2 threads a rank on any core; 16 cores")
 
 
 @needs_affinity
