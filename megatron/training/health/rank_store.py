@@ -94,6 +94,7 @@ class RankStore:
     ) -> None:
         """Stores a record unless there is one that `parse` accepts. StoreLostError."""
         text = json.dumps(content, allow_nan=False)
+
         present = self._raw(key) or b""
         if self._parsed(key, present, parse) is None:
             # Keeps the record of another rank that was faster.
@@ -137,6 +138,7 @@ class RankStore:
     ) -> _T | None:
         if not raw:
             return None
+
         try:
             if (content := parse_object(raw)) is None:
                 raise ValueError("it is too long, nested too deeply, or not a JSON object")

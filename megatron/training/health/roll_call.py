@@ -132,6 +132,7 @@ class RollCall:
         """Reads the other ranks' members once all have joined. StoreLostError."""
         if self.knows_all:
             return
+
         keys = {rank: f"member/{rank}" for rank in range(self._world_size)}
         members = self._shared.read_all(keys, Member.from_json)
         if members is not None:
@@ -213,6 +214,7 @@ class RollCall:
 
     def _hold(self, prefix: str, record: Record) -> Verdict | None:
         begin = time.monotonic()
+
         self._learn_who_is_there()
         self._shared.put(f"{prefix}record/{self._rank}", _Words(record).to_json())
         is_judge, has_looked = self._rank < _NUM_JUDGES, False
