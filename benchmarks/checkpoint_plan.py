@@ -48,7 +48,7 @@ from benchmarks.helpers.checkpoint.simulated import even_tensors, flat_tensors, 
 from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result, measured
 from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
 
 BENCHMARK = Benchmark(
     name="checkpoint_plan",
@@ -66,7 +66,7 @@ DCP = {FLAT: "DCP", EVEN: "DCP, even"}
 
 def compose(tensors: Sequence[SavedAs]) -> tuple[bytes, int]:
     """What rank 0 does: (the content of `.metadata` and of the index, number of chunks)."""
-    index = plan_index("a save", tensors, {})
+    index = build_index("a save", tensors, {})
     content = compose_metadata(index.tensors.values()) + index.to_bytes()
     return content, num_chunks(index)
 
@@ -78,7 +78,7 @@ def num_chunks(index: Index) -> int:
 def gathered_plans(tensors: Sequence[SavedAs], num_ranks: int) -> tuple[list[SavePlan], int]:
     """What DCP's coordinator holds once all ranks have sent their plans: (plans, bytes sent)."""
     items: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
-    for tensor in plan_index("a save", tensors, {}).tensors.values():
+    for tensor in build_index("a save", tensors, {}).tensors.values():
         for chunk in tensor.chunks:
             offsets = torch.Size(chunk.box.offsets)
             data = TensorWriteData(
@@ -154,7 +154,7 @@ def our_sides(num_ranks: int, *, with_even: bool) -> dict[str, Callable[[], obje
         return flat_tensors(layouts, num_ranks, is_whole=is_whole)
 
     def plan_own(is_whole: bool = False) -> Index:
-        return plan_index("a save", tensors(is_whole), {}, rank=other)
+        return build_index("a save", tensors(is_whole), {}, rank=other)
 
     sides: dict[str, Callable[[], object]] = {
         OURS[FLAT]: lambda: compose(tensors()),
@@ -206,7 +206,7 @@ def measure(
     )
     facts: dict[str, object] = {
         "chunks": {kind: compose(tensors)[1] for kind, tensors in kinds.items()},
-        "own_chunks": num_chunks(plan_index("a save", kinds[FLAT], {}, rank=num_ranks // 2)),
+        "own_chunks": num_chunks(build_index("a save", kinds[FLAT], {}, rank=num_ranks // 2)),
         "metadata_bytes": len(compose(kinds[FLAT])[0]),
         "gathered_bytes": gathered_bytes,
     }

@@ -33,7 +33,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.step import Batch
 from megatron_hybrid.plan.answer import rows_of
-from megatron_hybrid.plan.measure import Rates, job_of, machine_of, rates_of_rank
+from megatron_hybrid.plan.measure import MeasuredRates, job_of, machine_of, rates_of_rank
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
 from megatron_hybrid.plan.step_time import step_time
 from megatron_hybrid.plan.workload import work_of
@@ -101,9 +101,9 @@ def build(arguments: argparse.Namespace, device: Device, hidden: int, fraction: 
     return Run(plan, fraction, engine, batches)
 
 
-def rates_of_all(plan: PlannedRun, device: Device) -> list[Rates]:
+def rates_of_all(plan: PlannedRun, device: Device) -> list[MeasuredRates]:
     """What every rank measures now."""
-    found: list[Rates] = [Rates(0, 0, 0, 0, 0, 0, 0)] * dist.get_world_size()
+    found: list[MeasuredRates] = [MeasuredRates(0, 0, 0, 0, 0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(found, rates_of_rank(job_of(plan), device))
     return found
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron.core.files import published
 from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
-from megatron.training.flag_report import Entry, Group, laid_out
+from megatron.training.flag_report import FlagGroup, FlagLine, laid_out
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.megatron_scripts.rewrite import Outcome, Rewritten, left_over, rewrite
 from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
@@ -77,15 +77,15 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
     groups = []
     for outcome, title in _TITLES.items():
         entries = [
-            Entry(f"line {one.line}: {one.given}", one.why, one.use)
+            FlagLine(f"line {one.line}: {one.given}", one.why, one.use)
             if outcome not in _WITHOUT_REASONS
-            else Entry(one.given)
+            else FlagLine(one.given)
             for one in findings
             if one.outcome is outcome
         ]
         verb = "now" if outcome is Outcome.REPLACED else "use"
         # The same flag may stand in several branches.
-        groups.append(Group(title, tuple(dict.fromkeys(entries)), verb))
+        groups.append(FlagGroup(title, tuple(dict.fromkeys(entries)), verb))
     return [heading, *laid_out(groups)]
 
 

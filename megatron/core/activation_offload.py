@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import Device
 from megatron.core.host_memory import format_bytes
-from megatron.core.host_stack import HostPlace, HostStack
+from megatron.core.host_stack import HostPiece, HostStack
 from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
 from megatron.core.lanes import Event, Lane, is_lane_thread
 from megatron.core.timeline import AnyTimeline
@@ -211,11 +211,11 @@ class ActivationOffload:
         """Begins to copy storages to the host, as far as there is room; None if there is none."""
         moving = []
         for storage in storages:
-            storage.place = self._stack.take(storage.nbytes)
-            if storage.place is None:
+            storage.piece = self._stack.take(storage.nbytes)
+            if storage.piece is None:
                 self._warn_once(storage.nbytes)
             else:
-                moving.append((storage.place.memory, storage.memory))
+                moving.append((storage.piece.memory, storage.memory))
         if not moving:
             return None
 
@@ -420,13 +420,13 @@ class _Storage:
     Attributes:
         nbytes: its size.
         version: of its tensors, when they were saved.
-        place: in host memory.
+        piece: in host memory.
     """
 
     def __init__(self, saving: _Saving, tensor: Tensor) -> None:
         self.saving = saving
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.place: HostPlace | None = None
+        self.piece: HostPiece | None = None
         self._memory: Tensor | None = _bytes_of(tensor)
         # Shares the version of the tensor, which changes when it is written in place.
         self._witness: Tensor | None = tensor.detach()
@@ -457,14 +457,14 @@ class _Storage:
     def leave(self) -> None:
         """Frees the device's memory, if the host has the same."""
         self._note_version()
-        if self.place is not None:
+        if self.piece is not None:
             self._memory = self._witness = None
 
     @property
     def on_host(self) -> Tensor:
         """The host's memory: [nbytes] uint8."""
-        assert self.place is not None
-        return self.place.memory
+        assert self.piece is not None
+        return self.piece.memory
 
     def come_to(self, memory: Tensor) -> None:
         """`memory` is the device's from now on."""
@@ -473,8 +473,8 @@ class _Storage:
     def __del__(self) -> None:
         if self._memory is not None:
             self.saving.forget(self._memory)
-        if self.place is not None:
-            self.place.give_back()
+        if self.piece is not None:
+            self.piece.give_back()
 
 
 class _SavedTensor:

@@ -9,7 +9,7 @@ from megatron.core.device import Device
 from megatron.core.host_memory import ARRAY_ALIGNMENT, HostSlab
 
 
-class HostPlace:
+class HostPiece:
     """A piece of host memory: [nbytes] uint8, until it is given back."""
 
     def __init__(self, memory: Tensor, end: int) -> None:
@@ -33,22 +33,22 @@ class HostStack:
 
     def __init__(self, nbytes: int, device: Device) -> None:
         self._slab = HostSlab(nbytes, device, is_pinned=True, purpose="activations")
-        self._places: list[HostPlace] = []
+        self._pieces: list[HostPiece] = []
         self.nbytes = nbytes
         self.peak_nbytes = 0
 
-    def take(self, nbytes: int) -> HostPlace | None:
+    def take(self, nbytes: int) -> HostPiece | None:
         """A piece of so many bytes; None if there is no room for it now."""
-        while self._places and self._places[-1].is_free:
-            self._places.pop()
+        while self._pieces and self._pieces[-1].is_free:
+            self._pieces.pop()
 
-        top = self._places[-1].end if self._places else 0
+        top = self._pieces[-1].end if self._pieces else 0
         begin = -(-top // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
         end = begin + nbytes
         if end > self.nbytes:
             return None
 
         self.peak_nbytes = max(self.peak_nbytes, end)
-        place = HostPlace(self._slab.tensor(begin, nbytes, torch.uint8), end)
-        self._places.append(place)
-        return place
+        piece = HostPiece(self._slab.tensor(begin, nbytes, torch.uint8), end)
+        self._pieces.append(piece)
+        return piece

@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 
-class Segment(NamedTuple):
+class RenderedPart(NamedTuple):
     """A part of a rendering, written while the template handled one message.
 
     Attributes:
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     end: int
 
 
-class Mark(NamedTuple):
+class MarkedText(NamedTuple):
     """What a template put between `{% generation %}` and `{% endgeneration %}`.
 
     Attributes:
@@ -60,8 +60,8 @@ class Traced(NamedTuple):
     """A rendering, and what wrote its parts. Text outside of the segments belongs to no message."""
 
     text: str
-    segments: tuple[Segment, ...]
-    marks: tuple[Mark, ...]
+    segments: tuple[RenderedPart, ...]
+    marks: tuple[MarkedText, ...]
 
 
 class ChatProgram:
@@ -133,8 +133,8 @@ class _Trace:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.length = 0
-        self.segments: list[Segment] = []
-        self.marks: list[Mark] = []
+        self.segments: list[RenderedPart] = []
+        self.marks: list[MarkedText] = []
         self._indices = {id(message): index for index, message in enumerate(messages)}
         self._loops: list[_Loop] = []
         self._begin = 0  # of the current segment
@@ -186,7 +186,7 @@ class _Trace:
         if last is not None and (last.message, last.end) == (message, begin):
             # A loop inside of a message, over parts or tool calls, does not divide it.
             begin = self.segments.pop().begin
-        self.segments.append(Segment(message, begin, self.length))
+        self.segments.append(RenderedPart(message, begin, self.length))
 
 
 def _innermost(loops: Sequence[_Loop]) -> int | None:
@@ -213,7 +213,7 @@ class _Tracer(Extension):
 
     def mark(self, caller: Callable[[], str]) -> str:
         text = caller()
-        self.trace.marks.append(Mark(self.trace.current, self.trace.length, text))
+        self.trace.marks.append(MarkedText(self.trace.current, self.trace.length, text))
         return text
 
     def open_loop(self) -> None:

@@ -23,7 +23,7 @@ from megatron.core.device import Device
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_layout import check_dtype
 from megatron.training.checkpoint.run_state import RunState
-from megatron.training.step import Batch, ForwardStep, Mark, StepInfo, StepResult, unmarked
+from megatron.training.step import Batch, ForwardStep, MarkPhase, StepInfo, StepResult, unmarked
 
 WEIGHT_FORMATS = ("dcp", "hf")
 
@@ -127,7 +127,7 @@ class TrainEngine(Protocol):
         *,
         num_microbatches: int | None = None,
         votes: Callable[[], tuple[float, ...]] = tuple,
-        mark: Mark = unmarked,
+        mark: MarkPhase = unmarked,
     ) -> StepResult:
         """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
         the counters advance. A loss or gradient norm that is not finite steps nothing.

@@ -50,7 +50,7 @@ from megatron.training.engine import SaveLoadMeta
 from megatron.training.step import (
     Batch,
     ForwardStep,
-    Mark,
+    MarkPhase,
     StepInfo,
     StepResult,
     evaluate,
@@ -231,7 +231,7 @@ class ModuleEngine:
         *,
         num_microbatches: int | None = None,
         votes: Callable[[], tuple[float, ...]] = tuple,
-        mark: Mark = unmarked,
+        mark: MarkPhase = unmarked,
     ) -> StepResult:
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
         self._check_schedule()

@@ -35,7 +35,7 @@ _MOST_CHARACTERS = 2000  # of an entry
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlagLine:
     """A line of a group.
 
     Attributes:
@@ -49,7 +49,7 @@ class Entry:
     use: str = ""
 
     @classmethod
-    def of(cls, found: Answer, given: str | None = None) -> Entry:
+    def of(cls, found: Answer, given: str | None = None) -> FlagLine:
         """The entry for an answer.
 
         Args:
@@ -60,7 +60,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlagGroup:
     """Entries under one title. Those that have nothing beside them run on, with commas.
 
     Attributes:
@@ -68,7 +68,7 @@ class Group:
     """
 
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[FlagLine, ...]
     verb: str = "use"
 
 
@@ -92,17 +92,17 @@ class RefusedSettings(ConfigErrors):
         super().__init__(lines)
         entries = {
             ruling: tuple(
-                Entry.of(found, where + str(found.given))
+                FlagLine.of(found, where + str(found.given))
                 for where, found in refused
                 if found.ruling is ruling
             )
             for ruling in (Ruling.REMOVE, Ruling.REPLACE)
         }
         self._groups = (
-            Group(NOT_SUPPORTED, entries[Ruling.REMOVE]),
-            Group(CALLED_OTHERWISE, entries[Ruling.REPLACE]),
-            Group(_WRONG, tuple(Entry("", line) for line in wrong)),
-            Group(NO_EFFECT, tuple(Entry(str(given)) for given in without_effect)),
+            FlagGroup(NOT_SUPPORTED, entries[Ruling.REMOVE]),
+            FlagGroup(CALLED_OTHERWISE, entries[Ruling.REPLACE]),
+            FlagGroup(_WRONG, tuple(FlagLine("", line) for line in wrong)),
+            FlagGroup(NO_EFFECT, tuple(FlagLine(str(given)) for given in without_effect)),
         )
 
     def report(self) -> str:
@@ -110,7 +110,7 @@ class RefusedSettings(ConfigErrors):
         return "\n".join((self.heading(), *laid_out(self._groups)))
 
 
-def laid_out(groups: Iterable[Group]) -> list[str]:
+def laid_out(groups: Iterable[FlagGroup]) -> list[str]:
     """The lines of those groups that have entries, in two columns that all of them share."""
     shown = [group for group in groups if group.entries]
     with_reasons = [entry for group in shown for entry in group.entries if entry.why]
@@ -123,7 +123,7 @@ def laid_out(groups: Iterable[Group]) -> list[str]:
     return lines
 
 
-def _lines_of(group: Group, column: int) -> list[str]:
+def _lines_of(group: FlagGroup, column: int) -> list[str]:
     if not any(entry.why for entry in group.entries):
         # A flag and its value stay on one line.
         held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in group.entries)
@@ -149,7 +149,7 @@ def _lines_of(group: Group, column: int) -> list[str]:
     return lines
 
 
-def _beside(entry: Entry, verb: str, last_why: str) -> str:
+def _beside(entry: FlagLine, verb: str, last_why: str) -> str:
     """The second column. A reason is not said twice in a row."""
     why = printable(entry.why, _MOST_CHARACTERS)
     if entry.use:

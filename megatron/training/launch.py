@@ -9,19 +9,19 @@ connect. Nothing in the environment tells the starts apart: an agent counts only
 failures, so the counts of two machines differ. So the ranks first agree on a name for their start,
 and all keys of the group get that prefix:
 
-    each rank    hello/R = a number of its own, never used before
-    rank 0       welcome = {"name": its own number, "to": everybody's numbers},
+    each rank    hello/R = a new random number
+    rank 0       welcome = {"name": rank 0's number, "to": the numbers of all ranks},
                  again whenever a hello has changed
-    each rank    once "to" holds its number: ready/R = the name, and continues
+    each rank    once "to" has its number: ready/R = the name, and continues
     rank 0       continues once every ready/R is the name
 
-Records of an earlier start hold other numbers, so they cannot be mistaken for answers. Each record
-is signed (`job_secret.py`); an unsigned one counts as missing.
+Records of an earlier start have other numbers, so they cannot be taken for responses. A malformed
+record counts as missing.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import time
 import uuid
@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -38,9 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.core import process_groups
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
-from megatron.training.health.job_secret import SECRET_VARIABLE, BadRecordError, Signer, job_secret
-
-logger = logging.getLogger(__name__)
+from megatron.training.health.jsonl import parse_object
 
 _POLL_SECONDS = 0.05
 _TIMEOUT_MARGIN_SECONDS = 60.0
@@ -97,18 +94,17 @@ def _restart_count() -> int:
 @contextmanager
 def process_group(
     launch: Launch, device: Device, timeout_minutes: float, *, watched_seconds: float | None = None
-) -> Iterator[Signer]:
-    """The default process group over all ranks, while the context is open. Yields the signer of
-    their records.
+) -> Iterator[None]:
+    """Initializes the default process group, and destroys it when the context exits.
 
-    A group that already exists (a test's, or that of a program that embeds this one) is used and
-    left standing. So is the group after an exception: destroying it while other ranks are inside a
-    collective can block, and the launcher ends them all anyway.
+    An existing group (of a test, or of a program that embeds this one) is used and not destroyed.
+    Neither is the group after an exception: destroying it while other ranks are inside a collective
+    can block, and the launcher ends all ranks anyway.
 
     Args:
         timeout_minutes: for ranks to find each other, and for collectives.
-        watched_seconds: the longest time without progress that the watchdog allows a rank; None: no
-            watchdog will run. With one, failed collectives are left to it, not to the backend.
+        watched_seconds: the longest time without progress that the watchdog allows; None if there
+            is no watchdog. With one, the backend does not handle failed collectives.
     """
     if dist.is_initialized():
         if dist.get_world_size() != launch.world_size:
@@ -116,16 +112,15 @@ def process_group(
                 f"Expected a process group of {launch.world_size} ranks, got one of "
                 f"{dist.get_world_size()}."
             )
-        yield Signer()
+        yield
         return
 
-    signer = Signer()
     timeout = timedelta(minutes=timeout_minutes)
     if watched_seconds is not None:
         device.prepare_collectives()
 
     if "RANK" in os.environ:
-        store, signer = _store_of_this_start(launch, timeout)
+        store = _store_of_this_start(launch, timeout)
         dist.init_process_group(
             device.collective_backend,
             store=store,
@@ -146,128 +141,77 @@ def process_group(
             process_groups.set_timeout(device.torch_device, max(timeout, longer))
         process_groups.connect(device.torch_device)
 
-    yield signer
+    yield
     dist.destroy_process_group()
 
 
-def _store_of_this_start(launch: Launch, timeout: timedelta) -> tuple[Store, Signer]:
-    """The launcher's store, under a prefix that no earlier start of this job used, and the signer
-    of records in it.
-    """
-    secret = _secret_of(launch)
+def _store_of_this_start(launch: Launch, timeout: timedelta) -> Store:
+    """Returns the launcher's store with a prefix that no earlier start of this job used."""
     store, rank, world_size = next(
         rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
     )
-
     store.set_timeout(timeout)
-    name = agree_on_start(store, rank, world_size, timeout, secret)
-    return PrefixStore(name, store), Signer(secret, name)
+    return PrefixStore(agree_on_start(store, rank, world_size, timeout), store)
 
 
-def _secret_of(launch: Launch) -> bytes:
-    """The job's secret; empty, after a warning, if there is none. Records are unsigned then."""
-    if launch.world_size == 1:
-        return b""
-    is_one_machine = launch.local_world_size == launch.world_size
-    try:
-        secret = job_secret(is_one_machine=is_one_machine)
-        reason = "a job on several machines has none by itself"
-    except OSError as error:
-        secret, reason = None, str(error)
-
-    # If no rank has one, rank 0 warns for all. On one machine this may be the only rank that could
-    # not read it.
-    if secret is None and (launch.rank == 0 or is_one_machine):
-        logger.warning(
-            "the ranks share no secret (%s): whoever reaches the launcher's store can end this "
-            "run. Set %s to the same random text on all machines, see docs/security.md",
-            reason,
-            SECRET_VARIABLE,
-        )
-
-    return secret or b""
-
-
-def agree_on_start(
-    store: Store, rank: int, world_size: int, timeout: timedelta, secret: bytes = b""
-) -> str:
-    """A name for this start of the job, the same on all ranks and never used before. [Note: one
-    store, many starts]
-
-    Args:
-        secret: that the ranks share, and sign with.
+def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Returns a new name for this start of the job, the same on all ranks. [Note: one store, many
+    starts]
 
     Raises:
-        RuntimeError: not all ranks have come within `timeout`.
+        RuntimeError: if not all ranks have joined within `timeout`.
     """
     own_number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
-    records = _StartRecords(store, rank, Signer(secret, "start"))
-    records.put(f"start/hello/{rank}", {"number": own_number})
+    _put(store, f"start/hello/{rank}", {"number": own_number})
     if rank == 0:
-        _welcome_all(records, own_number, world_size, deadline)
+        _welcome_all(store, own_number, world_size, deadline)
         return own_number
 
     _wait_for(store, ["start/welcome"], deadline)
     while True:
-        match records.get("start/welcome", 0):
+        match _get(store, "start/welcome"):
             case {"name": str(name), "to": list(numbers)} if numbers[rank : rank + 1] == [
                 own_number
             ]:
-                records.put(f"start/ready/{rank}", {"name": name})
+                _put(store, f"start/ready/{rank}", {"name": name})
                 return name
-        _pause(deadline, "rank 0 of this start, got one of an earlier start", records)
+        _pause(deadline, "rank 0 of this start, got one of an earlier start")
 
 
-class _StartRecords:
-    """Signed records in the launcher's store. One that cannot be trusted counts as missing; the
-    first is a warning.
-    """
-
-    def __init__(self, store: Store, rank: int, signer: Signer) -> None:
-        self.store = store
-        self.rank = rank
-        self._signer = signer
-        self.distrusted: set[str] = set()  # keys that hold such a record
-
-    def put(self, key: str, content: dict[str, Any]) -> None:
-        self.store.set(key, self._signer.sign(key, self.rank, content))
-
-    def get(self, key: str, rank: int) -> dict[str, Any]:
-        """The record that a rank has put there, or an empty one."""
-        if not self.store.check([key]):
-            return {}
-        try:
-            content = self._signer.open(key, self.store.get(key), rank)
-        except BadRecordError as error:
-            if not self.distrusted:
-                logger.warning("%s in the launcher's store is ignored: %s", key, error)
-            self.distrusted.add(key)
-            return {}
-        self.distrusted.discard(key)
-        return content
-
-
-def _welcome_all(records: _StartRecords, name: str, world_size: int, deadline: float) -> None:
-    """Rank 0's part: returns once all ranks of this start know its name."""
+def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> None:
+    """Rank 0's part: returns once all ranks of this start have its name."""
     hello_keys = [f"start/hello/{rank}" for rank in range(world_size)]
-    welcomed: list[object] = []
-    _wait_for(records.store, hello_keys, deadline)
+    welcomed: list[str | None] = []
+    _wait_for(store, hello_keys, deadline)
     while True:
-        numbers = [records.get(key, rank).get("number") for rank, key in enumerate(hello_keys)]
+        numbers = [_text(store, key, "number") for key in hello_keys]
         if numbers != welcomed:
             welcomed = numbers
-            records.put("start/welcome", {"name": name, "to": numbers})
+            _put(store, "start/welcome", {"name": name, "to": numbers})
 
-        answers = [
-            records.get(f"start/ready/{rank}", rank).get("name") for rank in range(1, world_size)
-        ]
+        answers = [_text(store, f"start/ready/{rank}", "name") for rank in range(1, world_size)]
         if answers.count(name) == len(answers):
             return
         missing = ", ".join(
             f"rank {rank}" for rank, answer in enumerate(answers, 1) if answer != name
         )
-        _pause(deadline, f"all {world_size} ranks, got none of {missing}", records)
+        _pause(deadline, f"all {world_size} ranks, got none of {missing}")
+
+
+def _put(store: Store, key: str, content: dict[str, object]) -> None:
+    store.set(key, json.dumps(content))
+
+
+def _get(store: Store, key: str) -> dict[str, object]:
+    """Returns the record under a key; an empty one if it is missing or malformed."""
+    return parse_object(store.get(key)) or {} if store.check([key]) else {}
+
+
+def _text(store: Store, key: str, field: str) -> str | None:
+    """Returns a field of the record under a key; None unless it is a string."""
+    value = _get(store, key).get(field)
+    return value if isinstance(value, str) else None
 
 
 def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
@@ -281,14 +225,8 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
         ) from error
 
 
-def _pause(deadline: float, what: str, records: _StartRecords) -> None:
+def _pause(deadline: float, what: str) -> None:
     """Sleeps for a moment. RuntimeError at the deadline, naming what was expected."""
     if time.monotonic() > deadline:
-        distrusted = ", ".join(sorted(records.distrusted)[:8])
-        why = (
-            f" {distrusted} was not signed with the secret of rank {records.rank}."
-            if distrusted
-            else ""
-        )
-        raise RuntimeError(f"Expected {what}, within the timeout of the process group.{why}")
+        raise RuntimeError(f"Expected {what}, within the timeout of the process group.")
     time.sleep(_POLL_SECONDS)

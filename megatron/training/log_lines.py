@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.training.expert_load import CV, IDLE, WORST_CV
 
 
-class Memory(NamedTuple):
+class PeakMemory(NamedTuple):
     """The most memory that a process has held so far, in bytes."""
 
     device: int | None  # on its accelerator; None without one
@@ -24,7 +24,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Interval:
+class LoggedSteps:
     """The training steps between two log lines.
 
     Attributes:
@@ -44,7 +44,7 @@ class Interval:
     seconds: float
     tokens_per_second: float
     tflops: float
-    memory: Memory
+    memory: PeakMemory
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     pace: float | None = None
 
@@ -55,7 +55,7 @@ class Interval:
         return float(seconds * (self.train_iters - self.record["iteration"]))
 
 
-def long_line(interval: Interval) -> str:
+def long_line(interval: LoggedSteps) -> str:
     """Megatron's line."""
     record, train_iters = interval.record, interval.train_iters
     width = len(str(train_iters))
@@ -87,7 +87,7 @@ def _experts(record: dict[str, Any]) -> list[str]:
     return [cv, f"idle experts: {record[IDLE]}"]
 
 
-def short_line(interval: Interval) -> str:
+def short_line(interval: LoggedSteps) -> str:
     """What one looks for first. Skipped and nan iterations only if there were any."""
     record, width = interval.record, len(str(interval.train_iters))
     parts = [
@@ -159,7 +159,7 @@ def thousands(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _gibibytes(memory: Memory) -> str:
+def _gibibytes(memory: PeakMemory) -> str:
     """The device's and the host's: `1.2+34`."""
     numbers = (memory.device, memory.host)
     return "+".join(_digits(number / 2**30, 2) for number in numbers if number is not None)

@@ -23,8 +23,8 @@ from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.jsonl import JsonLines
 from megatron.training.lane_profile import iterations_of
 from megatron.training.log_lines import (
-    Interval,
-    Memory,
+    LoggedSteps,
+    PeakMemory,
     long_evaluation,
     long_line,
     short_evaluation,
@@ -309,7 +309,7 @@ class Metrics:
         start_iteration: int,
         shows_progress: bool,
         state: Mapping[str, Any] | None = None,
-        memory: Callable[[], Memory] = lambda: Memory(None, 0),
+        memory: Callable[[], PeakMemory] = lambda: PeakMemory(None, 0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
@@ -492,7 +492,7 @@ class Metrics:
         """
         seconds = (self._step_start - self._interval_start) / self._num_steps
         tokens_per_second, tflops = self._throughput(seconds)
-        interval = Interval(
+        interval = LoggedSteps(
             record=record,
             train_iters=self._rates.train_iters,
             global_batch_size=self._rates.global_batch_size,
@@ -522,7 +522,7 @@ def _optional_values(result: StepResult) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _memory_values(memory: Memory) -> dict[str, int]:
+def _memory_values(memory: PeakMemory) -> dict[str, int]:
     """The most bytes that rank 0 has held so far, where they are known."""
     values = {
         "peak_device_memory_bytes": memory.device,

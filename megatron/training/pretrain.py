@@ -44,7 +44,6 @@ from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, Eve
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.interrupts import OnInterrupt
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.lane_profile import (
@@ -54,7 +53,7 @@ from megatron.training.lane_profile import (
     iterations_of,
 )
 from megatron.training.launch import Launch, process_group
-from megatron.training.log_lines import Memory
+from megatron.training.log_lines import PeakMemory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
 from megatron.training.metrics import Metrics, Rates, build_sinks
 from megatron.training.rng import seed_all
@@ -122,7 +121,7 @@ def pretrain(
             device,
             config.parallel.distributed_timeout_minutes,
             watched_seconds=max(_hang_limits(config)),
-        ) as signer,
+        ),
         StopConditions(config.stop, rank=launch.rank, is_watched=not is_embedded) as stop,
     ):
         launch = replace(launch, restart_count=_agreed_restart_count(launch, device))
@@ -131,7 +130,7 @@ def pretrain(
             _tell_start(events, launch, config)
             _write_config(config)
 
-        with _watch(config, launch, events, signer, is_embedded) as watch:
+        with _watch(config, launch, events, is_embedded) as watch:
             run = _Run(config, providers, launch, device, events, stop, watch)
             with run.told_how_it_ends():
                 outcome = run.run()
@@ -393,7 +392,7 @@ class _Run:
             start_iteration=step_info.iteration,
             shows_progress=is_first,
             state=state,
-            memory=lambda: Memory(
+            memory=lambda: PeakMemory(
                 self._device.peak_memory_bytes() if self._device.is_accelerator else None,
                 peak_host_memory_bytes(),
             ),
@@ -479,7 +478,7 @@ def _evaluated(step_info: StepInfo, info: RecoverInfo | None) -> dict[str, Any]:
 
 @contextmanager
 def _watch(
-    config: RunConfig, launch: Launch, events: EventLog, signer: Signer, is_embedded: bool
+    config: RunConfig, launch: Launch, events: EventLog, is_embedded: bool
 ) -> Iterator[Watchdog | NoWatch]:
     """The watchdog; none if this is part of a program that minds its own processes."""
     if is_embedded:
@@ -491,7 +490,6 @@ def _watch(
     with Watchdog(
         launch=launch,
         store=_get_default_store() if launch.world_size > 1 else None,
-        signer=signer,
         events=events,
         hang_timeout_seconds=limit,
         long_timeout_seconds=long_limit,

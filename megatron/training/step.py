@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 ForwardStep = Callable[[nn.Module, Batch], "torch.Tensor | ModelLoss"]
 # called with each phase of a step as it begins: batch, forward, backward (for each microbatch),
 # agree, step
-Mark = Callable[[Phase], None]
+MarkPhase = Callable[[Phase], None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class AllMaskedError(ValueError):
 
 
 def unmarked(_phase: Phase) -> None:
-    """A `Mark` that does nothing."""
+    """A `MarkPhase` that does nothing."""
 
 
 def train_step(
@@ -112,7 +112,7 @@ def train_step(
     device: torch.device,
     mesh: DeviceMesh,
     votes: Callable[[], tuple[float, ...]] = tuple,
-    mark: Mark = unmarked,
+    mark: MarkPhase = unmarked,
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
     Where the forward steps count expert loads, expert biases are moved with it.
@@ -201,7 +201,7 @@ def _forward_and_backward(
     forward_step: ForwardStep,
     num_microbatches: int,
     device: torch.device,
-    mark: Mark,
+    mark: MarkPhase,
 ) -> int:
     """Runs this rank's microbatches, and adds what the forward steps report to `told`. Returns the
     number of samples.

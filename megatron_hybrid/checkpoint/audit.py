@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
     parse_metadata,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
     parse_train_state,
@@ -38,7 +39,6 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_small,
     system_errors,
 )
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class _Written(NamedTuple):
     """A chunk, with the digests that its rank has stated."""
 
     tensor: SavedTensor
-    chunk: Chunk
+    chunk: SavedChunk
     digests: Sequence[str]
 
 
@@ -78,7 +78,7 @@ class Audit:
         self._writer_torch = torch.__version__
         # Bytes before and behind the data in the blob of each chunk. Another version of torch may
         # have written other ones than this would, so `.metadata` is asked.
-        self._frames: dict[Chunk, tuple[int, int]] = {}
+        self._frames: dict[SavedChunk, tuple[int, int]] = {}
 
     def run(self) -> None:
         """Goes through all files."""

@@ -46,13 +46,13 @@ from megatron.core.dist_checkpointing.formats import (
     format_of,
     open_checkpoint,
 )
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
     read_marker,
     read_train_state,
 )
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
     LocalStore,

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.formats import (
     pieces_of,
     read_piece,
 )
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 
 Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "only in B"]
 

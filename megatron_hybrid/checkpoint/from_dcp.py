@@ -15,14 +15,14 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
-from megatron.core.dist_checkpointing.plan.chunks import Replicated
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.layout.holdings import Replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.state_loading import STEP
 from megatron.training.checkpoint.dcp_import import DcpView
 from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
-from megatron.training.checkpoint.dcp_sources import Source
+from megatron.training.checkpoint.dcp_sources import RowSource
 from megatron.training.checkpoint.run_info import FORMAT_VERSION, RecoverInfo
 from megatron.training.step import StepInfo
 from megatron_hybrid.checkpoint.from_file import publish_import
@@ -98,7 +98,7 @@ def _train_state(view: DcpView) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "progress": {"iteration": 0}}
 
 
-def _entry(view: DcpView, key: str, source: Source) -> Entry:
+def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
     shape, values = source.shape, _Rows(view, key, source)
     saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
     return Entry(saved_as, (0,) * len(shape), values, values.stored)
@@ -107,7 +107,7 @@ def _entry(view: DcpView, key: str, source: Source) -> Entry:
 class _Rows(Values):
     """One of our tensors, read when it is written."""
 
-    def __init__(self, view: DcpView, key: str, source: Source) -> None:
+    def __init__(self, view: DcpView, key: str, source: RowSource) -> None:
         super().__init__(torch.empty(source.shape, dtype=view.tensors[key].dtype, device="meta"))
         self._view = view
         self._key = key

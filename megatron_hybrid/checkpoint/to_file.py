@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing.formats import (
     pieces_of,
     read_piece,
 )
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.files import open_regular, published
 
 TRAIN_STATE_KEY = "train_state"

@@ -30,10 +30,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.format.metadata_reading import parse_metadata
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.coverage import check_coverage
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.load.small_files import check_size
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore
 from megatron.core.files import sync_folder
 
@@ -154,18 +154,20 @@ class _OldCheckpoint:
             is_plain = tensor.key in index.plain
             _, _, own = records[tensor.key, () if is_plain else chunk.box.offsets]
             digests.append(tuple(own))
-        return Manifest(self.save_id, rank, index.plan_of(rank), tuple(digests))
+        return Manifest(self.save_id, rank, index.layout_of(rank), tuple(digests))
 
     def _path(self, file: str) -> str:
         return path_of(self._store, f"{self._name}/{file}")
 
 
 def _plain(key: str, rank: int, offset: int, nbytes: int) -> SavedTensor:
-    chunk = Chunk(Box.whole((nbytes,)), rank, data_file(rank), offset)
+    chunk = SavedChunk(Box.whole((nbytes,)), rank, data_file(rank), offset)
     return SavedTensor(key, torch.uint8, (nbytes,), [chunk])
 
 
-def _placed(key: str, chunk: Chunk, records: dict[tuple[str, tuple[int, ...]], _Record]) -> Chunk:
+def _placed(
+    key: str, chunk: SavedChunk, records: dict[tuple[str, tuple[int, ...]], _Record]
+) -> SavedChunk:
     """A chunk of `.metadata`, which knows its blob, with the place of its data."""
     _, offset, _ = records[key, chunk.box.offsets]
     return chunk._replace(offset=offset)

@@ -83,7 +83,7 @@ class Job(NamedTuple):
     folder: str | None
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Of one rank, a second."""
 
     compute: float  # FLOP
@@ -132,9 +132,9 @@ def job_of(run: PlannedRun, folder: str | None = None) -> Job:
     )
 
 
-def machine_of(rates: Sequence[Rates], device_kind: str) -> Machine:
+def machine_of(rates: Sequence[MeasuredRates], device_kind: str) -> Machine:
     """What every rank reaches: the slowest one is the one that a step waits for."""
-    least = Rates(*(min(values) for values in zip(*rates, strict=True)))
+    least = MeasuredRates(*(min(values) for values in zip(*rates, strict=True)))
     return Machine(
         flops=least.compute,
         device_bytes=least.device_pass,
@@ -156,7 +156,7 @@ def _layer_nbytes(run: PlannedRun) -> int:
     return max(numels) * (2 * torch.float32.itemsize + 2 * itemsize)
 
 
-def rates_of_rank(job: Job, device: Device) -> Rates:
+def rates_of_rank(job: Job, device: Device) -> MeasuredRates:
     """Measures on this rank. All ranks of the default process group call it together."""
     steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives, _disk]
     found = []
@@ -165,12 +165,12 @@ def rates_of_rank(job: Job, device: Device) -> Rates:
         gc.collect()
         dist.barrier()
         found.append(step(job, device))
-    return Rates(*found)
+    return MeasuredRates(*found)
 
 
-def _on_processes(job: Job) -> list[Rates]:
+def _on_processes(job: Job) -> list[MeasuredRates]:
     results: Any = mp.get_context("spawn").Queue()
-    found: list[Rates] = []
+    found: list[MeasuredRates] = []
     with tempfile.TemporaryDirectory(prefix="plan-measure-") as folder:
         context = start_processes(
             _serve,

@@ -47,7 +47,7 @@ from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_run
 from megatron.training.checkpoint.run_state import save_torch_dcp
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
-from megatron.training.health.earlier_starts import Memory
+from megatron.training.health.earlier_starts import EarlierFindings
 from megatron.training.health.events import (
     METRICS_FILE,
     EventLog,
@@ -454,9 +454,9 @@ class Events(Target):
     def read(self, folder: Path) -> Any:
         commands = ([str(folder)], [str(folder), "--json"])
         status: dict[str, Any] = {"codes": [called(run_status, command) for command in commands]}
-        memory = Memory.read(folder)
+        memory = EarlierFindings.read(folder)
         sent = json.loads(json.dumps(memory.to_plain()))
-        assert Memory.from_plain(sent) == memory, "what other ranks get"
+        assert EarlierFindings.from_plain(sent) == memory, "what other ranks get"
         status["memory"] = digest(memory.to_plain())
         status["events"] = digest([read_events(folder), read_heartbeat(folder)])
         status["scripts"] = _scripts_of_page(folder)

@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata
 from megatron.core.dist_checkpointing.format.names import iteration_of
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 
 
@@ -90,7 +90,7 @@ def write_checkpoint(
     plain_saved = {}
     for key, value in plain.items():
         blob = plain_blob(value)
-        chunk = Chunk(Box.whole((len(blob),)), 0, data_file(0), len(files[0]))
+        chunk = SavedChunk(Box.whole((len(blob),)), 0, data_file(0), len(files[0]))
         plain_saved[key] = SavedTensor(key, torch.uint8, (len(blob),), [chunk])
         files[0] += blob
 
@@ -119,7 +119,7 @@ def manifest_for(index: Index, rank: int, content: bytes | bytearray) -> Manifes
         digests_of(content[chunk.offset : chunk.offset + tensor.chunk_nbytes(chunk)])
         for tensor, chunk in index.chunks_by_rank.get(rank, ())
     ]
-    return Manifest(index.save_id, rank, index.plan_of(rank), tuple(digests))
+    return Manifest(index.save_id, rank, index.layout_of(rank), tuple(digests))
 
 
 def mark(folder: Path, marker: Marker) -> None:
@@ -153,13 +153,13 @@ def read_manifest(folder: Path, rank: int) -> Manifest:
     return Manifest.from_bytes((folder / manifest_file(rank)).read_bytes(), "")
 
 
-def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, Chunk]]:
+def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
     """What a rank has written, in the order of its file."""
     chunks = read_index(folder).chunks_by_rank[rank]
     return sorted(chunks, key=lambda each: each[1].offset)
 
 
-def blob_span(folder: Path, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
+def blob_span(folder: Path, tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
     """Where the blob of a chunk, or plain data, begins in its file and where it ends."""
     if tensor.key in read_index(folder).plain:
         return chunk.offset, chunk.offset + tensor.nbytes
@@ -167,7 +167,7 @@ def blob_span(folder: Path, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int
     return begin, begin + nbytes
 
 
-def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> Chunk:
+def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> SavedChunk:
     """Adds the blob of a part of a tensor to a file."""
     box = Box(cut.offsets, cut.sizes)
     part = tensor[box.slices()]
@@ -175,7 +175,7 @@ def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> Chunk:
     content += bytes(-(len(content) + len(header)) % DATA_ALIGNMENT)
     offset = len(content) + len(header)
     content += header + raw_bytes(part) + footer
-    return Chunk(box, cut.rank, data_file(cut.rank), offset)
+    return SavedChunk(box, cut.rank, data_file(cut.rank), offset)
 
 
 def install_param_groups(

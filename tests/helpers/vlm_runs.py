@@ -14,7 +14,7 @@ import torch
 import pretrain_vlm
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.formats import open_checkpoint, read_piece
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.engine import SaveLoadMeta, TrainEngine

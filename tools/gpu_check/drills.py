@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 from megatron.training.health.events import EventKind, read_events
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.job_secret import SECRET_VARIABLE
 from tools.gpu_check.accelerator import open_accelerator
 from tools.gpu_check.drill_rank import SIMULATE
 from tools.gpu_check.findings import Findings, SkippedError
@@ -142,8 +140,7 @@ def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
         ),
     ]
     start = time.monotonic()
-    secret = secrets.token_hex()  # that a job of several machines has to be given
-    processes = [_start(findings, command, rank, port, folder, secret) for rank in range(2)]
+    processes = [_start(findings, command, rank, port, folder) for rank in range(2)]
     deadline = time.monotonic() + (findings.seconds_left - 4 if findings.simulate else 75.0)
     statuses = []
     for process in processes:
@@ -156,7 +153,7 @@ def _run(findings: Findings, kind: str, drill: Drill) -> Ended:
 
 
 def _start(
-    findings: Findings, command: list[str], rank: int, port: int, folder: Path, secret: str
+    findings: Findings, command: list[str], rank: int, port: int, folder: Path
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
@@ -168,7 +165,6 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        SECRET_VARIABLE: secret,
         SIMULATE: "1" if findings.simulate else "",
     }
     with (folder / f"{rank}.txt").open("wb") as log:

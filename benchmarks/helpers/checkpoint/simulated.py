@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.plan.chunks import (
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
     FlatTensor,
     Holdings,
     RankMesh,
     Replicated,
-    Section,
+    SectionHoldings,
 )
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.transformer.fused_weight import FusedWeight
 
@@ -78,7 +78,9 @@ def named(prefix: str, weight: Weight, whole: Holdings) -> list[Named]:
     for name, num_rows in weight.fused.sections:
         first_row = weight.fused.row_range(name)[0]
         shape = (num_rows, *weight.shape[1:])
-        found.append(Named(f"{parent}.{name}.weight", shape, Section(whole, first_row, num_rows)))
+        found.append(
+            Named(f"{parent}.{name}.weight", shape, SectionHoldings(whole, first_row, num_rows))
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from benchmarks.helpers.checkpoint.known_values import Part, fill
 from benchmarks.helpers.models import OFFLOADED, llama_config, on_meta, shard
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.plan.file_plan import plan_index
+from megatron.core.dist_checkpointing.layout.file_layout import build_index
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.mesh import build_mesh
@@ -44,7 +44,7 @@ class State:
         self.even_parts: list[Part] = []
         self.even = self._even(contents, mesh)
 
-        index = plan_index("", [entry.saved_as for entry in contents.entries], {}, rank)
+        index = build_index("", [entry.saved_as for entry in contents.entries], {}, rank)
         self.file_nbytes = max(
             chunk.offset + tensor.chunk_nbytes(chunk)
             for tensor in index.tensors.values()

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.small_files import read_train_state
-from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder
 
 _PIECE_BYTES = 16 << 20

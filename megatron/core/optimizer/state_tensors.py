@@ -110,30 +110,30 @@ def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, step: float = 0.0) -> 
     return bool(((lowest <= narrow) & (narrow <= highest)).all())
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     """Of a tensor from its parameter."""
 
     expected: str
     got: str
 
 
-def difference(tensor: torch.Tensor, parameter: torch.Tensor) -> Difference | None:
+def difference(tensor: torch.Tensor, parameter: torch.Tensor) -> Mismatch | None:
     """The first respect in which a gradient or state is not distributed or shaped as its
     parameter; None if it is.
     """
     # Local shapes too: uneven DTensors of one description may hold different rows.
     if isinstance(parameter, DTensor) != isinstance(tensor, DTensor):
-        return Difference(_kind(parameter), _kind(tensor))
+        return Mismatch(_kind(parameter), _kind(tensor))
     if tensor.shape != parameter.shape:
-        return Difference(f"shape {tuple(parameter.shape)}", f"{tuple(tensor.shape)}")
+        return Mismatch(f"shape {tuple(parameter.shape)}", f"{tuple(tensor.shape)}")
     if isinstance(parameter, DTensor) and isinstance(tensor, DTensor):
         if tensor.device_mesh != parameter.device_mesh:
-            return Difference(f"mesh {parameter.device_mesh}", f"{tensor.device_mesh}")
+            return Mismatch(f"mesh {parameter.device_mesh}", f"{tensor.device_mesh}")
         if tensor.placements != parameter.placements:
-            return Difference(f"placements {parameter.placements}", f"{tensor.placements}")
+            return Mismatch(f"placements {parameter.placements}", f"{tensor.placements}")
         own, local = local_tensor(parameter), local_tensor(tensor)
         if own.shape != local.shape:
-            return Difference(f"a local shape of {tuple(own.shape)}", f"{tuple(local.shape)}")
+            return Mismatch(f"a local shape of {tuple(own.shape)}", f"{tuple(local.shape)}")
     return None
 
 

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import read_piece
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.reader import Wanted, check_contents, load_entries
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
@@ -35,7 +35,7 @@ from megatron.training.checkpoint.dcp_key_map import Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import (
     WEIGHTS,
     HeadOrder,
-    Source,
+    RowSource,
     Sources,
     find_sources,
 )
@@ -133,7 +133,9 @@ class DcpView:
                 num_read += self._read_run(source, run.start, offsets[1:], part)
             return num_read
 
-    def _read_run(self, source: Source, row: int, others: Sequence[int], out: torch.Tensor) -> int:
+    def _read_run(
+        self, source: RowSource, row: int, others: Sequence[int], out: torch.Tensor
+    ) -> int:
         """Rows that are consecutive there, from `row` on; `others`: where the other dims begin."""
         rows = source.rows
         if rows.matrix_rows is None:
@@ -155,7 +157,7 @@ class DcpView:
             raise CheckpointError(f"{error} The checkpoint is {self.path}.") from None
 
     def _read_heads(
-        self, source: Source, heads: HeadOrder, offsets: Sequence[int], out: torch.Tensor
+        self, source: RowSource, heads: HeadOrder, offsets: Sequence[int], out: torch.Tensor
     ) -> int:
         """Rows that are read head by head, since their order is another."""
         order, size = heads.theirs(), heads.num_rows
@@ -241,7 +243,7 @@ def _on_vocabulary(view: DcpView, own: Mapping[str, SavedAs]) -> str:
     return ""
 
 
-def _dtype(source: Source, asked: torch.dtype | None) -> torch.dtype:
+def _dtype(source: RowSource, asked: torch.dtype | None) -> torch.dtype:
     """In which a tensor is read. A counter may be an integer of theirs."""
     theirs = source.theirs.dtype
     converts = theirs.is_floating_point or not source.shape

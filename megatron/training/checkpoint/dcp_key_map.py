@@ -80,7 +80,7 @@ class Heads:
         return cls(counts, config.rotary_percent, config.is_rotary_interleaved)
 
 
-class Part(NamedTuple):
+class RulePart(NamedTuple):
     """Rows of one of their tensors that are one of ours.
 
     Attributes:
@@ -95,7 +95,7 @@ class Part(NamedTuple):
     is_interleaved: bool = False
 
 
-class Rule(NamedTuple):
+class KeyRule(NamedTuple):
     """What one of their tensors, or one of each layer, consists of.
 
     Attributes:
@@ -105,12 +105,12 @@ class Rule(NamedTuple):
     """
 
     pattern: re.Pattern[str]
-    parts: tuple[Part, ...]
+    parts: tuple[RulePart, ...]
     groups: int = 1
     stack: str | None = None
 
 
-class Place(NamedTuple):
+class KeyPattern(NamedTuple):
     """Where names stand in their keys. `moment` None: the pattern names it."""
 
     pattern: re.Pattern[str]
@@ -122,7 +122,7 @@ class Match(NamedTuple):
     that counts its matrices.
     """
 
-    rule: Rule
+    rule: KeyRule
     names: tuple[str, ...]
 
     def names_of(self, num_matrices: int) -> list[str]:
@@ -150,9 +150,9 @@ class KeyMap:
     """
 
     path: str
-    rules: tuple[Rule, ...]
-    weights: tuple[tuple[Place, ...], ...]
-    moments: tuple[tuple[Place, ...], ...]
+    rules: tuple[KeyRule, ...]
+    weights: tuple[tuple[KeyPattern, ...], ...]
+    moments: tuple[tuple[KeyPattern, ...], ...]
     tied: Mapping[str, str]
     ignored: tuple[str, ...]
     heads: Heads
@@ -249,7 +249,7 @@ class _Reader:
             self._fail(name, f"{own}, as the model has", count)
         self._heads = replace(self._heads, counts={**self._heads.counts, name: count})
 
-    def _rule(self, name: str, value: Any) -> Rule:
+    def _rule(self, name: str, value: Any) -> KeyRule:
         groups, stack, parts = 1, None, value
         if isinstance(value, dict) and "parts" in value:
             self._expect_fields(name, value, ("groups", "stack", "parts"))
@@ -267,9 +267,9 @@ class _Reader:
             self._fail(f"{name}: stack", "a placeholder of all parts", stack)
         if len({part.heads is None for part in own}) > 1:
             self._fail(name, "heads of all parts, or of none", parts)
-        return Rule(pattern, own, groups, stack)
+        return KeyRule(pattern, own, groups, stack)
 
-    def _part(self, name: str, value: Any, known: set[str]) -> Part:
+    def _part(self, name: str, value: Any, known: set[str]) -> RulePart:
         if isinstance(value, str):
             value = {"to": value}
         if not isinstance(value, dict) or not isinstance(value.get("to"), str):
@@ -286,31 +286,34 @@ class _Reader:
         is_interleaved = rotary == "interleaved" and not self._heads.is_interleaved
         if is_interleaved and heads is None:
             self._fail(name, "heads, since it is interleaved", value)
-        return Part(to, heads, is_interleaved)
+        return RulePart(to, heads, is_interleaved)
 
-    def _weights(self, value: Any) -> tuple[tuple[Place, ...], ...]:
+    def _weights(self, value: Any) -> tuple[tuple[KeyPattern, ...], ...]:
         texts = _USUAL_WEIGHTS if value is None else (value,)
-        return tuple((self._place("weights", text, ("name",)),) for text in texts)
+        return tuple((self._key_pattern("weights", text, ("name",)),) for text in texts)
 
-    def _moments(self, value: Any) -> tuple[tuple[Place, ...], ...]:
+    def _moments(self, value: Any) -> tuple[tuple[KeyPattern, ...], ...]:
         if value == "false":
             return ()
         if isinstance(value, dict):
             found = [
-                self._place("moments", text, ("name",), moment) for moment, text in value.items()
+                self._key_pattern("moments", text, ("name",), moment)
+                for moment, text in value.items()
             ]
             return (tuple(found),)
         texts = _USUAL_MOMENTS if value is None else (value,)
-        return tuple((self._place("moments", text, ("name", "moment")),) for text in texts)
+        return tuple((self._key_pattern("moments", text, ("name", "moment")),) for text in texts)
 
-    def _place(
+    def _key_pattern(
         self, what: str, text: Any, needed: tuple[str, ...], moment: str | None = None
-    ) -> Place:
+    ) -> KeyPattern:
         if not isinstance(text, str) or sorted(_PLACEHOLDER.findall(text)) != sorted(needed):
             words = " and ".join(f"{{{each}}}" for each in needed)
             self._fail(what, f"a key with {words} in it", text)
         # The name of a moment is the last part of a key; a parameter's may have dots.
-        return Place(self._pattern(text, {"name": ".+", "moment": r"[^.]+"}.__getitem__), moment)
+        return KeyPattern(
+            self._pattern(text, {"name": ".+", "moment": r"[^.]+"}.__getitem__), moment
+        )
 
     def _tied(self, value: Any) -> dict[str, str]:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import other_model
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.optimizer.state_loading import STEP
-from megatron.training.checkpoint.dcp_key_map import KeyMap, Match, Place
+from megatron.training.checkpoint.dcp_key_map import KeyMap, KeyPattern, Match
 
 # Of a stack. A prepared folder may name any number of matrices without elements.
 _MAX_MATRICES = 1 << 16
@@ -53,7 +53,7 @@ class HeadOrder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Where one of our tensors lies.
 
     Attributes:
@@ -79,7 +79,7 @@ class Sources:
         tied: our keys of weights that the folder may hold twice, each with the key of the first.
     """
 
-    ours: dict[str, Source]
+    ours: dict[str, RowSource]
     unknown: list[SavedTensor]
     tied: dict[str, str]
 
@@ -146,35 +146,37 @@ class _Read(NamedTuple):
         return f"{WEIGHTS}{name}" if self.moment is None else f"{MOMENTS}{name}.{self.moment}"
 
 
-def _read(key: str, places: Iterable[Place], key_map: KeyMap) -> _Read | None:
-    for place in places:
-        found = place.pattern.fullmatch(key)
+def _read(key: str, patterns: Iterable[KeyPattern], key_map: KeyMap) -> _Read | None:
+    for key_pattern in patterns:
+        found = key_pattern.pattern.fullmatch(key)
         if found is None:
             continue
         named = found.groupdict()
         match = key_map.match(named["name"])
         if match is not None:
-            return _Read(named["name"], place.moment or named.get("moment"), match)
+            return _Read(named["name"], key_pattern.moment or named.get("moment"), match)
     return None
 
 
 def _best(
-    alternatives: Sequence[Sequence[Place]], keys: Collection[str], key_map: KeyMap
-) -> Sequence[Place]:
+    alternatives: Sequence[Sequence[KeyPattern]], keys: Collection[str], key_map: KeyMap
+) -> Sequence[KeyPattern]:
     """The alternative that fits most keys; of several, the first."""
 
-    def num_read(places: Sequence[Place]) -> int:
-        return sum(_read(key, places, key_map) is not None for key in keys)
+    def num_read(patterns: Sequence[KeyPattern]) -> int:
+        return sum(_read(key, patterns, key_map) is not None for key in keys)
 
     return max(alternatives, key=num_read, default=())
 
 
-def _parts(theirs: SavedTensor, read: _Read, key_map: KeyMap, num_parts: int) -> Iterator[Source]:
+def _parts(
+    theirs: SavedTensor, read: _Read, key_map: KeyMap, num_parts: int
+) -> Iterator[RowSource]:
     """Where each part of one of their tensors lies in it; nothing if it does not divide so."""
     rule = read.match.rule
     if not theirs.shape or (read.moment == STEP and theirs.shape == (1,)):
         for _ in range(num_parts):
-            yield Source(RowMap(theirs.key), (), theirs)
+            yield RowSource(RowMap(theirs.key), (), theirs)
         return
 
     num_matrices = num_parts // len(rule.parts)
@@ -210,7 +212,7 @@ def _parts(theirs: SavedTensor, read: _Read, key_map: KeyMap, num_parts: int) ->
                 matrix_rows,
             )
             order = HeadOrder(per_head, turned) if part.is_interleaved else None
-            yield Source(rows, (num_rows, *sizes[1:]), theirs, order)
+            yield RowSource(rows, (num_rows, *sizes[1:]), theirs, order)
             start += block
 
 

@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     shown,
 )
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load.small_files import system_errors
-from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.files import open_regular, read_regular, sync_folder, sync_stream
 from megatron.core.json_reading import parse_json
 from megatron.core.log import printable

@@ -21,7 +21,7 @@ from torch import nn
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.save.export import ExportedRows, ExportedTensor, ExportFile
 from megatron.core.models.families.row_map import RowMap
 from megatron.training.checkpoint.hf_extras import FolderExtras

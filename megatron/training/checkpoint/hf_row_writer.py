@@ -26,8 +26,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
-from megatron.core.dist_checkpointing.plan.chunks import shares
+from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
+from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.agreement import (
     sum_of_ranks,
 )
 from megatron.core.dist_checkpointing.errors import few, other_model
-from megatron.core.dist_checkpointing.plan.boxes import Box, ranges
+from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.log import printable
 from megatron.core.models.families.quantization import refuse_quantized_tensors

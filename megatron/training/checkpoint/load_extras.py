@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.format.names import (
     path_of,
 )
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load.reader import is_skipped
-from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.log import counted

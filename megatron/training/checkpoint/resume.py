@@ -36,7 +36,7 @@ from megatron.training.checkpoint.run_state import (
 )
 from megatron.training.config import RunConfig
 from megatron.training.engine import SaveLoadMeta, TrainEngine
-from megatron.training.health.earlier_starts import Memory
+from megatron.training.health.earlier_starts import EarlierFindings
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
@@ -74,7 +74,7 @@ class Resumer:
         """
         start = time.monotonic()
         self._make_save_folder()
-        known = Memory.from_plain(
+        known = EarlierFindings.from_plain(
             on_first_rank(lambda: self._memory().to_plain(), "reading the event log")
         )
 
@@ -148,7 +148,7 @@ class Resumer:
             )
         on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
 
-    def _flags(self, known: Memory) -> tuple[CheckpointConfig | None, bool]:
+    def _flags(self, known: EarlierFindings) -> tuple[CheckpointConfig | None, bool]:
         """The flags to load by (None: load nothing), and whether the run itself is resumed."""
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
         begins_as_told = checkpoint if checkpoint.load is not None else None
@@ -174,9 +174,13 @@ class Resumer:
             return begins_as_told, False
         return _newest_of(checkpoint, save), True
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> EarlierFindings:
         folder = self._config.events_dir
-        return Memory.read(folder) if folder is not None and self._restart_count else Memory()
+        return (
+            EarlierFindings.read(folder)
+            if folder is not None and self._restart_count
+            else EarlierFindings()
+        )
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries

@@ -19,7 +19,7 @@ _MOST_CHARACTERS = 1000  # of a reason that is told again
 
 
 @dataclass(frozen=True)
-class Memory:
+class EarlierFindings:
     """The findings of this job's processes since it was last launched by hand.
 
     Attributes:
@@ -35,7 +35,7 @@ class Memory:
     begun: int | None = None
 
     @classmethod
-    def read(cls, folder: str | Path) -> Memory:
+    def read(cls, folder: str | Path) -> EarlierFindings:
         """From the events of the starts since the job was last launched by hand.
 
         The log is trusted like the folder of checkpoints that it is in by default: whoever can
@@ -80,7 +80,7 @@ class Memory:
         return {**vars(self), "attempts": [list(pair) for pair in self.attempts.items()]}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Memory:
+    def from_plain(cls, plain: dict[str, Any]) -> EarlierFindings:
         """The inverse of `to_plain`."""
         return cls(**{**plain, "attempts": dict(plain["attempts"])})
 

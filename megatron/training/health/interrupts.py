@@ -72,17 +72,19 @@ class OnInterrupt:
         Args:
             is_saved: whether the state at `when` is saved.
         """
-        plan = "the run will finish its step, save and end."
+        next_step = "the run will finish its step, save and end."
         if is_saved:
-            plan = "its state is saved, and the run ends after what is under way."
+            next_step = "its state is saved, and the run ends after what is under way."
         elif not self.saves:
-            plan = "the run will finish its step and end. Without --save, nothing of it is kept."
+            next_step = (
+                "the run will finish its step and end. Without --save, nothing of it is kept."
+            )
         if self.is_elastic:
             limit = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             more = f"torchrun kills it after {limit} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."
         else:
             more = "A second Ctrl-C ends it at once."
-        return f"SIGINT {when}: {plan} {more}"
+        return f"SIGINT {when}: {next_step} {more}"
 
     def unhandled(self, when: str, has_trained: bool, is_saved: bool) -> str:
         """The line for a SIGINT that ends the run at once.

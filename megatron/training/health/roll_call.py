@@ -1,20 +1,18 @@
-"""The roll call: when something is wrong, the ranks tell each other how they are and agree on one
-verdict.
+"""The roll call: when something is wrong, the ranks exchange their status and agree on one verdict.
 
 The keys, in the store of the process group, under the prefix `watchdog`:
 
-    member/R      host, pid and machine of rank R, set at the start
-    left/R        the last words of a rank that has ended: it had finished, or a `Record`
-    round         how many roll calls there have been; the one key read in normal operation
-    errors        counts the ranks that have failed by themselves, for their order
-    N/record/R    what rank R says in roll call N
-    N/silent/R    why rank R does not answer, by a rank on its machine
-    N/verdict     the cause, by the first rank to have all answers, or to run out of patience
-    N/done        how many ranks have read the verdict
+    member/R      host, pid and machine of rank R, set at startup
+    left/R        written by rank R as it exits: that it has finished, or a `Record`
+    round         number of roll calls so far; the only key read in normal operation
+    errors        number of ranks with errors of their own so far, which orders them
+    N/record/R    status of rank R in roll call N
+    N/silent/R    why rank R does not respond, from a rank on its machine
+    N/verdict     the cause, from the first rank that has all responses or times out
+    N/done        number of ranks that have read the verdict
 
-Every wait is bounded, and all but the counters are signed records (`rank_store.py`). A store that
-is lost leaves each rank with what it can see by itself. A forged counter can only have the roll
-called, which costs seconds.
+Every wait has a timeout, and every record is checked before use (`rank_store.py`). Without the
+store, each rank decides from its own status and the processes on its machine.
 """
 
 from __future__ import annotations
@@ -30,27 +28,26 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron.training.health.cause import Absent, Record, Silence, Verdict, find_cause
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.member import Member
-from megatron.training.health.rank_store import SignedStore, StoreLostError
+from megatron.training.health.rank_store import RankStore, StoreLostError
 from megatron.training.launch import Launch
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 2.0  # for the answers of all ranks
-_LOOK_SECONDS = 1.5  # after these, ranks say why their neighbours may be silent
+_PATIENCE_SECONDS = 2.0  # timeout for the responses of all ranks
+_LOOK_SECONDS = 1.5  # after this time, ranks report why their neighbours may be silent
 _POLL_SECONDS = 0.05
-# The first ranks collect the answers. The others ask for the verdict only, unless it does not come.
+# The first ranks collect the responses. The others only poll for the verdict, unless it is late.
 _NUM_JUDGES = 8
 _JUDGES_SECONDS = 0.5
-# Ranks that cannot agree through the store go by their own verdict so long after their patience.
+# After this additional time without agreement, a rank uses its own verdict.
 _AGREE_SECONDS = 2.0
 _LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _Words:
-    """A rank's report on itself; None: it has finished."""
+    """The status of a rank; None if it has finished."""
 
     record: Record | None
 
@@ -59,7 +56,7 @@ class _Words:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], rank: int) -> _Words:
-        """ValueError, KeyError or TypeError for anything else, or the words of another rank."""
+        """Raises ValueError, KeyError or TypeError for other content, or that of another rank."""
         record = None if content["record"] is None else Record.from_json(content["record"])
         if record is not None and record.rank != rank:
             raise ValueError(f"Expected the words of rank {rank}, got those of rank {record.rank}.")
@@ -91,17 +88,15 @@ class RollCall:
     """This rank's part in the roll calls of one start of the job.
 
     Args:
-        store: of the process group; None, or a world of one rank: there are no others.
-        launch: where this process stands among them.
-        signer: of this start's records.
-        warn: is told, once, of a record that is ignored.
+        store: the process group's store; may be None in a world of one rank.
+        launch: this process's rank.
+        warn: called once, for the first record that is ignored.
     """
 
     def __init__(
         self,
         store: Store | None,
         launch: Launch,
-        signer: Signer | None = None,
         warn: Callable[[str], object] = logger.warning,
     ) -> None:
         self._rank = launch.rank
@@ -110,67 +105,67 @@ class RollCall:
         self._agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store = None
         if store is not None and launch.world_size > 1:
-            # A request of the main thread may block its own connection for minutes.
+            # A request of the main thread may block the main thread's connection for minutes.
             own_connection = store.clone()  # type: ignore[attr-defined]
             prefixed = PrefixStore("watchdog", own_connection)
-            self._store = SignedStore(prefixed, signer or Signer(), launch.rank, warn)
+            self._store = RankStore(prefixed, warn)
 
         self._own = Member.of_this_process()
         self._members: dict[int, Member] = {}
-        self.knows_all = self._store is None  # who the other ranks are
-        # The last roll call that this rank has taken part in, and of its ranks, how many have
-        # answered and how many have read its verdict:
+        self.knows_all = self._store is None  # whether `_members` is complete
+        # The last roll call that this rank has joined, and how many ranks have responded to it and
+        # have read its verdict:
         self.number = 0
         self._num_answered = self._num_done = 0
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks, and a store to reach them by."""
+        """Whether there are other ranks, and a store to reach them."""
         return self._store is not None and not self._store.is_lost
 
     def join(self) -> None:
-        """Says who this rank is. StoreLostError."""
+        """Writes this rank's host, pid and machine. StoreLostError."""
         if self._store is not None:
             self._store.put(f"member/{self._rank}", asdict(self._own))
 
     def learn(self) -> None:
-        """Reads once who the others are, as soon as all have joined. StoreLostError."""
+        """Reads the other ranks' members once all have joined. StoreLostError."""
         if self.knows_all:
             return
+
         keys = {rank: f"member/{rank}" for rank in range(self._world_size)}
         members = self._shared.read_all(keys, Member.from_json)
         if members is not None:
             self._members = members
-            # A record that cannot be trusted is looked at again in a roll call.
+            # A record that was ignored is read again in a roll call.
             self.knows_all = True
 
     def leave(self, last_words: Record | None = None) -> None:
-        """Says that this rank has finished, or why it ends: it is not dead. StoreLostError."""
+        """Writes that this rank has finished, or why it exits. StoreLostError."""
         if self._store is not None:
             self._store.put(f"left/{self._rank}", _Words(last_words).to_json())
 
     def close(self) -> None:
-        """Ends the connection. What is under way comes to its end first."""
+        """Closes the connection after the pending requests."""
         if self._store is not None:
             self._store.close()
 
     def is_called(self) -> bool:
-        """Whether there is a roll call that this rank has not answered yet. StoreLostError."""
+        """Whether there is a roll call that this rank has not joined yet. StoreLostError."""
         return self._store is not None and self._store.add("round", 0) > self.number
 
     def error_order(self) -> int:
-        """A number larger than that of every earlier error on any rank; 0 without other ranks."""
+        """Returns a number larger than any earlier error's on any rank; 0 without other ranks."""
         try:
             return self._shared.add("errors", 1) if self.has_peers else 0
         except StoreLostError:
             return 0
 
     def hold(self, record: Record) -> Verdict | None:
-        """Calls the roll, or answers if it has been called. Takes a few seconds at most.
+        """Starts a roll call, or joins the current one. Takes a few seconds at most.
 
         Returns:
-            The cause of the run's end, the same on all ranks that are connected; None: no reason to
-            end it was found.
+            The cause, the same on all connected ranks; None if there is no reason to end the run.
         """
         if not self.has_peers:
             return self._judge_alone(record)
@@ -187,17 +182,17 @@ class RollCall:
         except StoreLostError:
             verdict = self._judge_alone(record)
             if verdict is None:
-                self.number = before  # it answers, or hears the verdict, if the store comes back
+                self.number = before  # joins again if the store recovers
             return verdict
 
     def call(self) -> None:
-        """Calls the roll without taking part: the others read this rank's last words."""
+        """Starts a roll call without joining it: the others read what `leave` wrote."""
         if self.has_peers:
             with contextlib.suppress(StoreLostError):
                 self._call_after(self._shared.add("round", 0))
 
     def linger(self) -> None:
-        """Before this process ends with the store in it: waits until all have read the verdict."""
+        """Waits until all have read the verdict, if the store ends with this process."""
         if self._rank != 0 or self._agent_has_store or not self.has_peers:
             return
 
@@ -208,17 +203,18 @@ class RollCall:
                 self._num_done = self._shared.add(f"{self.number}/done", 0)
 
     @property
-    def _shared(self) -> SignedStore:
+    def _shared(self) -> RankStore:
         if self._store is None:
             raise StoreLostError("Expected a store, got a world of one rank.")
         return self._store
 
     def _call_after(self, number: int) -> None:
-        """Begins the next roll call, unless another rank has done so."""
+        """Starts the next roll call, unless another rank has."""
         self._shared.call(lambda store: store.compare_set("round", str(number), str(number + 1)))
 
     def _hold(self, prefix: str, record: Record) -> Verdict | None:
         begin = time.monotonic()
+
         self._learn_who_is_there()
         self._shared.put(f"{prefix}record/{self._rank}", _Words(record).to_json())
         is_judge, has_looked = self._rank < _NUM_JUDGES, False
@@ -233,7 +229,7 @@ class RollCall:
                 missing = [rank for rank in missing if not self._has_spoken(prefix, rank)]
                 if not missing or is_over:
                     answer = self._judge(prefix, record)
-                    # Somebody else overwrites the verdict: this rank has its own.
+                    # The verdict keeps being overwritten, so this rank uses its own.
                     if passed > _PATIENCE_SECONDS + _AGREE_SECONDS:
                         break
                     continue
@@ -244,28 +240,28 @@ class RollCall:
         return answer.verdict
 
     def _answer(self, prefix: str) -> _Answer | None:
-        """The agreed outcome of this roll call, once there is one."""
-        return self._shared.read(f"{prefix}verdict", None, _Answer.from_json)
+        """Returns the agreed outcome of this roll call; None if there is none yet."""
+        return self._shared.read(f"{prefix}verdict", _Answer.from_json)
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
-        """Whether it is known what a rank has to say, or that it is dead."""
+        """Whether a rank has responded, or is known to be dead."""
         return self._words(prefix, rank) is not None or self._silence(prefix, rank) is Silence.GONE
 
     def _report_neighbours(self, prefix: str, only_gone: bool) -> None:
-        """Tells the others which ranks of this machine are dead, or what else keeps them silent."""
+        """Writes which ranks of this machine are dead, or why else they are silent."""
         for rank, member in self._neighbours():
             silence = member.silence()
             if silence is Silence.GONE or not only_gone:
                 self._shared.put(f"{prefix}silent/{rank}", {"silence": silence.name})
 
     def _judge(self, prefix: str, own: Record) -> _Answer:
-        """Derives the verdict from what was said, and shares it unless another rank was faster."""
+        """Derives the verdict from the responses, and writes it unless another rank was faster."""
         records: list[Record] = []
         absent: list[Absent] = []
         for rank in range(self._world_size):
             words = self._words(prefix, rank)
             if words is None and rank == self._rank:
-                records.append(own)  # its key holds something else
+                records.append(own)  # this rank's key was overwritten
             elif words is None:
                 absent.append(self._unheard(rank, self._silence(prefix, rank) or Silence.SILENT))
             elif words.record is not None:
@@ -277,25 +273,25 @@ class RollCall:
         return answer
 
     def _words(self, prefix: str, rank: int) -> _Words | None:
-        """A rank's last words, or what it has said in this roll call, or None."""
+        """Returns what a rank wrote as it exited, or in this roll call; None for nothing."""
 
         def parse(content: dict[str, Any]) -> _Words:
             return _Words.from_json(content, rank)
 
-        left = self._shared.read(f"left/{rank}", rank, parse)
-        return left or self._shared.read(f"{prefix}record/{rank}", rank, parse)
+        left = self._shared.read(f"left/{rank}", parse)
+        return left or self._shared.read(f"{prefix}record/{rank}", parse)
 
     def _silence(self, prefix: str, rank: int) -> Silence | None:
-        """Why a rank does not answer, as one on its machine has found out."""
+        """Returns why a rank does not respond, as reported by another rank on its machine."""
         key = f"{prefix}silent/{rank}"
-        return self._shared.read(key, None, lambda content: Silence[content["silence"]])
+        return self._shared.read(key, lambda content: Silence[content["silence"]])
 
     def _unheard(self, rank: int, silence: Silence = Silence.SILENT) -> Absent:
         member = self._members.get(rank)
         return Absent(rank, silence) if member is None else member.absent(rank, silence)
 
     def _judge_alone(self, record: Record) -> Verdict | None:
-        """The verdict from this rank's own state and its machine's processes, without a store."""
+        """Returns a verdict from this rank's status and the processes on its machine."""
         if not (record.needs_all or record.error is not None or record.is_stuck):
             return None
 
@@ -305,15 +301,15 @@ class RollCall:
             if (silence := member.silence()) is not Silence.SILENT
         ]
         if not self._agent_has_store and self._rank != 0:
-            # The store was in the process of rank 0, so that one went first. Others that are gone
-            # may have left since.
+            # The store was in the process of rank 0, so rank 0 died first. Other ranks that are
+            # gone may have exited afterwards.
             absent = [one for one in absent if one.rank == 0] or [self._unheard(0)]
         return find_cause([record], absent, is_alone=self._world_size > 1)
 
     def _learn_who_is_there(self) -> None:
-        """Reads those that have joined, if not all are known yet."""
+        """Reads the members that are still unknown."""
         for rank in set(range(self._world_size)) - self._members.keys():
-            member = self._shared.read(f"member/{rank}", rank, Member.from_json)
+            member = self._shared.read(f"member/{rank}", Member.from_json)
             if member is not None:
                 self._members[rank] = member
 

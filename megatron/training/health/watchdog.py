@@ -56,7 +56,6 @@ from megatron.training.health.exits import (
     process_status,
 )
 from megatron.training.health.interrupts import OnInterrupt, Press, Presses
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.phases import Phase
 from megatron.training.health.progress import Progress
 from megatron.training.health.rank_store import StoreLostError
@@ -94,7 +93,6 @@ class Watchdog:
     Args:
         launch: where this process stands among the ranks.
         store: of the process group. A connection of its own is made to it. None for a world of one.
-        signer: signs what the ranks tell each other through it; default: without a secret.
         events: the run's event log.
         hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
         grace_seconds: from SIGTERM, SIGUSR1 or SIGINT, if the main thread handles them, to the end
@@ -115,7 +113,6 @@ class Watchdog:
         store: Store | None,
         events: EventLog,
         hang_timeout_seconds: float | None,
-        signer: Signer | None = None,
         grace_seconds: float | None = None,
         on_interrupt: OnInterrupt | None = None,
         long_timeout_seconds: float = 600.0,
@@ -134,7 +131,7 @@ class Watchdog:
         self._find_failure = failed_collective
         self._reports = Reports(events)
         self._heartbeat = Heartbeat(events, self._describe)
-        self._roll_call = RollCall(store, launch, signer or Signer(), self._reports.warn)
+        self._roll_call = RollCall(store, launch, self._reports.warn)
         self._progress = Progress(hang_timeout_seconds, long_timeout_seconds, tick_seconds)
         self._main = threading.get_ident()
         self._parent = os.getppid()
@@ -417,18 +414,18 @@ class Watchdog:
 
     def _on_ctrl_c(self) -> None:
         """Unlike the other signals this is never the news that a rank is dead: no roll call."""
-        when, plan, press = self._identity().when, self._on_interrupt, self._presses.add()
+        when, on_interrupt, press = self._identity().when, self._on_interrupt, self._presses.add()
         # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
         speaks, is_saved = self._launch.local_rank == 0, self._is_saved()
         if self._signals.is_own(signal.SIGINT):
             has_trained = self._progress.mark.num_steps > 0
             if speaks:
-                self._reports.warn(plan.unhandled(when, has_trained, is_saved))
+                self._reports.warn(on_interrupt.unhandled(when, has_trained, is_saved))
             self._end_by(signal.SIGINT)
-        elif plan.is_handled and press is Press.SECOND:
+        elif on_interrupt.is_handled and press is Press.SECOND:
             self._end_unfinished(signal.SIGINT, "a second SIGINT ends the run")
-        elif plan.is_handled and press is Press.FIRST and speaks:
-            self._reports.warn(plan.first(when, is_saved))
+        elif on_interrupt.is_handled and press is Press.FIRST and speaks:
+            self._reports.warn(on_interrupt.first(when, is_saved))
 
     def _is_saved(self) -> bool:
         return self._status.get("saved_iteration") == self._progress.mark.iteration

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.formats import (
     open_checkpoint,
     pieces_of,
 )
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.store import open_store
 from megatron_hybrid.checkpoint.comparison import KeyComparison, _differences, compare
 from tests.helpers.checkpoints import row_cuts, whole, write_checkpoint

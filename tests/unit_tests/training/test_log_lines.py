@@ -9,8 +9,8 @@ import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.log_lines import (
-    Interval,
-    Memory,
+    LoggedSteps,
+    PeakMemory,
     long_line,
     short_evaluation,
     short_line,
@@ -28,7 +28,7 @@ RECORD = {
     "skipped_iterations": 0,
     "nan_iterations": 0,
 }
-INTERVAL = Interval(
+INTERVAL = LoggedSteps(
     record=RECORD,
     train_iters=500,
     global_batch_size=8,
@@ -36,11 +36,11 @@ INTERVAL = Interval(
     seconds=0.3778,
     tokens_per_second=5421.2,
     tflops=0.1,
-    memory=Memory(None, 460 * 2**20),
+    memory=PeakMemory(None, 460 * 2**20),
 )
 
 
-def of(interval: Interval = INTERVAL, **fields) -> Interval:
+def of(interval: LoggedSteps = INTERVAL, **fields) -> LoggedSteps:
     """The interval with other fields, of its record too."""
     record = {name: fields.pop(name) for name in list(fields) if name not in vars(interval)}
     return replace(interval, record={**interval.record, **record}, **fields)
@@ -62,7 +62,7 @@ def test_a_short_line_of_a_large_run_fits_a_hundred_columns():
             learning_rate=2.5e-5,
             tokens_per_second=9_876_543.0,
             seconds=1.43,
-            memory=Memory(139 * 2**30, 1900 * 2**30),
+            memory=PeakMemory(139 * 2**30, 1900 * 2**30),
         )
     )
     assert line == (
@@ -92,7 +92,7 @@ def test_what_is_rare_is_told_where_there_is_any():
         ({"tokens_per_second": 9999.0}, "  9999 tok/s  "),
         ({"tokens_per_second": 12345.0}, "  12.3k tok/s  "),
         ({"tokens_per_second": 1.5e9}, "  1.50G tok/s  "),
-        ({"memory": Memory(2**29, 17 * 2**30)}, "  mem 0.50+17 GiB  "),
+        ({"memory": PeakMemory(2**29, 17 * 2**30)}, "  mem 0.50+17 GiB  "),
         ({"iteration": 500}, "  eta 0s"),
         ({"seconds": 0.1}, "  eta 30s"),
         ({"seconds": 25.0}, "  eta 2h05m"),
@@ -149,7 +149,7 @@ def test_metrics_use_the_format_for_steps_and_evaluations(monkeypatch, log_forma
         [],
         start_iteration=0,
         shows_progress=False,
-        memory=lambda: Memory(3 * 2**30, 2**30),
+        memory=lambda: PeakMemory(3 * 2**30, 2**30),
         clock=lambda: now[0],
     )
     now[0] = 2.0

@@ -18,7 +18,7 @@ from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
 from megatron.training.health.jsonl import read_json_lines
-from megatron.training.log_lines import Memory
+from megatron.training.log_lines import PeakMemory
 from megatron.training.metrics import (
     JsonlSink,
     LoggingConfig,
@@ -302,7 +302,7 @@ def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
         [sink],
         start_iteration=0,
         shows_progress=False,
-        memory=lambda: Memory(None, 7),
+        memory=lambda: PeakMemory(None, 7),
         clock=lambda: now[0],
     )
     for iteration in range(1, 7):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
-from megatron.training.log_lines import Memory
+from megatron.training.log_lines import PeakMemory
 from megatron.training.metrics import LoggingConfig, Metrics, Rates
 from megatron.training.progress_bar import Pace, ProgressBar
 from megatron.training.step import StepResult
@@ -56,7 +56,7 @@ def make(now, start_iteration: int = 0, **options) -> Metrics:
         [],
         start_iteration=start_iteration,
         shows_progress=True,
-        memory=lambda: Memory(None, 2**30),
+        memory=lambda: PeakMemory(None, 2**30),
         clock=lambda: now[0],
     )
 

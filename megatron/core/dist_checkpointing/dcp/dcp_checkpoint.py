@@ -26,10 +26,10 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
     parse_metadata,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
+from megatron.core.dist_checkpointing.layout.coverage import check_coverage
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.load.small_files import read_train_state, system_errors
-from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
 
 
@@ -55,7 +55,7 @@ class TorchDcpCheckpoint:
         # A blob's checksum covers all of it, so chunks are read whole. Tensors are read piece by
         # piece, in order: the tensor and the chunk that were read last are mostly needed again.
         self._boxes = ("", BoxIndex([]))
-        self._loaded: tuple[str, Chunk, torch.Tensor] | None = None
+        self._loaded: tuple[str, SavedChunk, torch.Tensor] | None = None
 
     @classmethod
     def open(cls, store: Store, name: str, *, checks_crc: bool = True) -> TorchDcpCheckpoint:
@@ -142,7 +142,7 @@ class TorchDcpCheckpoint:
             else:
                 open_memory(*self._read(key, blobs[key, None]), checks_crc=self._checks_crc)
 
-    def _chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
+    def _chunk(self, key: str, chunk: SavedChunk) -> torch.Tensor:
         """A chunk of a tensor, in host memory."""
         memory, source = self._read(key, self._index.blobs[key, chunk.box.offsets])
         found = open_memory(memory, source, checks_crc=self._checks_crc).value

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoi
 from megatron.core.dist_checkpointing.dcp.torch_dcp import load_tensors
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
 

@@ -42,9 +42,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     num_blocks,
     writer_of,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.coverage import check_coverage
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 
 # Readers compare a key with others, and put it into messages, for every chunk of its tensor.
 MAX_KEY_CHARS = 4096
@@ -58,7 +58,7 @@ class Index:
     Attributes:
         save_id: as in the manifests and the marker.
         tensors: by key.
-        plain: plain data by key, as bytes; see plan/saved.py.
+        plain: plain data by key, as bytes; see layout/saved.py.
         exported: of files in another format, by names of their own, with the headers of the files.
     """
 
@@ -82,17 +82,17 @@ class Index:
         ]
 
     @cached_property
-    def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, Chunk]]]:
+    def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, SavedChunk]]]:
         """What each rank writes, in the order of the digests in its manifest."""
-        found: dict[int, list[tuple[SavedTensor, Chunk]]] = {}
+        found: dict[int, list[tuple[SavedTensor, SavedChunk]]] = {}
         for tensor in self.all_tensors:
             for chunk in tensor.chunks:
                 found.setdefault(chunk.rank, []).append((tensor, chunk))
         return found
 
-    def plan_of(self, rank: int) -> str:
+    def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
-        return plan_digest(self.chunks_by_rank.get(rank, ()))
+        return layout_digest(self.chunks_by_rank.get(rank, ()))
 
     def data_file_nbytes(self, rank: int) -> int:
         """The size of a rank's `.distcp` file: it ends with the last of its blobs."""
@@ -154,7 +154,7 @@ class Index:
         return index
 
 
-def plan_digest(chunks: Iterable[tuple[SavedTensor, Chunk]]) -> str:
+def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
     """A digest of what a rank writes, in this order, and of where."""
     state = xxhash.xxh3_128()
     for tensor, (box, _, file, offset) in chunks:
@@ -172,7 +172,7 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         return
 
     chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.plan != index.plan_of(rank) or len(manifest.digests) != len(chunks):
+    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
         yield (
             f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
@@ -236,7 +236,7 @@ class _Reader:
         found = [self._chunk(chunk, len(shape), where) for chunk in chunks]
         return SavedTensor(key, DTYPES[dtype], tuple(shape), found)
 
-    def _chunk(self, values: Any, num_dims: int, where: str) -> Chunk:
+    def _chunk(self, values: Any, num_dims: int, where: str) -> SavedChunk:
         is_whole = is_counts(values) and len(values) == 2 + 2 * num_dims
         expect(is_whole, f"a chunk of {2 + 2 * num_dims} numbers", values, where)
         writer, offset = values[:2]
@@ -244,7 +244,7 @@ class _Reader:
         box = Box(tuple(values[2 : 2 + num_dims]), tuple(values[2 + num_dims :]))
         expect(box.numel > 0, "a box with elements", values, where)
         file, rank = self._writers[writer]
-        return Chunk(box, rank, file, offset)
+        return SavedChunk(box, rank, file, offset)
 
 
 def _check_places(index: Index, marker: Marker | None, source: str) -> None:
@@ -270,7 +270,7 @@ def _check_places(index: Index, marker: Marker | None, source: str) -> None:
             )
 
 
-def blob_place(tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
+def blob_place(tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
     """Where the blob of a tensor's chunk in a `.distcp` file begins, and its length, in bytes."""
     layout = blob_layout(tensor.dtype, chunk.box.sizes)
     return chunk.offset - layout.header_nbytes, layout.nbytes

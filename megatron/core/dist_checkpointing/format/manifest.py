@@ -118,14 +118,14 @@ class Manifest:
     Attributes:
         save_id: the same in all files of one save, and in no other save.
         rank: that wrote it.
-        plan: a digest of the places of its chunks (`Index.plan_of`): the ranks have to agree on
+        layout: a digest of the places of its chunks (`Index.layout_of`): the ranks have to agree on
             them without a word.
         digests: for each of its chunks, in the order of the index, the digests of its blocks.
     """
 
     save_id: str
     rank: int
-    plan: str
+    layout: str
     digests: tuple[tuple[str, ...], ...]
 
     def to_bytes(self) -> bytes:
@@ -134,7 +134,7 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "save_id": self.save_id,
             "rank": self.rank,
-            "plan": self.plan,
+            "layout": self.layout,
         }
         # Put together by hand: `json.dumps` writes all on one line, or every digest on its own.
         lines = ",".join(f"\n{to_json(digests)}" for digests in self.digests)
@@ -153,17 +153,17 @@ class Manifest:
         """
         members = parse_object(content, source)
         check_version(members, source)
-        names = ("save_id", "rank", "plan", "digests")
-        save_id, rank, plan, digests = values_of(members, names, source)
+        names = ("save_id", "rank", "layout", "digests")
+        save_id, rank, layout, digests = values_of(members, names, source)
 
         expect(is_text(save_id), "a save id", save_id, source)
         expect(is_count(rank), "a rank", rank, source)
-        expect(is_digest(plan), "the digest of a plan", plan, source)
+        expect(is_digest(layout), "the digest of a layout", layout, source)
         are_lists = isinstance(digests, list) and all(isinstance(each, list) for each in digests)
         expect(are_lists, "lists of digests", digests, source)
         for number, each in enumerate(digests):
             expect(all(map(is_digest, each)), f"digests of chunk {number}", each, source)
-        return cls(save_id, rank, plan, tuple(map(tuple, digests)))
+        return cls(save_id, rank, layout, tuple(map(tuple, digests)))
 
 
 class FileRecord(NamedTuple):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 
 from megatron.core.dist_checkpointing.format.index import blob_place
 from megatron.core.dist_checkpointing.format.manifest import dtype_name
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 
 
 def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor] = ()) -> bytes:
@@ -28,7 +28,7 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor
 
     Args:
         tensors: all of whose chunks lie in `.distcp` files.
-        plain: see plan/saved.py.
+        plain: see layout/saved.py.
     """
     return _Composer().compose(list(tensors), list(plain))
 

@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.format.safe_pickle import (
     read_pickle,
     size_of,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 
 
 class Blob(NamedTuple):
@@ -128,7 +128,7 @@ class _RecordReader(UntrustedReader):
             size, chunks = self._size(fields["size"], key), []
             for box in [self._box(each, key) for each in records]:
                 blob = found.blobs[key, box.offsets] = self._blob_at(places, key, box.offsets)
-                chunks.append(Chunk(box, writer_of(blob.file), blob.file, blob.offset))
+                chunks.append(SavedChunk(box, writer_of(blob.file), blob.file, blob.offset))
             found.tensors[key] = SavedTensor(
                 key, self._dtype(fields["properties"], key), size, chunks
             )

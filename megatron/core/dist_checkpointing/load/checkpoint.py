@@ -24,6 +24,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
+from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.load.chunk_data import ChunkData
 from megatron.core.dist_checkpointing.load.small_files import (
     check_size,
@@ -32,8 +34,6 @@ from megatron.core.dist_checkpointing.load.small_files import (
     read_marker,
     read_small,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box, BoxIndex
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
 from megatron.core.dist_checkpointing.store import Store
 
 
@@ -66,7 +66,9 @@ class PublishedCheckpoint:
         self._name = name
         self._verify = verify
         self._boxes: dict[str, BoxIndex] = {}  # of chunks, by key
-        self._digests: dict[int, dict[Chunk, tuple[str, ...]]] = {}  # by the rank that wrote them
+        self._digests: dict[
+            int, dict[SavedChunk, tuple[str, ...]]
+        ] = {}  # by the rank that wrote them
         self._lock = threading.Lock()  # of the digests
 
     @classmethod
@@ -186,7 +188,7 @@ class PublishedCheckpoint:
             )
         return saved
 
-    def _overlaps(self, saved: SavedTensor, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    def _overlaps(self, saved: SavedTensor, box: Box) -> Iterator[tuple[SavedChunk, Box]]:
         """The chunks that overlap a box of a tensor, with the overlaps."""
         # Without a lock: threads that come first together make equal ones.
         if saved.key not in self._boxes:
@@ -199,11 +201,11 @@ class PublishedCheckpoint:
             return "a tensor"
         return "plain data" if key in self.index.plain else "nothing of that name"
 
-    def _open_chunk(self, tensor: SavedTensor, chunk: Chunk) -> ChunkData:
+    def _open_chunk(self, tensor: SavedTensor, chunk: SavedChunk) -> ChunkData:
         digests = self._digests_of(chunk) if self._verify else None
         return ChunkData(self._store, self._name, tensor, chunk, digests)
 
-    def _digests_of(self, chunk: Chunk) -> tuple[str, ...]:
+    def _digests_of(self, chunk: SavedChunk) -> tuple[str, ...]:
         """The digests of a chunk's blocks, from the manifest of its rank."""
         # Under the lock, so that threads do not read a large manifest side by side.
         with self._lock:

@@ -10,15 +10,15 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digest, num_blocks
 from megatron.core.dist_checkpointing.format.names import path_of
-from megatron.core.dist_checkpointing.load.small_files import system_errors
-from megatron.core.dist_checkpointing.plan.boxes import (
+from megatron.core.dist_checkpointing.layout.boxes import (
     Box,
     Range,
     range_of,
     ranges,
     row_major_strides,
 )
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.load.small_files import system_errors
 from megatron.core.dist_checkpointing.store import Store
 
 _STAGING_BYTES = 16 * BLOCK_BYTES  # for elements that cannot be read straight to their place
@@ -37,7 +37,7 @@ class ChunkData:
         store: Store,
         name: str,
         tensor: SavedTensor,
-        chunk: Chunk,
+        chunk: SavedChunk,
         digests: Sequence[str] | None,
     ) -> None:
         """

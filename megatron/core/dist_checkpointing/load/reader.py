@@ -22,13 +22,13 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.plan.saved import (
+from megatron.core.dist_checkpointing.layout.saved import (
     FrozenChanges,
     SavedTensor,
     differences,
     is_rounded,
 )
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues, Values
 from megatron.core.optimizer.torch_optimizer import reset_states
 

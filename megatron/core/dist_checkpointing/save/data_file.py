@@ -1,28 +1,31 @@
-"""One rank's data file on its way to disk, through a few buffers that serve every save.
+"""Writes a rank's data file, and its rows of exported files, through buffers that all saves share.
 
-    the thread that saves   copies a block into the current buffer, and hashes it while it is cached
-    a lane, for the disk    opens the file and writes the full buffers, in order
+    saving thread   copies a block into the current buffer, and hashes it while it is cached
+    disk lane       opens the files and writes the full buffers, in order
 
-So a save takes no memory that grows with the state, and copying and hashing cost no time as long as
-the disk is slower. Copies, digests and writes all run without the interpreter's lock.
+The memory of a save therefore does not grow with the state, and copying and hashing are hidden as
+long as the disk is slower. Copies, digests and writes all release the GIL.
 
-[Note: in place] Large tensors in host memory are hashed and written where they lie, together with
-what is in the buffer before and behind them: the system takes several spans with one call. Their
-memory must not change until the disk has it, which `read_in_place` tells. So an update waits for
-the disk; it did before, whenever the tensors are larger than the buffers.
+[Note: in place] Large tensors in host memory are hashed and written from their own memory, together
+with the contents of the buffer before and after them: one system call takes several spans. Their
+memory must not change until the event of `read_in_place`, so an update waits for the disk. It would
+also wait without this, whenever the tensors are larger than the buffers.
 
-[Note: staging] The next step of an optimizer waits until its states have been read. States on a
-device would have to wait, buffer by buffer, for the disk. So for them the pool grows: when all
-buffers are on their way to the disk, more are added. The step goes on once the states have come
-down, and the disk takes them from host memory. The pool grows up to a share of the free memory, and
-keeps its buffers for later saves. Beyond that share, the save waits for the disk.
+[Note: staging] The next optimizer step waits until its states have been read. States on a device
+would wait for the disk, buffer by buffer. For them the pool grows instead: when all buffers are
+queued for the disk, more are added. The step continues once the states have been copied to host
+memory. The pool grows up to a share of the free memory, and keeps its buffers for later saves.
+Beyond that share, the save waits for the disk.
 
-None of this has been measured on a GPU. What bounds its speed: one thread copies a span and then
-hashes it, so the link is idle meanwhile, and hashing sets the pace where it is slower than the
-link. The first save that stages also pays for pinning, a slab at a time; later ones find the pool
-as it was left.
+This has not been measured on a GPU. One thread copies a span and then hashes it, so the link is
+idle while it hashes, and hashing limits the speed where it is slower than the link. The first save
+that stages also pins the memory, slab by slab; later saves reuse it.
 
-States in host memory are not staged: a copy would take as much of that memory as they do.
+States in host memory are not staged, since a copy would need as much host memory again.
+
+[Note: rows] Rows of exported files use the same buffers and the same lane, in the dtypes of those
+files. A buffer gathers the rows of many chunks, whatever their files. Rows of a page or more have
+the same alignment in the buffer as in the file, so that direct I/O can write them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,11 +43,12 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
-from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
+from megatron.core.shared_file import MEMORY_ALIGNMENT, SharedFile, address_of
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import DISK
 
@@ -56,10 +61,11 @@ BUFFER_BYTES = 8 << 20  # at 4 MiB a fast disk waits noticeably between one writ
 SLAB_BUFFERS = 32
 _IN_PLACE_BYTES = 1 << 16  # of a tensor; the system takes longer over many small spans than a copy
 _GATHERED_BYTES = 4 * BUFFER_BYTES  # for one call; between two of them a fast disk waits
+_VALUE_ALIGNMENT = 16  # bytes; no value of an exported file is larger
 
 
 class BufferPool:
-    """Page-aligned host memory for a rank's data files, pinned on a GPU. One file at a time has it.
+    """Page-aligned buffers for a rank's data files, pinned on a GPU. One file at a time uses them.
 
     Attributes:
         buffer_bytes: of each buffer.
@@ -94,7 +100,7 @@ class BufferPool:
                 f"{DATA_ALIGNMENT}, got {num_buffers} of {buffer_bytes}."
             )
         self.buffer_bytes = buffer_bytes
-        # Tensors on a device come down beside its computation. (Not run on a GPU yet.)
+        # Tensors are copied while the device computes. (Not run on a GPU yet.)
         self.d2h = device.lane("checkpoint d2h")
         self.staged_bytes = 0
         self._device = device
@@ -109,7 +115,7 @@ class BufferPool:
         self._is_lent = threading.Lock()
 
     def lend(self) -> list[memoryview]:
-        """The buffers, until `take_back`. RuntimeError if they are lent already."""
+        """Lends the buffers until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
             raise RuntimeError(
                 "Expected buffers that are free, got those of a data file that is still being "
@@ -118,7 +124,7 @@ class BufferPool:
         return list(self._buffers)
 
     def lend_more(self) -> list[memoryview]:
-        """Adds buffers for the present borrower: a slab, or as many as there is room for."""
+        """Adds and lends more buffers: a slab, or as many as there is room for."""
         num_buffers = min(SLAB_BUFFERS, self._room())
         if not num_buffers:
             return []
@@ -127,7 +133,7 @@ class BufferPool:
         try:
             slab = HostSlab(nbytes, self._device, is_pinned=True, purpose="staging a checkpoint")
         except (HostMemoryError, PinError) as error:
-            # The save goes on with the buffers it has, and only takes longer.
+            # The save continues with the buffers it has, and takes longer.
             logger.warning(
                 "Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error
             )
@@ -140,7 +146,7 @@ class BufferPool:
         return added
 
     def take_back(self) -> None:
-        """The buffers are free again."""
+        """Ends the loan of the buffers."""
         self._is_lent.release()
 
     def _room(self) -> int:
@@ -164,32 +170,51 @@ class BufferPool:
         ]
 
 
-class DataFileWriter:
-    """Writes one data file from its beginning to its end.
+class _Segment(NamedTuple):
+    """Bytes of a buffer that go to one place of an exported file."""
 
-    An error of the disk is raised once, by the first call after it has happened. The file is
-    deleted then, and the buffers are free for the next save. Used by one thread at a time, which is
-    not the lane's.
+    file: str
+    offset: int  # in the file
+    begin: int  # in the buffer
+    end: int
+
+
+def _export_nothing(file: str) -> SharedFile:
+    raise RuntimeError(f"Expected no exported file, got {file}.")
+
+
+class DataFileWriter:
+    """Writes a data file sequentially, and rows of exported files.
+
+    An error of the disk is raised once, by the next call. The data file is then deleted, and the
+    buffers are free for the next save. Used by one thread at a time, which is not the lane's.
 
     Attributes:
-        position: bytes so far.
-        d2h: as of the pool.
-        is_staging: whether to add buffers, if the pool has room, rather than wait for the disk; may
-            be set at any time.
+        position: bytes of the data file so far.
+        is_staging: whether to add buffers, if the pool has room, instead of waiting for the disk.
+            May be set at any time.
     """
 
     def __init__(
         self,
-        sink: DataSink,
+        open_sink: Callable[[], DataSink],
         pool: BufferPool,
         disk: Lane,
         timeline: AnyTimeline = NO_TIMELINE,
+        *,
+        open_exported: Callable[[str], SharedFile] = _export_nothing,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes over the sink, and the pool until the file has ended.
+        """Borrows the pool until the file is finished or aborted.
 
         Args:
-            disk: a host lane. It outlives every error of the disk.
-            timeline: is shown what the disk does.
+            open_sink: creates the data file. Called on the lane before the first write, because
+                creating a file may be slow, and the optimizer waits for the saving thread.
+            disk: a host lane. It continues after errors of the disk.
+            timeline: records the work of the disk.
+            open_exported: opens an exported file. Called on the lane before the first write to it.
+            check: called before each write. If it raises, the queued writes are skipped, so a
+                cancelled save ends early.
 
         Raises:
             RuntimeError: if another file has the pool.
@@ -198,18 +223,24 @@ class DataFileWriter:
         self.is_staging = False
         self._free = deque(pool.lend())  # the disk gives them back, on its lane
         self._current = self._free.popleft()
-        self._begin = self._fill = 0  # what is in it and not among the spans
-        self._spans: list[memoryview] = []  # what comes next in the file
-        self._has_in_place = False  # since `read_in_place` was last asked
-        self.d2h = pool.d2h
+        self._begin = self._fill = 0  # the range of it that is not among the spans yet
+        self._spans: list[memoryview] = []  # the next spans of the data file
+        self._has_in_place = False  # since the last call of `read_in_place`
+        self._row_buffer: memoryview | None = None  # see [Note: rows]
+        self._segments: list[_Segment] = []  # of it
         self._pool = pool
-        self._sink = sink
+        self._open_sink = open_sink
+        self._open_exported = open_exported
+        self._check_before_write = check
         self._disk = disk
         self._timeline = timeline
         self._is_open = True
         self._is_given_up = False
         self._error: BaseException | None = None  # the disk's first
         self._queued: deque[Event] = deque()  # writes, the oldest first; some may be done
+        # On the lane:
+        self._sink: DataSink | None = None
+        self._exported: dict[str, SharedFile] = {}
 
     def write(self, content: bytes | memoryview) -> None:
         """Appends a copy of bytes, such as a blob's header."""
@@ -221,7 +252,7 @@ class DataFileWriter:
             rest = rest[span.nbytes :]
 
     def pad_to(self, offset: int) -> None:
-        """Appends zeros up to `offset` in the file. ValueError if that has been passed."""
+        """Appends zeros up to `offset` in the file. ValueError if the file is longer already."""
         self._check()
         if offset < self.position:
             raise ValueError(
@@ -233,13 +264,13 @@ class DataFileWriter:
     def write_tensor(
         self, tensor: torch.Tensor, scale: torch.Tensor | None = None
     ) -> tuple[str, ...]:
-        """Appends a tensor's values, row by row. When this returns, the tensor has been read, or
-        `read_in_place` tells when it has been.
+        """Appends a tensor's values, row by row. Afterwards the tensor has been read, or will have
+        been at the event of `read_in_place`.
 
         Args:
             tensor: of any dtype and strides, on any device. `position` must be a multiple of
                 DATA_ALIGNMENT.
-            scale: of a state that is stored with one; its fp32 values are written.
+            scale: scale of a state that is stored with one; its fp32 values are written.
 
         Returns:
             The digest of each block of its bytes in the file.
@@ -256,10 +287,29 @@ class DataFileWriter:
         if in_place is not None and address_of(in_place) % MEMORY_ALIGNMENT == 0:
             return self._write_in_place(in_place)
 
-        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self.d2h)
+        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self._pool.d2h)
+
+    def write_rows(
+        self, rows: ExportedRows, tensor: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> tuple[str, ...]:
+        """Writes rows of an exported file. Afterwards the tensor has been read.
+
+        Args:
+            tensor: values of the rows, of any dtype and strides, on any device.
+            scale: as for `write_tensor`.
+
+        Returns:
+            The digest of each block of their bytes in the file.
+        """
+        self._check()
+
+        def target_of(begin: int, nbytes: int) -> memoryview:
+            return self._extend_rows(rows.file, rows.offset + begin, nbytes)
+
+        return TensorBytes(tensor, scale, rows.dtype).copy_out(target_of, self._pool.d2h)
 
     def read_in_place(self) -> Event | None:
-        """Done when all tensors so far have been read, or never will be; None: they have been."""
+        """Returns an event after which no tensor so far is read; None if all have been read."""
         self._check()
         if not self._has_in_place:
             return None
@@ -267,54 +317,40 @@ class DataFileWriter:
         self._queue_spans()
         return self._queued[-1]
 
-    def take_buffer(self) -> memoryview:
-        """A buffer for a file that is written beside this one; see `queue`."""
-        self._check()
-        buffer = self._next_buffer()
-        self._check()
-        return buffer
-
-    def queue(
-        self,
-        work: Callable[[], None],
-        buffer: memoryview | None = None,
-        *,
-        name: str = "write",
-        nbytes: int = 0,
-    ) -> None:
-        """Has the disk's lane work on a file, unless something has failed before.
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """Closes all files, which are then durable. Returns the data file's size in bytes.
 
         Args:
-            buffer: free again after that.
-            name, nbytes: of the work, and of what it writes, for a timeline.
+            meanwhile: called while the disk is still writing.
         """
-        carry_out = partial(self._carry_out, work, buffer)
-        timed = self._timeline.timed(DISK, name, carry_out, nbytes)
-        self._queued.append(self._disk.enqueue(timed))
-
-    def finish(self) -> int:
-        """Ends the file, which is then durable. Returns its size in bytes."""
         self._check()
         self.is_staging = False
+        self._queue_rows()
         self._close_span()
         self._queue_spans()
-        self.queue(partial(self._sink.close, self.position), name="close")
+        self._queue(self._close_files, name="close")
+        meanwhile()
         self._wait(self._queued[-1])
         self._check()
         self._end()
         return self.position
 
     def abort(self) -> None:
-        """Gives up the file, if it has not ended, and waits until the disk has let go of it."""
+        """Closes the files unless they are finished, waits for the lane, and deletes the data file.
+        Exported files are not deleted, since other ranks write to them too.
+        """
         if self._is_open:
             self._is_given_up = True
             while self._queued:
                 self._wait(self._queued.popleft())
-            self._sink.abort()
+            if self._sink is not None:
+                self._sink.abort()
+            for file in self._exported.values():
+                file.abort()
             self._end()
 
     def _write_in_place(self, content: memoryview) -> tuple[str, ...]:
-        """Appends a tensor where it lies. See [Note: in place]."""
+        """Appends a tensor from its own memory. See [Note: in place]."""
         self._has_in_place = True
         digests: list[str] = []
         step = self._pool.buffer_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -325,7 +361,7 @@ class DataFileWriter:
             end = piece.nbytes - piece.nbytes % DATA_ALIGNMENT
             self._spans.append(piece[:end])
             self.position += end
-            # A disk that is idle gets them at once, and a busy one more of them with one call.
+            # An idle disk gets the spans at once, and a busy disk more of them with one call.
             is_idle = not self._queued or self._queued[-1].is_done()
             least = self._pool.buffer_bytes if is_idle else _GATHERED_BYTES
             if sum(span.nbytes for span in self._spans) >= least:
@@ -336,9 +372,9 @@ class DataFileWriter:
         return tuple(digests)
 
     def _extend(self, nbytes: int, step: int = 1) -> memoryview:
-        """The next bytes of the file, to be filled: `nbytes`, or the multiple of `step` that fits.
+        """Returns the next bytes of the file: `nbytes`, or the multiple of `step` that fits.
 
-        A tensor's blocks are its steps: a block that two buffers shared could not be hashed whole.
+        For tensors, `step` is a block: one split over two buffers could not be hashed at once.
         """
         if self._pool.buffer_bytes - self._fill < min(nbytes, step):
             self._queue_buffer()
@@ -350,24 +386,56 @@ class DataFileWriter:
         self.position += length
         return span
 
+    def _extend_rows(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Returns bytes of an exported file at `offset`: `nbytes`, or the blocks that fit."""
+        unit = DATA_ALIGNMENT if nbytes >= DATA_ALIGNMENT else _VALUE_ALIGNMENT
+        last = self._segments[-1] if self._segments else None
+        fill = 0 if last is None else last.end
+        buffer, begin = self._row_buffer, fill + (offset - fill) % unit
+        if buffer is None or buffer.nbytes - begin < min(nbytes, BLOCK_BYTES):
+            self._queue_rows()
+            self._row_buffer = buffer = self._next_buffer()
+            self._check()
+            last, begin = None, offset % unit
+            if buffer.nbytes - begin < min(nbytes, BLOCK_BYTES):
+                begin = 0  # a buffer that is no larger than a block
+
+        room = buffer.nbytes - begin
+        end = begin + (nbytes if nbytes <= room else room - room % BLOCK_BYTES)
+        # Merged with the previous segment if it follows it in the buffer and in the file.
+        shift = offset - begin
+        if last and (last.file, last.end, last.offset - last.begin) == (file, begin, shift):
+            self._segments[-1] = last._replace(end=end)
+        else:
+            self._segments.append(_Segment(file, offset, begin, end))
+        return buffer[begin:end]
+
+    def _queue_rows(self) -> None:
+        """Queues the rows that are in the buffer."""
+        if self._row_buffer is not None:
+            write = partial(self._write_rows, self._row_buffer, self._segments)
+            nbytes = sum(segment.end - segment.begin for segment in self._segments)
+            self._queue(write, self._row_buffer, nbytes=nbytes)
+        self._row_buffer, self._segments = None, []
+
     def _close_span(self) -> None:
-        """Puts what is in the current buffer among the spans."""
+        """Adds the filled range of the current buffer to the spans."""
         if self._begin < self._fill:
             self._spans.append(self._current[self._begin : self._fill])
         self._begin = self._fill
 
     def _queue_spans(self, buffer: memoryview | None = None) -> None:
-        """Hands the spans to the disk. They end with a whole page, or with the file.
+        """Queues the spans. They end with a whole page, or with the file.
 
         Args:
-            buffer: free again after that.
+            buffer: a buffer that is free after the write.
         """
         spans, self._spans = self._spans, []
         nbytes = sum(span.nbytes for span in spans)
-        self.queue(lambda: self._sink.write(spans), buffer, nbytes=nbytes)
+        self._queue(partial(self._write_spans, spans), buffer, nbytes=nbytes)
 
     def _queue_buffer(self) -> None:
-        """Hands all that there is to the disk, and takes the next buffer."""
+        """Queues everything so far, and takes the next buffer."""
         self._close_span()
         self._queue_spans(self._current)
         self._current = self._next_buffer()
@@ -375,16 +443,55 @@ class DataFileWriter:
         self._check()
 
     def _next_buffer(self) -> memoryview:
-        """A free buffer, a new one when staging, or else the next that the disk gives back."""
+        """Returns a free buffer, a new one when staging, or the next one that the disk releases."""
         if self.is_staging and not self._free:
             self._free.extend(self._pool.lend_more())
 
         while not self._free:
             self._wait(self._queued.popleft())
-            self._check()  # a lane that has ended gives nothing back
+            self._check()  # a closed lane releases no buffers
         return self._free.popleft()
 
+    def _queue(
+        self,
+        work: Callable[[], None],
+        buffer: memoryview | None = None,
+        *,
+        name: str = "write",
+        nbytes: int = 0,
+    ) -> None:
+        """Queues work on the disk's lane, which skips it if something has failed before.
+
+        Args:
+            buffer: a buffer that is free after the work.
+            name, nbytes: for a timeline, the name of the work and the bytes that it writes.
+        """
+        carry_out = partial(self._carry_out, work, buffer)
+        timed = self._timeline.timed(DISK, name, carry_out, nbytes)
+        self._queued.append(self._disk.enqueue(timed))
+
     # On the lane
+
+    def _write_spans(self, spans: list[memoryview]) -> None:
+        self._check_before_write()
+        self._opened().write(spans)
+
+    def _write_rows(self, buffer: memoryview, segments: list[_Segment]) -> None:
+        self._check_before_write()
+        for file, offset, begin, end in segments:
+            if file not in self._exported:
+                self._exported[file] = self._open_exported(file)
+            self._exported[file].write_at(offset, buffer[begin:end])
+
+    def _close_files(self) -> None:
+        for file in self._exported.values():
+            file.close()
+        self._opened().close(self.position)
+
+    def _opened(self) -> DataSink:
+        if self._sink is None:
+            self._sink = self._open_sink()
+        return self._sink
 
     def _carry_out(self, work: Callable[[], None], buffer: memoryview | None) -> None:
         self._attempt(work)
@@ -392,23 +499,23 @@ class DataFileWriter:
             self._free.append(buffer)
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        # An error would end the lane for good, so it is kept for the thread that saves.
+        # An error would close the lane, so it is kept for the saving thread.
         if self._error is None and not self._is_given_up:
             try:
                 work()
             except BaseException as error:
                 self._error = error
 
-    # On the thread that saves
+    # On the saving thread
 
     def _wait(self, event: Event) -> None:
         try:
             event.synchronize()
-        except Exception as error:  # of other work, which has ended the lane
+        except Exception as error:  # raised by other work, which has closed the lane
             self._error = self._error or error
 
     def _check(self) -> None:
-        """Raises the disk's error, if there is one. RuntimeError if the file has ended."""
+        """Raises the disk's error, if any. RuntimeError if the file is finished or aborted."""
         if not self._is_open:
             raise RuntimeError(
                 "Expected a data file that is being written, got one that has ended."

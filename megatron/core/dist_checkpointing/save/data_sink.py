@@ -1,9 +1,9 @@
-"""Data files on their way into a store: written once, from their beginning to their end."""
+"""Sinks: new data files in a store, written sequentially."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,28 +11,26 @@ from megatron.core.shared_file import SharedFile
 
 
 class DataSink(Protocol):
-    """A new data file, written once from its beginning to its end."""
+    """A new data file that is written sequentially."""
 
     def write(self, spans: Sequence[memoryview]) -> None:
-        """Appends bytes, one span behind the other: each a multiple of DATA_ALIGNMENT, except for
-        the last one of the last write.
+        """Appends spans of bytes. The size of each is a multiple of DATA_ALIGNMENT, except for the
+        last span of the last write.
 
-        Direct I/O also needs memory that begins at a multiple of MEMORY_ALIGNMENT.
+        Direct I/O also needs memory at a multiple of MEMORY_ALIGNMENT.
         """
 
     def close(self, nbytes: int) -> None:
-        """Ends the file, whose content is then durable. ValueError if it does not have `nbytes`
-        bytes.
-        """
+        """Closes the file, which is then durable. ValueError unless it has `nbytes` bytes."""
 
     def abort(self) -> None:
-        """Gives up the file and deletes it. May be called in any state; raises nothing."""
+        """Closes and deletes the file. May be called in any state; raises nothing."""
 
 
 class LocalSink:
-    """A new file of a file system, written past the page cache where that is possible.
+    """A new local file, written with direct I/O where possible.
 
-    The page cache would cost a copy, and evict what is in use.
+    The page cache would cost a copy, and evict pages that are in use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +45,7 @@ class LocalSink:
 
     def close(self, nbytes: int) -> None:
         _check_size(self._path, self._nbytes, nbytes)
-        # Whoever publishes syncs the folder, once for the files of all ranks.
+        # Publishing syncs the directory once for the files of all ranks.
         self._file.close(syncs_name=False)
 
     def abort(self) -> None:
@@ -56,38 +54,8 @@ class LocalSink:
             self._path.unlink()
 
 
-class LateSink:
-    """A file that the writing thread makes once there is something to write.
-
-    On a slow disk, even making a file may take long. The thread that saves must not wait for that,
-    since the optimizer waits for it. `check` is called before each write. Its error ends the file,
-    so that a save that is given up need not write all that is queued.
-    """
-
-    def __init__(self, open_sink: Callable[[], DataSink], check: Callable[[], None]) -> None:
-        self._open_sink = open_sink
-        self._check = check
-        self._sink: DataSink | None = None
-
-    def write(self, spans: Sequence[memoryview]) -> None:
-        self._check()
-        self._opened().write(spans)
-
-    def close(self, nbytes: int) -> None:
-        self._opened().close(nbytes)
-
-    def abort(self) -> None:
-        if self._sink is not None:
-            self._sink.abort()
-
-    def _opened(self) -> DataSink:
-        if self._sink is None:
-            self._sink = self._open_sink()
-        return self._sink
-
-
 class RemoteSink:
-    """A file of a remote store, which appears when it is closed, or part by part."""
+    """A new file of a remote store, which appears when it is closed, or part by part."""
 
     def __init__(self, files: Any, path: str) -> None:
         self._files = files

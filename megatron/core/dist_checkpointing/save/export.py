@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 
 
 class ExportedRows(NamedTuple):

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -39,12 +38,11 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import path_of
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import Chunk
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import DataSink, LateSink
+from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.export import ExportedRows
-from megatron.core.dist_checkpointing.save.export_writer import ExportWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
 from megatron.core.dist_checkpointing.store import Store
@@ -163,13 +161,6 @@ def read_reason(draft: Draft, file: str) -> str | None:
         return None
 
 
-class _Files(NamedTuple):
-    """What a rank writes to."""
-
-    own: DataFileWriter
-    exported: ExportWriter
-
-
 class RankWriter:
     """Writes this rank's chunks of the contents, group by group.
 
@@ -198,7 +189,7 @@ class RankWriter:
         self._pool = pool
         self._disk = disk
         self._timeline = timeline
-        self._files: _Files | None = None
+        self._file: DataFileWriter | None = None
         self._index: Index | None = None  # of this rank's chunks alone
         self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
 
@@ -236,22 +227,27 @@ class RankWriter:
         return self._timeline.timed(CHECKPOINT, f"group {number}", write)()
 
     def _write_entries(self, entries: Sequence[Entry], *, is_awaited: bool) -> Event:
-        files, index = self._open()
+        file, index = self._open()
         for entry in entries:
             for chunk in index.tensors[entry.key].chunks:
                 self._draft.check()
-                self._write_chunk(files, index, entry, chunk, is_awaited=is_awaited)
-        return files.own.read_in_place() or ThreadEvent.done()
+                self._write_chunk(file, index, entry, chunk, is_awaited=is_awaited)
+        return file.read_in_place() or ThreadEvent.done()
 
-    def _open(self) -> tuple[_Files, Index]:
-        # Late, on the lane: the plan takes long for many tensors, and training waits for `save`.
-        if self._files is None or self._index is None:
+    def _open(self) -> tuple[DataFileWriter, Index]:
+        # On the lane: the index of many tensors takes long to build, and training waits for `save`.
+        if self._file is None or self._index is None:
             self._draft.check()
             self._index = self._contents.index(self._draft.save_id, self._rank)
-            sink = LateSink(self._make_file, self._draft.check)
-            file = DataFileWriter(sink, self._pool, self._disk, self._timeline)
-            self._files = _Files(file, ExportWriter(file, self._open_shared))
-        return self._files, self._index
+            self._file = DataFileWriter(
+                self._make_file,
+                self._pool,
+                self._disk,
+                self._timeline,
+                open_exported=self._open_shared,
+                check=self._draft.check,
+            )
+        return self._file, self._index
 
     def _make_file(self) -> DataSink:
         """On the disk's lane."""
@@ -275,51 +271,55 @@ class RankWriter:
         self._draft.store.make_folder(self._draft.name)
 
     def _write_chunk(
-        self, files: _Files, index: Index, entry: Entry, chunk: Chunk, *, is_awaited: bool
+        self,
+        file: DataFileWriter,
+        index: Index,
+        entry: Entry,
+        chunk: SavedChunk,
+        *,
+        is_awaited: bool,
     ) -> None:
         """Writes a blob, unless the tensor is held by exported files; and the exported rows.
 
         Args:
             is_awaited: whether the next update of the tensor waits until it has been read.
         """
-        own, export = files.own, self._contents.export
+        export = self._contents.export
         tensor, stored = index.tensors[entry.key], entry.values.as_stored()
         # Only an update that waits is worth memory for staging; the disk can make others wait.
-        own.is_staging = is_awaited and lies_on_device(stored.tensor)
+        file.is_staging = is_awaited and lies_on_device(stored.tensor)
 
         if chunk.file == data_file(self._rank):
             header, footer = blob_frame(tensor.dtype, chunk.box.sizes)
-            own.pad_to(blob_place(tensor, chunk)[0])
-            own.write(header)
+            file.pad_to(blob_place(tensor, chunk)[0])
+            file.write(header)
             values = _part_of(entry, chunk.box, stored.tensor)
-            self._digests[chunk.file, chunk.offset] = own.write_tensor(values, stored.scale)
-            own.write(footer)
+            self._digests[chunk.file, chunk.offset] = file.write_tensor(values, stored.scale)
+            file.write(footer)
         for rows in () if export is None else export.rows(entry.key, chunk.box):
             values = _part_of(entry, rows.own, stored.tensor)
-            self._digests[rows.file, rows.offset] = files.exported.write(rows, values, stored.scale)
+            self._digests[rows.file, rows.offset] = file.write_rows(rows, values, stored.scale)
 
     def _finish(self, meanwhile: Callable[[], None]) -> None:
-        files, index = self._open()
+        file, index = self._open()
         # Plain data and headers are the same on every rank, and rank 0's are written.
         for key, tensor in index.plain.items():
             blob = self._contents.plain_blobs[key]
-            files.own.write(blob)
+            file.write(blob)
             self._digests[_place(tensor.chunks[0])] = digests_of(blob)
         export = self._contents.export
         for name, (header, _) in export.files.items() if export and self._rank == 0 else ():
             box = Box.whole((len(header),))
             rows = ExportedRows(name, torch.uint8, box, box, name, 0)
             content = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            self._digests[name, 0] = files.exported.write(rows, content)
+            self._digests[name, 0] = file.write_rows(rows, content)
 
         self._draft.check()
-        files.exported.finish()
-        meanwhile()
-        files.own.finish()
+        file.finish(meanwhile)
         chunks = index.chunks_by_rank.get(self._rank, [])
         digests = tuple(self._digests[_place(chunk)] for _, chunk in chunks)
-        plan = index.plan_of(self._rank)
-        self._hand_over(Manifest(self._draft.save_id, self._rank, plan, digests).to_bytes())
+        layout = index.layout_of(self._rank)
+        self._hand_over(Manifest(self._draft.save_id, self._rank, layout, digests).to_bytes())
 
     def _hand_over(self, content: bytes) -> None:
         """Makes the manifest visible. See [Note: last step]."""
@@ -343,9 +343,8 @@ class RankWriter:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
-        if self._files is not None:
-            self._files.own.abort()
-            self._files.exported.abort()
+        if self._file is not None:
+            self._file.abort()
         if not self.may_be_published:
             release(self._draft, self._rank)  # first, to make room for the reason on a full disk
         file, reason = failure_file(self._rank), f"{type(error).__name__}: {error}"
@@ -358,5 +357,5 @@ def _part_of(entry: Entry, box: Box, tensor: torch.Tensor) -> torch.Tensor:
     return part[box.within(entry.offsets).slices()] if box.sizes else part
 
 
-def _place(chunk: Chunk) -> tuple[str, int]:
+def _place(chunk: SavedChunk) -> tuple[str, int]:
     return chunk.file, chunk.offset

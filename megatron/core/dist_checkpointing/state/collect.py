@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.plan.chunks import (
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
     FlatTensor,
     Holdings,
     RankMesh,
     Replicated,
-    Section,
+    SectionHoldings,
 )
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs
 from megatron.core.dist_checkpointing.state.entries import (
     Contents,
     Entry,
@@ -124,16 +124,16 @@ class _Collector:
         self._shards: dict[int, FlatShards] = {}  # by id of the group
         # Most layers have equal layouts: what is computed for one of them serves all.
         self._alike: dict[FlatShards, FlatShards] = {}
-        self._places: dict[torch.Tensor, _Place] = {}
+        self._own_boxes: dict[torch.Tensor, _OwnBox] = {}
         self._fqns: dict[torch.Tensor, str] = {}
-        self._sections: dict[torch.Tensor, list[_Section]] = {}
+        self._named_rows: dict[torch.Tensor, list[_NamedRows]] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
 
         for fqn, parameter in model.named_parameters():
-            self._sections[parameter] = _sections(fqn, parameter, fused.get(fqn))
-            self._places[parameter] = self._place(parameter)
+            self._named_rows[parameter] = _named_rows(fqn, parameter, fused.get(fqn))
+            self._own_boxes[parameter] = self._own_box(parameter)
             self._fqns[parameter] = fqn
-            self.names[parameter] = [section.name for section in self._sections[parameter]]
+            self.names[parameter] = [section.name for section in self._named_rows[parameter]]
 
     def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
         """Weights that the optimizer does not update; all, if there is none."""
@@ -163,7 +163,7 @@ class _Collector:
                     "Expected an optimizer over the model's parameters, got another of shape "
                     f"{tuple(parameter.shape)}."
                 )
-            # Sorted: all ranks plan in one order, whichever state each of them has made first.
+            # Sorted: all ranks use one order, whichever state each of them has made first.
             found += self._weight(parameter)
             for name in sorted(states) if with_states else ():
                 found += self._state(unit.optimizer, parameter, name, states[name])
@@ -171,7 +171,7 @@ class _Collector:
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
         """The tensors that are each rank's own; those of other ranks without values."""
-        # Every rank plans the files of all, so the entries of the others belong to its plan.
+        # Every rank lays out the files of all, so it needs the entries of the others.
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
             self._whole(
@@ -229,23 +229,23 @@ class _Collector:
         self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
     ) -> list[Entry]:
         """The entries, one per section, of a weight or of a state that lies as the weight does."""
-        place, shape, dtype = self._places[parameter], tuple(parameter.shape), values.dtype
+        own, shape, dtype = self._own_boxes[parameter], tuple(parameter.shape), values.dtype
         found = []
-        for section in self._sections[parameter]:
+        for section in self._named_rows[parameter]:
             key = f"{prefix}{section.name}{suffix}"
             if section.num_rows is None:
-                saved_as = SavedAs(key, dtype, shape, place.holdings)
-                found.append(Entry(saved_as, place.offsets, values, parameter))
+                saved_as = SavedAs(key, dtype, shape, own.holdings)
+                found.append(Entry(saved_as, own.offsets, values, parameter))
                 continue
 
-            holdings: Holdings = Section(place.holdings, section.first_row, section.num_rows)
+            holdings: Holdings = SectionHoldings(own.holdings, section.first_row, section.num_rows)
             saved_as = SavedAs(key, dtype, (section.num_rows, *shape[1:]), holdings)
             # The rows of the section that this rank holds; it may hold none.
-            begin = max(place.offsets[0], section.first_row)
-            end = min(place.offsets[0] + place.sizes[0], section.first_row + section.num_rows)
+            begin = max(own.offsets[0], section.first_row)
+            end = min(own.offsets[0] + own.sizes[0], section.first_row + section.num_rows)
             num_rows = max(end - begin, 0)
-            first_row = begin - place.offsets[0] if num_rows else 0
-            offsets = (begin - section.first_row if num_rows else 0, *place.offsets[1:])
+            first_row = begin - own.offsets[0] if num_rows else 0
+            offsets = (begin - section.first_row if num_rows else 0, *own.offsets[1:])
             found.append(
                 Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row)
             )
@@ -267,7 +267,7 @@ class _Collector:
             saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied
         )
 
-    def _place(self, parameter: torch.Tensor) -> _Place:
+    def _own_box(self, parameter: torch.Tensor) -> _OwnBox:
         group = group_of(parameter)
         holdings: Holdings
         if group is not None:
@@ -282,8 +282,8 @@ class _Collector:
 
         # A rank holds at most one chunk of a parameter.
         for own in holdings.holdings(self._rank):
-            return _Place(holdings, *own.box)
-        return _Place(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
+            return _OwnBox(holdings, *own.box)
+        return _OwnBox(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
 
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
         if id(group) not in self._shards:
@@ -294,7 +294,7 @@ class _Collector:
         return self._shards[id(group)]
 
 
-class _Place(NamedTuple):
+class _OwnBox(NamedTuple):
     """How a parameter lies on the ranks, and which chunk of it is this rank's."""
 
     holdings: Holdings
@@ -302,7 +302,7 @@ class _Place(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class _Section(NamedTuple):
+class _NamedRows(NamedTuple):
     """Rows of a parameter under a name of their own. `num_rows` None: the whole parameter."""
 
     name: str
@@ -310,9 +310,9 @@ class _Section(NamedTuple):
     num_rows: int | None
 
 
-def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> list[_Section]:
+def _named_rows(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> list[_NamedRows]:
     if fused is None:
-        return [_Section(fqn, 0, None)]
+        return [_NamedRows(fqn, 0, None)]
     wanted, got = fused.num_rows, parameter.shape[0]
     if wanted != got:
         raise ValueError(f"Expected {wanted} rows in {fqn}, as its sections have, got {got}.")
@@ -322,7 +322,7 @@ def _sections(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) -> l
     parent = module.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
     return [
-        _Section(f"{prefix}{s}.{name}", fused.row_range(s)[0], num) for s, num in fused.sections
+        _NamedRows(f"{prefix}{s}.{name}", fused.row_range(s)[0], num) for s, num in fused.sections
     ]
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.index import Index
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
 from megatron.core.dist_checkpointing.save.export import Export
 from megatron.core.dist_checkpointing.state.dcp_hooks import describe
 from megatron.core.distributed.fsdp.aliases import dtensor_over
@@ -235,7 +235,7 @@ class Contents:
         plain = self.plain_blobs if rank in (None, 0) else {}
         nbytes = {key: len(blob) for key, blob in plain.items()}
         tensors = [entry.saved_as for entry in self.entries]
-        return plan_index(save_id, tensors, nbytes, rank, self.export)
+        return build_index(save_id, tensors, nbytes, rank, self.export)
 
     def frozen(self) -> Contents:
         """The same with copies of entries that do not wait for their readers."""

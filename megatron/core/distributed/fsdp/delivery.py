@@ -6,14 +6,14 @@ optimizer that updates main weights in host memory copies them to the device too
 own. It claims the group's delivery and announces each update with an event; the next gather comes
 after that event.
 
-    phase       the compute weights                           next
+    status      the compute weights                           next
     IDLE        no announced update is missing                ANNOUNCED
     ANNOUNCED   an update is missing, and no gather has been  AWAITED, or ANNOUNCED by a newer one
                 queued after it
     AWAITED     a gather has been queued after the update     IDLE by `wait`, or ANNOUNCED again
     FAILED      could not be brought up to date               none: every later use fails too
 
-Any phase leads to FAILED, since a gather that waits for no update can fail as well.
+Any status leads to FAILED, since a gather that waits for no update can fail as well.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Delivery:
     """See the module's docstring.
 
     Attributes:
-        phase: see `Phase`.
+        status: see `Status`.
     """
 
-    class Phase(enum.Enum):
+    class Status(enum.Enum):
         """Where the last announced update is."""
 
         IDLE = "idle"
@@ -42,7 +42,7 @@ class Delivery:
         FAILED = "failed"
 
     def __init__(self) -> None:
-        self.phase = Delivery.Phase.IDLE
+        self.status = Delivery.Status.IDLE
         self._owner: weakref.ref[object] | None = None
         self._updated: Event | None = None  # after the last announced update, until that is done
         self._before_use: Callable[[], None] | None = None
@@ -71,13 +71,13 @@ class Delivery:
                 see how long that takes.
         """
         self._updated, self._before_use = updated, before_use
-        if self.phase is not Delivery.Phase.FAILED:
-            self.phase = Delivery.Phase.ANNOUNCED
+        if self.status is not Delivery.Status.FAILED:
+            self.status = Delivery.Status.ANNOUNCED
 
     @property
     def is_announced(self) -> bool:
         """Whether the next gather must come after an update."""
-        return self.phase is Delivery.Phase.ANNOUNCED
+        return self.status is Delivery.Status.ANNOUNCED
 
     @property
     def events(self) -> list[Event]:
@@ -87,13 +87,13 @@ class Delivery:
     def gather_queued(self) -> None:
         """Tells that a gather has been queued after `events`."""
         if self.is_announced:
-            self.phase = Delivery.Phase.AWAITED
+            self.status = Delivery.Status.AWAITED
 
     def wait(self, gathered: Event) -> None:
         """Waits for the compute weights; if that fails, every later `check` fails too."""
         before_use = None
-        if self.phase is Delivery.Phase.AWAITED:
-            self.phase = Delivery.Phase.IDLE
+        if self.status is Delivery.Status.AWAITED:
+            self.status = Delivery.Status.IDLE
             before_use, self._before_use = self._before_use, None
 
         try:
@@ -102,7 +102,7 @@ class Delivery:
             gathered.wait()
         except Exception as error:
             # Whoever asks for the weights next must not get what is in the buffer.
-            self.phase = Delivery.Phase.FAILED
+            self.status = Delivery.Status.FAILED
             self._failure = error, error.__traceback__
             raise
 

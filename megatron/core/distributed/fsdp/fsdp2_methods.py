@@ -70,9 +70,9 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         after `unshard`: the sharded parameters do not have the new values.
         """
         unit = _unit_of(self)
-        if not unit.phase.is_resting:
+        if not unit.activity.is_resting:
             raise RuntimeError(
-                f"reshard() of a {type(self).__name__} inside its {unit.phase.value} would free "
+                f"reshard() of a {type(self).__name__} inside its {unit.activity.value} would free "
                 "weights that are in use. Call it after that."
             )
         unit._fsdp_rest()
@@ -242,13 +242,13 @@ class _Unsharding(UnshardHandle):
 
     def __init__(self, unit: Any) -> None:
         self._unit: Any = unit
-        if unit.phase.is_resting:
+        if unit.activity.is_resting:
             unit._fsdp_gather()
 
     def wait(self) -> None:
         """Puts the full parameters into the module, unless its forward has used them already."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.phase.is_resting and unit.is_unsharded:
+        if unit is not None and unit.activity.is_resting and unit.is_unsharded:
             unit._fsdp_hold()
 
 

@@ -59,7 +59,7 @@ class FsdpModule(Fsdp2Methods):
         context: shared with the other modules of the model.
         parameter_groups: the parameters of this module and of those in it that are not sharded
             themselves; of the whole unit if this is its first module, else none.
-        phase: see `Phase`.
+        activity: see `Activity`.
         reshard_after_forward: whether full weights are freed between forward and backward. May be
             changed. None, until all modules are known: unless no module contains this one.
         reshard_after_backward: whether full weights are freed after a backward.
@@ -72,10 +72,10 @@ class FsdpModule(Fsdp2Methods):
             computes; none: the one that is expected next.
     """
 
-    class Phase(enum.Enum):
+    class Activity(enum.Enum):
         """What a module is doing.
 
-            phase          full weights              goes to
+            activity       full weights              goes to
             RESTING        freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
             CHECKPOINTED   freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
             FORWARD        in use                    RESTING
@@ -83,12 +83,12 @@ class FsdpModule(Fsdp2Methods):
             BACKWARD       in use                    RESTING
 
         Exceptions are `reshard_after_forward=False` and a recomputation, whose weights are kept for
-        the backward. A failed forward leads back to the phase before it, a failed backward to
+        the backward. A failed forward leads back to the activity before it, a failed backward to
         RESTING. A recomputation inside the module's own backward stays BACKWARD.
 
         CHECKPOINTING and CHECKPOINTED belong to reentrant checkpoints, which first run a module
         without building a graph, on inputs that have one. Its outputs have no hook that would
-        announce a backward, so the phase does. It lasts until that backward begins.
+        announce a backward, so the activity does. It lasts until that backward begins.
         """
 
         RESTING = "resting"
@@ -100,27 +100,27 @@ class FsdpModule(Fsdp2Methods):
         @property
         def is_resting(self) -> bool:
             """Whether the module does nothing now."""
-            return self in (FsdpModule.Phase.RESTING, FsdpModule.Phase.CHECKPOINTED)
+            return self in (FsdpModule.Activity.RESTING, FsdpModule.Activity.CHECKPOINTED)
 
         @property
         def is_forward(self) -> bool:
             """Whether the module's forward is running."""
-            return self in (FsdpModule.Phase.FORWARD, FsdpModule.Phase.CHECKPOINTING)
+            return self in (FsdpModule.Activity.FORWARD, FsdpModule.Activity.CHECKPOINTING)
 
         @property
         def awaits_recomputation(self) -> bool:
             """Whether the module's backward comes after a recomputation."""
-            return self in (FsdpModule.Phase.CHECKPOINTED, FsdpModule.Phase.CHECKPOINTING)
+            return self in (FsdpModule.Activity.CHECKPOINTED, FsdpModule.Activity.CHECKPOINTING)
 
         @property
-        def at_rest(self) -> FsdpModule.Phase:
-            """The phase in which a module comes to rest from this one."""
-            phases = FsdpModule.Phase
-            return phases.CHECKPOINTED if self.awaits_recomputation else phases.RESTING
+        def at_rest(self) -> FsdpModule.Activity:
+            """The activity in which a module comes to rest from this one."""
+            activities = FsdpModule.Activity
+            return activities.CHECKPOINTED if self.awaits_recomputation else activities.RESTING
 
     context: FsdpContext
     parameter_groups: tuple[FsdpParameterGroup, ...]
-    phase: FsdpModule.Phase
+    activity: FsdpModule.Activity
     reshard_after_forward: bool | None
     reshard_after_backward: bool
     unshard_in_backward: bool
@@ -156,7 +156,7 @@ class FsdpModule(Fsdp2Methods):
     @property
     def is_resting(self) -> bool:
         """Whether the full weights are unused now."""
-        return self.phase.is_resting and not (self._fsdp_is_held or self._fsdp_num_methods)
+        return self.activity.is_resting and not (self._fsdp_is_held or self._fsdp_num_methods)
 
     @property
     def is_unsharded(self) -> bool:
@@ -166,13 +166,13 @@ class FsdpModule(Fsdp2Methods):
     @property
     def expects_backward(self) -> bool:
         """Whether a forward of this module has left a graph, or a recomputation will build one."""
-        return len(self._fsdp_calls) > 0 or self.phase.awaits_recomputation
+        return len(self._fsdp_calls) > 0 or self.activity.awaits_recomputation
 
     def finish_backward(self) -> None:
         """Frees full weights that a backward has left, and reduces its gradients."""
         # The backward that has ended ran inside this module's forward, or inside a larger one that
         # has yet to recompute this module: reentrant checkpoints run a backward in a backward.
-        if self.phase.is_forward or self.phase.awaits_recomputation:
+        if self.activity.is_forward or self.activity.awaits_recomputation:
             return
 
         self._fsdp_calls = weakref.WeakSet(
@@ -188,7 +188,7 @@ class FsdpModule(Fsdp2Methods):
         for group in self.parameter_groups:
             group.forget_gradients()
         self._fsdp_calls = weakref.WeakSet()
-        self.phase = FsdpModule.Phase.RESTING
+        self.activity = FsdpModule.Activity.RESTING
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -269,12 +269,12 @@ class FsdpModule(Fsdp2Methods):
         self._fsdp_held_versions = self._fsdp_full_versions()
 
     def _fsdp_rest(self, frees: bool = True) -> None:
-        """Comes to rest from any phase, with sharded parameters and, unless told otherwise, no full
-        weights.
+        """Comes to rest from any activity, with sharded parameters and, unless told otherwise, no
+        full weights.
 
         RuntimeError, at rest, if full weights were written to while they were held.
         """
-        self.phase = self.phase.at_rest
+        self.activity = self.activity.at_rest
         try:
             self._fsdp_check_unwritten()
         finally:
@@ -287,7 +287,7 @@ class FsdpModule(Fsdp2Methods):
 
     def _fsdp_let_go(self) -> None:
         """Puts the sharded parameters into the module if it has full ones at rest."""
-        if self.phase.is_resting and not self.is_resting:
+        if self.activity.is_resting and not self.is_resting:
             # Graphs outside of the module may have saved the full ones.
             self._fsdp_rest(frees=not self.expects_backward)
 
@@ -330,13 +330,13 @@ class FsdpModule(Fsdp2Methods):
         self.context.check_replicas(self.parameter_groups)
         self._fsdp_is_filled = True
 
-    # Methods registered by `register_fsdp_forward_method`. The module keeps its resting phase with
-    # full weights: its forward may run inside the method, and there is no hook after an exception.
+    # Methods registered by `register_fsdp_forward_method`. The module stays at rest with full
+    # weights: its forward may run inside the method, and there is no hook after an exception.
 
     def _fsdp_before_method(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers the full weights for a method and watches its inputs, as before a forward."""
         args, kwargs = self._fsdp_policies.inputs(args), self._fsdp_policies.inputs(kwargs)
-        if not self.phase.is_resting:
+        if not self.activity.is_resting:
             return args, kwargs
         if not is_backward_running():
             self.context.enter_forward(self)
@@ -352,7 +352,7 @@ class FsdpModule(Fsdp2Methods):
 
     def _fsdp_after_method(self, output: Any) -> Any:
         """Watches a method's outputs and frees the full weights, as after a forward."""
-        if self.phase.is_resting:
+        if self.activity.is_resting:
             self._fsdp_num_methods = max(self._fsdp_num_methods - 1, 0)
             if not self._fsdp_num_methods:
                 self._fsdp_end_call(output, is_last=True)
@@ -364,13 +364,13 @@ class FsdpModule(Fsdp2Methods):
         is_recomputation = is_backward_running()
         if not is_recomputation:
             self.context.enter_forward(self)
-        elif self.phase is FsdpModule.Phase.BACKWARD:
+        elif self.activity is FsdpModule.Activity.BACKWARD:
             return None  # recomputed inside its own backward, which has gathered the weights
         self._fsdp_check_filled()
         self._fsdp_check_unwritten()
 
-        before = self.phase
-        self._fsdp_enter(self._fsdp_forward_phase(args, kwargs, is_recomputation))
+        before = self.activity
+        self._fsdp_enter(self._fsdp_forward_activity(args, kwargs, is_recomputation))
         try:
             if is_recomputation:
                 self.context.unshard_for_recomputation(self)
@@ -378,7 +378,7 @@ class FsdpModule(Fsdp2Methods):
                 self.context.unshard_for_forward(self)
             self._fsdp_show_full()
         except BaseException:
-            self.phase = before
+            self.activity = before
             self._fsdp_rest()
             raise
         if self._fsdp_awaits_unit:
@@ -396,19 +396,19 @@ class FsdpModule(Fsdp2Methods):
         self._fsdp_call = None
         return None
 
-    def _fsdp_forward_phase(self, args: Any, kwargs: Any, is_recomputation: bool) -> Phase:
-        is_checkpointed = self.phase.awaits_recomputation
+    def _fsdp_forward_activity(self, args: Any, kwargs: Any, is_recomputation: bool) -> Activity:
+        is_checkpointed = self.activity.awaits_recomputation
         if not is_recomputation:
             has_graph = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             is_checkpointed = has_graph and not torch.is_grad_enabled()
-        phases = FsdpModule.Phase
-        return phases.CHECKPOINTING if is_checkpointed else phases.FORWARD
+        activities = FsdpModule.Activity
+        return activities.CHECKPOINTING if is_checkpointed else activities.FORWARD
 
     def _fsdp_after_forward(self, output: Any, is_last: bool) -> None:
         """Also called after a forward that has raised, with None for its output."""
-        if not self.phase.is_forward:
+        if not self.activity.is_forward:
             return
-        self._fsdp_enter(self.phase.at_rest)
+        self._fsdp_enter(self.activity.at_rest)
         if not self._fsdp_num_methods:
             self._fsdp_end_call(output, is_last)
 
@@ -510,13 +510,13 @@ class FsdpModule(Fsdp2Methods):
     def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         call.has_backward = True
-        if self.phase is FsdpModule.Phase.BACKWARD:
+        if self.activity is FsdpModule.Activity.BACKWARD:
             return
         if not self.is_last_backward:
             self._fsdp_check_not_split()
         self._fsdp_check_unwritten()
         self._fsdp_is_held = self._fsdp_awaits_unit = False
-        self._fsdp_enter(FsdpModule.Phase.BACKWARD)
+        self._fsdp_enter(FsdpModule.Activity.BACKWARD)
         self.context.unshard_for_backward(self)
         if self.unshard_in_backward:
             self._fsdp_show_full()
@@ -612,14 +612,14 @@ class FsdpModule(Fsdp2Methods):
         for group in self.parameter_groups:
             group.show_full()
 
-    def _fsdp_enter(self, phase: Phase) -> None:
+    def _fsdp_enter(self, activity: Activity) -> None:
         # From rest to work or back, never from work to work.
-        if self.phase.is_resting == phase.is_resting:
+        if self.activity.is_resting == activity.is_resting:
             raise RuntimeError(
-                f"Expected {type(self).__name__} to come to {phase.value} from another phase, got "
-                f"{self.phase.value}; a sharded module cannot run inside itself."
+                f"Expected {type(self).__name__} to come to {activity.value} from another "
+                f"activity, got {self.activity.value}; a sharded module cannot run inside itself."
             )
-        self.phase = phase
+        self.activity = activity
 
 
 def attach(
@@ -642,7 +642,7 @@ def attach(
         module.reshard_after_backward = module.unshard_in_backward = True
         module.is_last_backward = module.requires_gradient_sync = True
         module.forward_prefetch, module.backward_prefetch = [], []
-        module.phase = FsdpModule.Phase.RESTING
+        module.activity = FsdpModule.Activity.RESTING
         module._fsdp_call = None
         module._fsdp_calls = weakref.WeakSet()
         module._fsdp_reduced_backward = 0

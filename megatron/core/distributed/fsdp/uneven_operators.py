@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.note_history import compare
-from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
-from megatron.core.distributed.fsdp.uneven_reductions import (
+from megatron.core.distributed.fsdp.uneven_aggregates import (
+    AGGREGATES,
     LIST_NORMS,
-    REDUCTIONS,
-    can_reduce,
-    reduction,
+    aggregate,
+    can_aggregate,
 )
+from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
     UnevenRows,
@@ -87,8 +87,8 @@ def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[st
         if result is not NotImplemented:
             return result
 
-    if func in REDUCTIONS and can_reduce(func, args, kwargs):
-        return reduction(func, args, kwargs)
+    if func in AGGREGATES and can_aggregate(func, args, kwargs):
+        return aggregate(func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Fields of a config.json, each with the options of ours that it stands for.
 
-`Field.read` gives options of TransformerConfig, `Field.write` what the file says of a spec. `write`
-may ignore what it cannot express: `config_json.py` reads every file back and compares the specs
-before it is used.
+`FieldMapping.read` returns options of TransformerConfig, and `write` what the file says of a spec.
+`write` may ignore what it cannot express: `config_json.py` reads every file back and compares the
+specs before it is used.
 
 A field that decides arithmetic must be in the file, since the transformers library's defaults have
 changed with its versions. `absent` is for those whose absence has meant the same in all of them;
@@ -47,7 +47,7 @@ ACTIVATIONS = {
 }
 
 
-class Field(abc.ABC):
+class FieldMapping(abc.ABC):
     """Some fields of a config.json that stand for some of our options."""
 
     @property
@@ -112,7 +112,7 @@ def dense_of(spec: ModelSpec) -> DenseSpec:
 
 
 @dataclass(frozen=True)
-class Value(Field):
+class Value(FieldMapping):
     """A field whose value is that of an option.
 
     Attributes:
@@ -141,7 +141,7 @@ class Value(Field):
         return {} if value is None else {self.name: value}
 
 
-SIZES_BUT_MLP: tuple[Field, ...] = (
+SIZES_BUT_MLP: tuple[FieldMapping, ...] = (
     Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
     Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
     Value("num_attention_heads", "num_attention_heads", num_heads_of),
@@ -149,19 +149,19 @@ SIZES_BUT_MLP: tuple[Field, ...] = (
     Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
     Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),
 )
-SIZES: tuple[Field, ...] = (
+SIZES: tuple[FieldMapping, ...] = (
     *SIZES_BUT_MLP,
     Value("intermediate_size", "ffn_hidden_size", lambda spec: dense_of(spec).size),
 )
 
 
-def norm_eps(name: str) -> Field:
+def norm_eps(name: str) -> FieldMapping:
     """The epsilon of all norms."""
     return Value(name, "norm_epsilon", lambda spec: spec.final_norm.eps)
 
 
 @dataclass(frozen=True)
-class KeyValueHeads(Field):
+class KeyValueHeads(FieldMapping):
     """The number of key heads, and of value heads.
 
     Attributes:
@@ -190,7 +190,7 @@ class KeyValueHeads(Field):
 
 
 @dataclass(frozen=True)
-class HeadDim(Field):
+class HeadDim(FieldMapping):
     """The width of a head.
 
     Attributes:
@@ -214,7 +214,7 @@ class HeadDim(Field):
 
 
 @dataclass(frozen=True)
-class TiedEmbeddings(Field):
+class TiedEmbeddings(FieldMapping):
     """Whether the output layer reads the embedding's weight.
 
     Attributes:
@@ -236,7 +236,7 @@ class TiedEmbeddings(Field):
 
 
 @dataclass(frozen=True)
-class HiddenActivation(Field):
+class HiddenActivation(FieldMapping):
     """The feed-forward network's activation.
 
     Attributes:
@@ -283,7 +283,7 @@ _BIASED = {NO_BIASES: "none", QKV_BIASES: "in the QKV projection", ALL_BIASES: "
 
 
 @dataclass(frozen=True)
-class BiasFields(Field):
+class BiasFields(FieldMapping):
     """Which linear layers have biases.
 
     Attributes:
@@ -321,7 +321,7 @@ class BiasFields(Field):
 
 
 @dataclass(frozen=True)
-class ScaledEmbeddings(Field):
+class ScaledEmbeddings(FieldMapping):
     """Embeddings multiplied by the root of the hidden size, which no field says."""
 
     @property
@@ -336,7 +336,7 @@ class ScaledEmbeddings(Field):
 
 
 @dataclass(frozen=True)
-class QueryScalar(Field):
+class QueryScalar(FieldMapping):
     """The number whose root products of queries and keys are divided by."""
 
     name: str = "query_pre_attn_scalar"
@@ -354,7 +354,7 @@ class QueryScalar(Field):
 
 
 @dataclass(frozen=True)
-class Always(Field):
+class Always(FieldMapping):
     """A field that is missing or has this value. It is not written."""
 
     name: str

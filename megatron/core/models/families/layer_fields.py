@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import Field, delta_net_of
+from megatron.core.models.families.fields import FieldMapping, delta_net_of
 from megatron.core.transformer.layer_pattern import layer_pattern
 from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec
 
@@ -58,7 +58,7 @@ def _layer_types(kinds: Sequence[bool], kind: str) -> dict[str, Any]:
     return {"layer_types": [kind if is_kind else _FULL for is_kind in kinds]}
 
 
-class Rule(Protocol):
+class LayerRule(Protocol):
     """How files without `layer_types` say which layers are windowed or linear."""
 
     @property
@@ -114,7 +114,7 @@ class AllButEveryNth:
 
 
 @dataclass(frozen=True)
-class SlidingLayers(Field):
+class SlidingLayers(FieldMapping):
     """The layers whose attention has a window.
 
     Attributes:
@@ -122,7 +122,7 @@ class SlidingLayers(Field):
         switch: the field without which there are no windows; a missing one is off in all versions.
     """
 
-    rule: Rule
+    rule: LayerRule
     switch: str | None = None
 
     @property
@@ -156,7 +156,7 @@ class SlidingLayers(Field):
 
 
 @dataclass(frozen=True)
-class WindowEverywhere(Field):
+class WindowEverywhere(FieldMapping):
     """A window in all layers, or in none. A missing field is none in all versions.
 
     Attributes:
@@ -198,14 +198,14 @@ def window_options(window: int, windowed: Sequence[bool]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class DeltaNetLayers(Field):
+class DeltaNetLayers(FieldMapping):
     """The layers that have a gated delta net, and its sizes.
 
     Attributes:
         rule: for files that do not list the layers.
     """
 
-    rule: Rule
+    rule: LayerRule
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class DeltaNetLayers(Field):
 
 
 @dataclass(frozen=True)
-class UnrotatedLayers(Field):
+class UnrotatedLayers(FieldMapping):
     """The layers that leave queries and keys as they are: `no_rope_layers` is 1 for each layer that
     is rotated, or `no_rope_layer_interval` is N where every N-th is not.
     """

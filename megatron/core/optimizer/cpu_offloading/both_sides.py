@@ -32,7 +32,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSetting
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import check_like
-from megatron.core.optimizer.state_tensors import Difference, difference
+from megatron.core.optimizer.state_tensors import Mismatch, difference
 from megatron.core.timeline import AnyTimeline
 
 # A parameter's id, dtype and device, on which its memory depends. Not a class, and not its shape,
@@ -197,9 +197,9 @@ class BothSides:
             gradient.layout is not torch.strided or not gradient.is_floating_point()
         ):
             got = f"{gradient.layout}, {gradient.dtype}"
-            found = Difference("a dense, floating-point tensor", got)
+            found = Mismatch("a dense, floating-point tensor", got)
         if found is None and gradient.device != parameter.device:
-            found = Difference(str(parameter.device), str(gradient.device))
+            found = Mismatch(str(parameter.device), str(gradient.device))
 
         place = self.host_side.place_of(parameter)
         if found is None and place is not None:
@@ -207,7 +207,7 @@ class BothSides:
             # A gradient that travelled in a narrower dtype than it has would be another one.
             accepted = place[0].bucket.accepted_grad_dtypes
             if gradient.dtype not in accepted:
-                found = Difference(" or ".join(map(str, accepted)), str(gradient.dtype))
+                found = Mismatch(" or ".join(map(str, accepted)), str(gradient.dtype))
         if found is not None:
             raise ValueError(
                 f"Expected a gradient of {found.expected} for a parameter of shape "

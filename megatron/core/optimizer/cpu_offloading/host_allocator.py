@@ -100,5 +100,5 @@ class HostAllocator:
         return None if widest is None else self._array(widest, "widened gradients")
 
     def _array(self, number: int, what: str) -> torch.Tensor:
-        place = self._layout.places[number, what]
-        return self._slabs[place.purpose].tensor(place.offset, place.numel, place.dtype)
+        array = self._layout.arrays[number, what]
+        return self._slabs[array.purpose].tensor(array.offset, array.numel, array.dtype)

@@ -53,7 +53,7 @@ class HostRules(NamedTuple):
     pins_memory: bool
 
 
-class Place(NamedTuple):
+class SlabRange(NamedTuple):
     """Where an array lies: in the slab of a purpose."""
 
     purpose: str
@@ -68,7 +68,7 @@ class HostLayout:
     Attributes:
         pins: whether the slab of a purpose is to be pinned.
         builders: the slabs' sizes, by purpose.
-        places: of the arrays, by the number of the bucket, and what the array is.
+        arrays: where they are, by the number of the bucket, and what the array is.
         widest: the number of the bucket whose gradients take the most memory once they are
             widened; None if none are.
         needs: what is to be allocated.
@@ -85,7 +85,7 @@ class HostLayout:
             "states": False,
         }
         self.builders = {purpose: SlabBuilder() for purpose in self.pins}
-        self.places: dict[tuple[int, str], Place] = {}
+        self.arrays: dict[tuple[int, str], SlabRange] = {}
         self.widest: int | None = None
         self.needs: list[HostNeed] = []
 
@@ -143,7 +143,7 @@ class HostLayout:
             bucket = self._buckets[index]
             dtype = dtype_of(bucket)
             offset = builder.add(bucket.numel, dtype)
-            self.places[index, what] = Place(purpose, offset, bucket.numel, dtype)
+            self.arrays[index, what] = SlabRange(purpose, offset, bucket.numel, dtype)
 
         if added := builder.nbytes - before:
             is_pinned = self.pins[purpose] and self._rules.pins_memory

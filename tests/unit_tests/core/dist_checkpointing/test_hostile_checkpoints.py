@@ -41,9 +41,9 @@ from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
 )
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError

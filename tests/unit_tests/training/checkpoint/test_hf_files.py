@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import hf_config

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.plan.boxes import Box, pieces
-from megatron.core.dist_checkpointing.plan.chunks import (
+from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
+from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     Holdings,
     RankMesh,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.plan.chunks import shares
+from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor

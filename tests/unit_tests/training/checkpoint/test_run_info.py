@@ -16,7 +16,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.run_info import RecoverInfo
-from megatron.training.health.earlier_starts import Memory
+from megatron.training.health.earlier_starts import EarlierFindings
 from megatron.training.step import StepInfo
 
 SCHEDULE = LRSchedule.build(LRScheduleConfig(lr=1e-3, lr_warmup_iters=3), 10)
@@ -190,7 +190,7 @@ def test_a_file_that_is_no_plain_object_is_an_error_within_bounds(text, message)
 def events_of(folder, *events):
     lines = [{"event": "start", "restart": 0}, *events]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Memory.read(folder)
+    return EarlierFindings.read(folder)
 
 
 def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
@@ -199,9 +199,9 @@ def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
     found = events_of(
         tmp_path, resume, damaged, {"event": "damaged", "checkpoint": "b", "reason": "long"}, resume
     )
-    assert found == Memory({"a": "short", "b": "long"}, {4: 2}, has_saved=False, begun=4)
+    assert found == EarlierFindings({"a": "short", "b": "long"}, {4: 2}, has_saved=False, begun=4)
     found = events_of(tmp_path, resume, damaged, {"event": "save_published", "checkpoint": "a"})
-    assert found == Memory({}, {4: 1}, has_saved=True, begun=4)
+    assert found == EarlierFindings({}, {4: 1}, has_saved=True, begun=4)
     found = events_of(
         tmp_path,
         resume,
@@ -209,7 +209,7 @@ def test_a_relaunch_remembers_what_its_earlier_starts_have_found(tmp_path):
         {"event": "start", "restart": 1},
         {"event": "start", "restart": 0},
     )
-    assert found == Memory(), "a launch by hand forgets"
+    assert found == EarlierFindings(), "a launch by hand forgets"
     found = events_of(tmp_path, resume, damaged, {"event": "start", "restart": False})
     assert found.damaged == {"a": "short"}, "false is no count of restarts"
 
@@ -241,12 +241,12 @@ def test_an_event_that_a_relaunch_cannot_understand_is_an_error_that_names_the_f
 PATHS = ("/runs/a/iter_0000010", "/runs/a/iter_0000020")
 
 
-def remembered(folder: Path, *lines: object) -> Memory:
+def remembered(folder: Path, *lines: object) -> EarlierFindings:
     """What is remembered of a log with these lines."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "events.jsonl").write_text("\n".join(texts) + "\n")
-    memory = Memory.read(str(folder))
-    assert Memory.from_plain(json.loads(json.dumps(memory.to_plain()))) == memory
+    memory = EarlierFindings.read(str(folder))
+    assert EarlierFindings.from_plain(json.loads(json.dumps(memory.to_plain()))) == memory
     return memory
 
 
@@ -263,7 +263,7 @@ def test_the_event_log_is_the_memory_of_a_job_since_it_was_last_launched_by_hand
         resume,
         resume,
     )
-    assert memory == Memory({PATHS[1]: "a bit"}, {0: 1, 10: 2}, True, 0)
+    assert memory == EarlierFindings({PATHS[1]: "a bit"}, {0: 1, 10: 2}, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_the_event_log_is_the_memory_of_a_job_since_it_was_last_launched_by_hand
 )
 def test_a_line_of_the_log_that_is_torn_or_without_bounds_says_nothing(tmp_path, line):
     resume = {"event": "resume", "iteration": 3}
-    assert remembered(tmp_path, resume, line, resume) == Memory({}, {3: 2}, False, 3)
+    assert remembered(tmp_path, resume, line, resume) == EarlierFindings({}, {3: 2}, False, 3)
 
 
 def test_a_reason_in_the_log_is_one_harmless_line_of_bounded_length(tmp_path):
@@ -295,12 +295,12 @@ def test_of_a_log_without_end_the_last_megabytes_are_read(tmp_path):
         stream.truncate(2**40)  # a hole, which takes no room on disk
         stream.seek(2**40)
         stream.write('\n{"event": "resume", "iteration": 3}\n')
-    assert Memory.read(str(tmp_path)).attempts == {3: 1}
+    assert EarlierFindings.read(str(tmp_path)).attempts == {3: 1}
 
 
 def test_a_log_that_is_no_file_is_not_opened_and_costs_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     os.mkfifo(tmp_path / "events.jsonl")
-    assert Memory.read(str(tmp_path)) == Memory({}, {}, False, None)
+    assert EarlierFindings.read(str(tmp_path)) == EarlierFindings({}, {}, False, None)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "Expected a regular file of JSON lines, got a FIFO" in warning

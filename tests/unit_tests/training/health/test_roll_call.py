@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -19,10 +20,9 @@ from megatron.training.health import member as member_module
 from megatron.training.health import rank_store, roll_call
 from megatron.training.health.cause import Record, Silence, Verdict
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.job_secret import Signer
 from megatron.training.health.member import Member
 from megatron.training.health.phases import Phase
-from megatron.training.health.rank_store import BoundedStore, StoreLostError
+from megatron.training.health.rank_store import RankStore, StoreLostError
 from megatron.training.health.roll_call import RollCall
 from megatron.training.launch import Launch
 
@@ -72,9 +72,9 @@ def put(keys: dist.Store, values: dict[str, str]) -> None:
     keys.check(list(values))  # is answered after what was set through the same connection
 
 
-def signed(key: str, rank: int, signer: Signer | None = None, **content: object) -> str:
-    """A record as a rank would write it; without a signer, one that knows no secret."""
-    return (signer or Signer()).sign(key, rank, content)
+def record(**content: object) -> str:
+    """A record as a rank writes it."""
+    return json.dumps(content)
 
 
 def hold(calls: dict[int, RollCall], records: list[Record]) -> list:
@@ -180,7 +180,7 @@ class BrokenStore:
 def test_a_store_that_fails_or_never_answers_is_given_up_at_once(monkeypatch, blocks):
     monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
     broken = BrokenStore(blocks)
-    store = BoundedStore(broken)
+    store = RankStore(broken, print)
     for _ in range(5):
         with pytest.raises(StoreLostError, match="Expected a"):
             store.call(lambda inner: inner.check(["a"]))
@@ -208,7 +208,7 @@ class HeldStore:
 def test_a_store_that_answers_late_is_back_and_none_of_its_requests_is_lost(monkeypatch):
     monkeypatch.setattr(rank_store, "_STORE_SECONDS", 0.2)
     held = HeldStore(dist.HashStore(), ["add"])
-    store = BoundedStore(held)
+    store = RankStore(held, print)
     assert store.add("a", 1) == 1
     held.is_open.clear()
     with pytest.raises(StoreLostError, match=r"within 0\.2 s, got none"):
@@ -313,7 +313,7 @@ def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_t
     store = dist.HashStore()
     first, second = joined(store, 2)
     keys = dist.PrefixStore("watchdog", store)
-    keys.set("1/record/1", signed("1/record/1", 1, record=stuck(1, waits=False).to_json()))
+    keys.set("1/record/1", record(record=stuck(1, waits=False).to_json()))
     assert first.hold(well(0)).ranks == (1,)
     second.linger()
     if not agent_has_store:
@@ -326,9 +326,7 @@ def test_a_rank_whose_process_holds_the_store_waits_until_the_others_have_read_t
     first.linger()
 
 
-SIGNER = Signer(b"0123456789abcdef", "this start")
 VERDICT = Verdict(ExitCode.FAILED, (0,), "invented", 0, ExitCode.BAD_FILES)
-DEAD = replace(well(2), error="invented\n\x1b[2J", error_order=1, has_left=True)
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -339,71 +337,45 @@ def store(request) -> dist.Store:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def forged(signer: Signer) -> dict[str, str]:
-    """What somebody who reaches the store may write, to end a run in which all is well."""
-    return {
-        "1/verdict": signed("1/verdict", 0, signer, verdict=VERDICT.to_json(), num_answered=3),
-        "left/2": signed("left/2", 2, signer, record=DEAD.to_json()),
-        "1/silent/1": signed("1/silent/1", 0, signer, silence="GONE"),
-        "1/record/0": signed("1/record/0", 0, signer, record=DEAD.to_json()),
-    }
+def verdict(**fields: object) -> str:
+    return record(verdict={**VERDICT.to_json(), **fields}, num_answered=3)
 
 
 @pytest.mark.parametrize(
-    "values",
+    "value",
     [
-        forged(Signer()),
-        forged(Signer(b"another secret!!", "this start")),
-        forged(Signer(b"0123456789abcdef", "an earlier start")),
-        dict.fromkeys(
-            forged(Signer()), "\x00\udcff".encode("utf-8", "surrogateescape").decode("latin-1")
-        ),
-        dict.fromkeys(forged(Signer()), "finished"),
-        dict.fromkeys(forged(Signer()), "[" * 10**5),
+        "\x00\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+        "finished",
+        "[" * 10**5,
+        "[1]",
+        record(padding="x" * 2**20, verdict=VERDICT.to_json(), num_answered=3),
+        record(verdict=VERDICT.to_json(), num_answered="3"),
+        record(verdict=[1], num_answered=3),
+        verdict(speaker="\n\x1b[2J"),
+        verdict(of_a_later_version="\n\x1b[2J"),
     ],
-    ids=[
-        "without the secret",
-        "another secret",
-        "of another start",
-        "binary",
-        "as it once was",
-        "deep",
-    ],
+    ids=["binary", "word", "deep", "list", "long", "number", "type", "field", "name"],
 )
-def test_what_was_not_signed_with_the_secret_ends_no_run_and_is_told_once(store, values):
+def test_a_record_of_another_form_ends_no_run_and_is_one_harmless_warning(store, value):
+    """Wherever it is found. Ranks may not have looked at all places."""
     warnings: list[str] = []
-    calls = joined(store, 3, SIGNER, warnings.append)
-    keys = dist.PrefixStore("watchdog", store)
-    put(keys, values)
+    calls = joined(store, 3, warnings.append)
+    places = ("1/verdict", "left/2", "1/silent/1", "1/record/0")
+    put(dist.PrefixStore("watchdog", store), dict.fromkeys(places, value))
     assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
-    assert len(warnings) <= 3, "one of each rank, which may not have looked"
-    assert all(
-        "is ignored: Expected a record signed with this job's secret" in text for text in warnings
-    )
-    assert warnings
+    assert 1 <= len(warnings) <= 3
+    assert all(text.isprintable() and len(text) < 300 for text in warnings)
 
 
-def test_a_record_is_not_taken_for_one_of_another_key_rank_or_roll_call(store):
-    """All of these were once signed by ranks of this very start."""
-    calls = joined(store, 3, SIGNER, lambda _: None)
-    keys = dist.PrefixStore("watchdog", store)
-    answer = {"verdict": VERDICT.to_json(), "num_answered": 3}
-    put(
-        keys,
-        {
-            "1/verdict": signed("7/verdict", 0, SIGNER, **answer),
-            "left/2": signed("left/1", 2, SIGNER, record=DEAD.to_json()),
-            "left/1": signed("left/1", 2, SIGNER, record=DEAD.to_json()),
-            "left/0": signed(
-                "left/0", 0, SIGNER, record=DEAD.to_json()
-            ),  # says that it is of rank 2
-        },
-    )
+def test_a_record_is_not_taken_for_one_of_another_rank(store):
+    calls = joined(store, 3, lambda _: None)
+    dead = replace(well(2), error="invented", error_order=1, has_left=True)
+    put(dist.PrefixStore("watchdog", store), {"left/0": record(record=dead.to_json())})
     assert hold(numbered(calls), [well(0), well(1), well(2)]) == [None] * 3
 
 
 def test_a_verdict_that_is_overwritten_for_ever_leaves_each_rank_with_its_own(store):
-    calls = joined(store, 2, SIGNER, lambda _: None)
+    calls = joined(store, 2, lambda _: None)
     keys, is_over = dist.PrefixStore("watchdog", store), threading.Event()
 
     def overwrite() -> None:
@@ -420,7 +392,7 @@ def test_a_verdict_that_is_overwritten_for_ever_leaves_each_rank_with_its_own(st
 
 def test_a_roll_call_is_not_called_backwards(store):
     """Or the answers of one before would be taken for those of this one."""
-    first, second = joined(store, 2, SIGNER)
+    first, second = joined(store, 2)
     assert hold({0: first, 1: second}, [well(0), well(1)]) == [None] * 2
     assert hold({0: first, 1: second}, [well(0), well(1)]) == [None] * 2
     put(dist.PrefixStore("watchdog", store), {"round": "1"})
@@ -458,17 +430,10 @@ def test_texts_of_other_ranks_are_harmless_and_bounded_and_a_stack_keeps_its_lin
 def test_a_member_of_another_form_is_unknown():
     warnings: list[str] = []
     store = dist.HashStore()
-    calls = [
-        RollCall(store, Launch(rank=rank, world_size=2), SIGNER, warnings.append)
-        for rank in range(2)
-    ]
+    calls = [RollCall(store, Launch(rank=rank, world_size=2), warnings.append) for rank in range(2)]
     calls[0].join()
-    dist.PrefixStore("watchdog", store).set(
-        "member/1", signed("member/1", 1, SIGNER, host="h", pid="1")
-    )
+    dist.PrefixStore("watchdog", store).set("member/1", record(host="h", pid="1"))
     calls[0].learn()
     assert calls[0].knows_all
-    assert (
-        "member/1 in the launcher's store is ignored: Expected the fields of a Member"
-        in warnings[0]
-    )
+    assert "member/1" in warnings[0]
+    assert 1 not in calls[0]._members

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout
 from megatron.core.dist_checkpointing.format.index import (
     Index,
     blob_place,
+    layout_digest,
     manifest_problems,
-    plan_digest,
 )
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     files_of,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 
 SOURCE = "iter_0000010/index.json"
 SAVE_ID = "a save"
@@ -70,9 +70,9 @@ def indexes(draw: st.DrawFn) -> Index:
     keys = draw(st.lists(st.text(min_size=1, max_size=9), max_size=8, unique=True))
     first, second = sorted(draw(st.integers(0, len(keys))) for _ in range(2))
 
-    def chunk(box: Box, itemsize: int, file: str, rank: int) -> Chunk:
+    def chunk(box: Box, itemsize: int, file: str, rank: int) -> SavedChunk:
         before = draw(st.integers(0, 5000))
-        return Chunk(box, rank, file, files.place(file, before, box.numel * itemsize))
+        return SavedChunk(box, rank, file, files.place(file, before, box.numel * itemsize))
 
     def tensor(key: str, *, is_exported: bool) -> SavedTensor:
         dtype = draw(st.sampled_from(DTYPES))
@@ -127,8 +127,8 @@ def test_the_chunks_of_each_rank_are_in_the_order_of_tensors_exported_ones_and_p
     assert by_rank.keys() == {chunk.rank for _, chunk in expected}
     for rank, found in by_rank.items():
         assert found == [each for each in expected if each[1].rank == rank]
-        assert index.plan_of(rank) == plan_digest(found)
-    assert index.plan_of(99) == plan_digest([])
+        assert index.layout_of(rank) == layout_digest(found)
+    assert index.layout_of(99) == layout_digest([])
 
 
 @settings(deadline=None)
@@ -138,7 +138,7 @@ def test_digests_are_one_for_each_block_of_each_chunk_in_that_order(index):
         chunks = index.chunks_by_rank.get(rank, [])
         sizes = [-(-tensor.chunk_nbytes(chunk) // BLOCK_BYTES) for tensor, chunk in chunks]
         digests = tuple((digest(b""),) * size for size in sizes)
-        manifest = Manifest(index.save_id, rank, index.plan_of(rank), digests)
+        manifest = Manifest(index.save_id, rank, index.layout_of(rank), digests)
         assert list(manifest_problems(manifest, rank, index, "here")) == []
 
 
@@ -169,8 +169,8 @@ def test_the_index_that_is_changed_below_is_whole():
     index = parse(example())
     assert list(index.tensors) == ["w", "s", "e"]
     box = Box((2, 0), (2, 3))
-    assert index.tensors["w"].chunks[1] == Chunk(box, 1, "__1_0.distcp", 4096)
-    assert index.exported["x"].chunks == [Chunk(Box.whole((4,)), 1, HF_FILE, 88)]
+    assert index.tensors["w"].chunks[1] == SavedChunk(box, 1, "__1_0.distcp", 4096)
+    assert index.exported["x"].chunks == [SavedChunk(Box.whole((4,)), 1, HF_FILE, 88)]
     assert [(tensor.key, chunk.offset) for tensor, chunk in index.chunks_by_rank[1]] == [
         ("w", 4096),
         ("s", 8192),
@@ -419,7 +419,7 @@ def test_without_a_marker_sizes_and_the_save_are_not_known():
 # Plans.
 
 
-def with_chunk(change: Callable[[Chunk], Chunk]) -> Index:
+def with_chunk(change: Callable[[SavedChunk], SavedChunk]) -> Index:
     """The example, with another first chunk of w."""
     index = parse(example())
     w = index.tensors["w"]
@@ -427,11 +427,11 @@ def with_chunk(change: Callable[[Chunk], Chunk]) -> Index:
     return Index(SAVE_ID, {**index.tensors, "w": w._replace(chunks=chunks)}, index.plain)
 
 
-def test_plans_differ_when_anything_of_them_does():
+def test_layouts_differ_when_anything_of_them_does():
     index = parse(example())
     (tensor, chunk), *rest = index.chunks_by_rank[0]
     box = chunk.box
-    plans = [
+    layouts = [
         [(tensor, chunk), *rest],
         [*rest, (tensor, chunk)],
         rest,
@@ -447,24 +447,26 @@ def test_plans_differ_when_anything_of_them_does():
         [(tensor, chunk._replace(box=Box(box.offsets, (3, 2)))), *rest],
         [(tensor, chunk._replace(box=Box((0,), (6,)))), *rest],
     ]
-    assert len({plan_digest(plan) for plan in plans}) == len(plans)
-    assert plan_digest(plans[0]) == index.plan_of(0)
-    assert index.plan_of(0) != index.plan_of(1)
+    assert len({layout_digest(layout) for layout in layouts}) == len(layouts)
+    assert layout_digest(layouts[0]) == index.layout_of(0)
+    assert index.layout_of(0) != index.layout_of(1)
 
 
-def test_the_plan_of_a_rank_is_its_own_and_the_same_after_reading():
+def test_the_layout_of_a_rank_is_its_own_and_the_same_after_reading():
     index = parse(example())
     other = with_chunk(lambda chunk: chunk._replace(offset=0))
-    assert other.plan_of(0) != index.plan_of(0)
+    assert other.layout_of(0) != index.layout_of(0)
     again = Index.from_bytes(index.to_bytes(), marker(), SOURCE)
-    assert [again.plan_of(rank) for rank in range(3)] == [index.plan_of(rank) for rank in range(3)]
+    assert [again.layout_of(rank) for rank in range(3)] == [
+        index.layout_of(rank) for rank in range(3)
+    ]
     # What another rank writes makes no difference: a rank reckons its own chunks alone.
     own = Index(
         SAVE_ID,
         {"w": index.tensors["w"]._replace(chunks=index.tensors["w"].chunks[:1])},
         index.plain,
     )
-    assert own.plan_of(0) == index.plan_of(0)
+    assert own.layout_of(0) == index.layout_of(0)
 
 
 BLOCKS = {0: (1, 1), 1: (1, 1, 1)}  # of each chunk of the example
@@ -473,7 +475,7 @@ BLOCKS = {0: (1, 1), 1: (1, 1, 1)}  # of each chunk of the example
 def manifest(rank: int, **changed: Any) -> Manifest:
     index = parse(example())
     digests = tuple((digest(b""),) * number for number in BLOCKS[rank])
-    values = {"save_id": SAVE_ID, "rank": rank, "plan": index.plan_of(rank), "digests": digests}
+    values = {"save_id": SAVE_ID, "rank": rank, "layout": index.layout_of(rank), "digests": digests}
     return Manifest(**{**values, **changed})
 
 
@@ -483,7 +485,7 @@ def manifest(rank: int, **changed: Any) -> Manifest:
         (manifest(0, save_id="another"), "Expected save id a save in here, got another."),
         (manifest(1), "Expected rank 0 in here, got 1."),
         (
-            manifest(0, plan=digest(b"another")),
+            manifest(0, layout=digest(b"another")),
             "Expected rank 0 to have written the 2 chunks of the index, got 2 others in here.",
         ),
         (

@@ -119,7 +119,7 @@ def manifest_of(**members: Any) -> bytes:
         "format_version": 2,
         "save_id": "an id",
         "rank": 0,
-        "plan": digest(b"a plan"),
+        "layout": digest(b"a layout"),
         "digests": [[DIGEST, digest(b"y")], [], [DIGEST]],
     }
     return json.dumps({**head, **members}).encode()
@@ -139,10 +139,10 @@ def test_the_manifest_that_is_changed_below_is_whole():
         ("rank", True, "a rank"),
         ("rank", 1.0, "a rank"),
         ("rank", 1 << 63, "a rank"),
-        ("plan", None, "the digest of a plan"),
-        ("plan", "", "the digest of a plan"),
-        ("plan", DIGEST.upper(), "the digest of a plan"),
-        ("plan", DIGEST + "\n", "the digest of a plan"),
+        ("layout", None, "the digest of a layout"),
+        ("layout", "", "the digest of a layout"),
+        ("layout", DIGEST.upper(), "the digest of a layout"),
+        ("layout", DIGEST + "\n", "the digest of a layout"),
         ("digests", {}, "lists of digests"),
         ("digests", None, "lists of digests"),
         ("digests", [5], "lists of digests"),
@@ -160,7 +160,7 @@ def test_a_manifest_that_was_not_written_so_is_refused(member: str, value: Any, 
         Manifest.from_bytes(manifest_of(**{member: value}), "here")
 
 
-@pytest.mark.parametrize("member", ["save_id", "rank", "plan", "digests"])
+@pytest.mark.parametrize("member", ["save_id", "rank", "layout", "digests"])
 def test_a_manifest_that_lacks_a_member_is_refused(member: str):
     members = json.loads(manifest_of())
     del members[member]

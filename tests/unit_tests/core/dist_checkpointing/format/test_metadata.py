@@ -50,9 +50,9 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
     DcpIndex,
     parse_metadata,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.coverage import check_coverage
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.coverage import check_coverage
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from tests.helpers.ranks import run_ranks
 
 SOURCE = "iter_0000010/.metadata"
@@ -61,9 +61,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 
 def chunk_of(
     offsets: Sequence[int], sizes: Sequence[int], rank: int = 0, offset: int = 4096
-) -> Chunk:
+) -> SavedChunk:
     """A box of a tensor, whose data lies at `offset` of a rank's file."""
-    return Chunk(Box(tuple(offsets), tuple(sizes)), rank, data_file(rank), offset)
+    return SavedChunk(Box(tuple(offsets), tuple(sizes)), rank, data_file(rank), offset)
 
 
 def plain_of(key: str, rank: int, offset: int, nbytes: int) -> SavedTensor:
@@ -117,7 +117,8 @@ def index_of(metadata: Metadata) -> DcpIndex:
         blobs = {box.offsets: places[key, box.offsets or torch.Size()] for box in boxes}
         found.blobs.update({(key, offsets): blob for offsets, blob in blobs.items()})
         chunks = [
-            Chunk(box, writer_of(blobs[box.offsets].file), *blobs[box.offsets][:2]) for box in boxes
+            SavedChunk(box, writer_of(blobs[box.offsets].file), *blobs[box.offsets][:2])
+            for box in boxes
         ]
         found.tensors[key] = SavedTensor(key, entry.properties.dtype, tuple(entry.size), chunks)
     return found

@@ -26,10 +26,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
     manifest_file,
 )
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.data_source import Then, ignore
-from megatron.core.dist_checkpointing.plan.boxes import Box
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.helpers.checkpoints import (
     Cut,
@@ -524,7 +524,7 @@ def test_a_manifest_of_another_save_is_refused(root: Path):
             r"Expected rank 0 to have written the 6 chunks of the index, got 7 others in .*_0.json",
         ),
         (
-            lambda _: {"plan": digest(b"another")},
+            lambda _: {"layout": digest(b"another")},
             r"Expected rank 0 to have written the 6 chunks of the index, got 6 others in .*_0.json",
         ),
         (

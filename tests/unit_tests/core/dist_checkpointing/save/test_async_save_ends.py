@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -82,9 +82,9 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(
     store, model, is_read = SlowStore(tmp_path), nn.Linear(1024, 2048), threading.Event()
     finish = DataFileWriter.finish
 
-    def finish_then(file: DataFileWriter) -> int:
+    def finish_then(file: DataFileWriter, meanwhile: Callable[[], None]) -> int:
         is_read.set()
-        return finish(file)
+        return finish(file, meanwhile)
 
     monkeypatch.setattr(DataFileWriter, "finish", finish_then)
     contents = collect(model, FusedAdam(model.parameters()))

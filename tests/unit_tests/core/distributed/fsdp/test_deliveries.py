@@ -88,23 +88,23 @@ def failed_event() -> ThreadEvent:
 def test_a_delivery_is_announced_awaited_and_then_idle_again_and_its_user_is_told_once():
     delivery, used = Delivery(), []
     updated = ThreadEvent.done()
-    delivery.announce(updated, before_use=lambda: used.append(delivery.phase))
+    delivery.announce(updated, before_use=lambda: used.append(delivery.status))
     assert delivery.events == [updated]
     delivery.synchronize()
     assert delivery.events == [updated], "a gather must still be queued after it"
 
     delivery.gather_queued()
-    assert (delivery.phase, delivery.events) == (Delivery.Phase.AWAITED, [])
+    assert (delivery.status, delivery.events) == (Delivery.Status.AWAITED, [])
     for _ in range(2):
         delivery.wait(ThreadEvent.done())
-        assert delivery.phase is Delivery.Phase.IDLE
-    assert used == [Delivery.Phase.IDLE]
+        assert delivery.status is Delivery.Status.IDLE
+    assert used == [Delivery.Status.IDLE]
 
 
 def test_a_gather_without_an_update_leaves_a_delivery_idle_and_a_newer_update_is_still_announced():
     delivery, used = Delivery(), []
     delivery.gather_queued()
-    assert delivery.phase is Delivery.Phase.IDLE
+    assert delivery.status is Delivery.Status.IDLE
 
     delivery.announce(ThreadEvent.done(), before_use=lambda: used.append("old"))
     delivery.gather_queued()
@@ -124,7 +124,7 @@ def test_a_delivery_that_has_failed_stays_failed(is_announced):
     with pytest.raises(OSError, match="the update failed"):
         delivery.wait(failed_event())
     delivery.announce(ThreadEvent.done())
-    assert (delivery.phase, delivery.events) == (Delivery.Phase.FAILED, [])
+    assert (delivery.status, delivery.events) == (Delivery.Status.FAILED, [])
     for _ in range(2):
         with pytest.raises(OSError, match="the update failed"):
             delivery.check()

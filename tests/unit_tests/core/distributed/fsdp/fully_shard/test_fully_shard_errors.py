@@ -64,7 +64,7 @@ def test_mistakes_with_contexts_have_their_own_messages() -> None:
             r"Expected forward after the last fully_shard\. Exit fully_shard_context first\.",
             lambda: child(own_batch()),
         )
-        assert child.phase is FsdpModule.Phase.RESTING
+        assert child.activity is FsdpModule.Activity.RESTING
     child(own_batch())
     with fully_shard_context("cpu"):
         assert_raises(
@@ -81,7 +81,7 @@ def test_mistakes_with_contexts_have_their_own_messages() -> None:
 
 
 class Clashing(nn.Linear):
-    phase = "of the moon"
+    activity = "of the moon"
 
 
 class Holder(nn.Module):
@@ -136,7 +136,7 @@ def owned_twice(name: str, owner: str) -> str:
         ),
         pytest.param(
             ValueError,
-            r"without attributes that FsdpModule has, got \['phase'\]",
+            r"without attributes that FsdpModule has, got \['activity'\]",
             lambda _: Clashing(DIM, DIM),
             id="attribute",
         ),

@@ -238,7 +238,7 @@ def test_what_was_frozen_when_it_was_sharded_has_no_gradient_buffer_and_stays_fr
         with pytest.raises(RuntimeError, match=message):
             model(own_batch())
         parameter.requires_grad_(False)
-        assert model.layers[number].phase is FsdpModule.Phase.RESTING
+        assert model.layers[number].activity is FsdpModule.Activity.RESTING
     clear_gradients(model)
     loss_of(model(own_batch())).backward()
     assert_gradients(model, expected_gradients(plain))

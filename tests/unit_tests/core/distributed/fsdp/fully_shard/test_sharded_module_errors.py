@@ -148,7 +148,7 @@ WHOLE_WEIGHT = "got one of its weights or a view of one, which is whole only"
         (RuntimeError, WHOLE_WEIGHT, lambda own, _: [own.weight[1:]]),
         (
             RuntimeError,
-            "from another phase, got forward; a sharded module cannot run inside itself",
+            "from another activity, got forward; a sharded module cannot run inside itself",
             Whatever.__call__,
         ),
         (

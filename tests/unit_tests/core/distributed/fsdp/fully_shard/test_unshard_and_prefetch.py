@@ -55,7 +55,7 @@ def test_parameters_are_shards_of_main_weights_at_rest_and_plain_and_whole_in_fo
             assert type(own) is nn.Parameter
             assert (own.dtype, own.device.type) == (dtype, "cpu")
             assert torch.equal(own, whole)
-        seen.append((number, module.phase.value))
+        seen.append((number, module.activity.value))
         others = [other for other in model.layers if other is not module]
         assert all(
             isinstance(parameter, DTensor) for other in others for parameter in other.parameters()
@@ -163,7 +163,7 @@ def record_unsharded(model: Stack) -> list[Moment]:
             for index, layer in enumerate(model.layers)
             if layer.parameter_groups[0].is_unsharded
         }
-        moments.append((module.phase.value, list(model.layers).index(module), unsharded))
+        moments.append((module.activity.value, list(model.layers).index(module), unsharded))
 
     for layer in model.layers:
         layer.look = look

@@ -155,7 +155,7 @@ def assert_resting(model: nn.Module) -> None:
     assert not list(whole_weights(model))
     for module in model.modules():
         if isinstance(module, FsdpModule):
-            assert module.phase is FsdpModule.Phase.RESTING
+            assert module.activity is FsdpModule.Activity.RESTING
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         assert group_of(parameter) is not None

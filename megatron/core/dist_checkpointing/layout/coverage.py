@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.plan.saved import SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 
 # With sizes of 0 counted as 1: torch overflows beyond this even in a tensor without elements.
 _MAX_ELEMENTS = 1 << 59

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.plan.boxes import (
+from megatron.core.dist_checkpointing.layout.boxes import (
     Box,
     BoxIndex,
     range_of,

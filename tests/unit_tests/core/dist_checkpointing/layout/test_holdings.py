@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.chunks import (
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
     FlatTensor,
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.plan.chunks import (
     Holdings,
     RankMesh,
     Replicated,
-    Section,
+    SectionHoldings,
     shares,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
@@ -175,7 +175,7 @@ def test_sections_are_the_rows_of_the_whole(shards, data):
     whole = FlatTensor(shards, 0)
     found = []
     for begin, end in ((0, cut), (cut, rows)):
-        for (offsets, sizes), ranks in Section(whole, begin, end - begin).holdings():
+        for (offsets, sizes), ranks in SectionHoldings(whole, begin, end - begin).holdings():
             assert offsets[0] + sizes[0] <= end - begin
             found.append(Holding(Box((offsets[0] + begin, *offsets[1:]), sizes), ranks))
     shape = shards.layout.tensor_shapes[0]
@@ -198,7 +198,7 @@ def test_a_section_looks_only_at_chunks_that_are_near():
 
     looked_at: list[object] = []
     found = Seen(Holding(Box((4 * n, 0), (4, 3)), (n,)) for n in range(1024))
-    section = Section(Rows(), first_row=2002, num_rows=4)
+    section = SectionHoldings(Rows(), first_row=2002, num_rows=4)
     assert section.holdings() == [
         Holding(Box((0, 0), (2, 3)), (500,)),
         Holding(Box((2, 0), (2, 3)), (501,)),

@@ -25,11 +25,11 @@ aten = torch.ops.aten
 
 LIST_NORMS = {aten._foreach_norm.Scalar}
 _NORMS = {aten.linalg_vector_norm.default, *LIST_NORMS}
-REDUCTIONS = {*_NORMS, aten.sum.default}
+AGGREGATES = {*_NORMS, aten.sum.default}
 
 
-def can_reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `reduction` computes this: one of REDUCTIONS, over all elements."""
+def can_aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `aggregate` computes this: one of AGGREGATES, over all elements."""
     if func not in _NORMS:
         return True
     dims = kwargs.get(
@@ -47,7 +47,7 @@ def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     return float(kwargs.get("ord", args[1] if len(args) > 1 else 2))
 
 
-def reduction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The norm or sum of each tensor, the same on all ranks; one small message for a whole list."""
     tensors = list(uneven_among(args, {}))
     for tensor in tensors:

@@ -16,9 +16,9 @@ import torch
 from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
 from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS, Index
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.chunks import Holdings, shares
-from megatron.core.dist_checkpointing.plan.saved import Chunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.holdings import Holdings, shares
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.save.export import Export
 
 
@@ -31,7 +31,7 @@ class SavedAs(NamedTuple):
     holdings: Holdings
 
 
-def plan_index(
+def build_index(
     save_id: str,
     tensors: Sequence[SavedAs],
     plain_nbytes: Mapping[str, int],
@@ -62,10 +62,10 @@ def plan_index(
         key, dtype, _, chunks = saved[number]
         rows = [] if export is None else list(export.rows(key, box))
         if rows and export is not None and export.is_exact:
-            chunks += [Chunk(each.own, owner, each.file, each.offset) for each in rows]
+            chunks += [SavedChunk(each.own, owner, each.file, each.offset) for each in rows]
             continue
         for name, _, there, _, file, offset in rows:
-            exported[name].chunks.append(Chunk(there, owner, file, offset))
+            exported[name].chunks.append(SavedChunk(there, owner, file, offset))
 
         layout = layouts.get((dtype, box.sizes))
         if layout is None:
@@ -75,11 +75,11 @@ def plan_index(
         blocks = -(-(ends.get(owner, 0) + layout.header_nbytes) // DATA_ALIGNMENT)
         offset = blocks * DATA_ALIGNMENT
         ends[owner] = offset - layout.header_nbytes + layout.nbytes
-        chunks.append(Chunk(box, owner, data_file(owner), offset))
+        chunks.append(SavedChunk(box, owner, data_file(owner), offset))
 
     plain = {}
     for key, nbytes in plain_nbytes.items() if rank in (None, 0) else ():
-        chunk = Chunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
+        chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
         plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
         ends[0] = chunk.offset + nbytes
     return Index(save_id, {tensor.key: tensor for tensor in saved}, plain, exported)
@@ -94,7 +94,7 @@ def _exported(export: Export, rank: int | None) -> dict[str, SavedTensor]:
         for name, (dtype, shape) in export.tensors.items():
             found[name] = SavedTensor(name, dtype, shape, [])
     for file, (header, _) in export.files.items() if rank in (None, 0) else ():
-        chunk = Chunk(Box.whole((len(header),)), 0, file, 0)
+        chunk = SavedChunk(Box.whole((len(header),)), 0, file, 0)
         found[file] = SavedTensor(file, torch.uint8, (len(header),), [chunk])
     return found
 

@@ -1,7 +1,7 @@
 """What a checkpoint says of the tensors in it: their chunks, and the places of these in its files.
 
     box         a hyper-rectangle of a tensor (boxes.py)
-    holding     a box, and the ranks that hold it (chunks.py)
+    holding     a box, and the ranks that hold it (holdings.py)
     chunk       a box that one rank writes to one place in one file
     blob        what `torch.save` makes of a chunk in a `.distcp` file: data in a frame (blob.py)
     block       256 KiB of a chunk's data; each has a digest
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import few
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _STATE_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)", re.DOTALL)
 
 
-class Chunk(NamedTuple):
+class SavedChunk(NamedTuple):
     """A box of a tensor in a file of a checkpoint. Its elements lie there row by row."""
 
     box: Box
@@ -42,14 +42,14 @@ class SavedTensor(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: list[Chunk]
+    chunks: list[SavedChunk]
 
     @property
     def nbytes(self) -> int:
         """Of all elements."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
-    def chunk_nbytes(self, chunk: Chunk) -> int:
+    def chunk_nbytes(self, chunk: SavedChunk) -> int:
         """Of the data of one of its chunks."""
         return chunk.box.numel * self.dtype.itemsize
 

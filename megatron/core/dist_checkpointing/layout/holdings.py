@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 
 
@@ -158,7 +158,7 @@ class FlatTensor:
         return self._shards.holdings(self._tensor, rank)
 
 
-class Section:
+class SectionHoldings:
     """Consecutive rows of a tensor as one of its own: one of the matrices in a fused weight."""
 
     def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:

@@ -1,10 +1,11 @@
-"""Rows of exported files: in their places, with their digests, whatever lies beside them."""
+"""Rows of exported files: in their places, with their digests, whatever the data file holds."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +20,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     digests_of,
 )
-from megatron.core.dist_checkpointing.plan.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.export import ExportedRows
-from megatron.core.dist_checkpointing.save.export_writer import ExportWriter
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.shared_file import SharedFile
 
@@ -31,21 +31,19 @@ FOLDER = "iter_0000010.token.saving"
 BUFFERS = (BLOCK_BYTES, BLOCK_BYTES + 3 * DATA_ALIGNMENT, 8 << 20)
 
 
-class Writers:
-    """A data file, and exported files beside it."""
-
-    def __init__(self, root: Path, num_bytes: int, buffer_bytes: int) -> None:
-        store, folder = LocalStore(root), root / FOLDER
-        store.make_folder(f"{FOLDER}/hf")
-        self.lane = CPU.host_lane("disk")
-        pool = BufferPool(CPU, 2, buffer_bytes)
-        self.own = DataFileWriter(store.open_data(f"{FOLDER}/__0_0.distcp"), pool, self.lane)
-        self.exported = ExportWriter(self.own, lambda file: SharedFile(folder / file, num_bytes))
-
-    def finish(self) -> None:
-        self.exported.finish()
-        self.own.finish()
-        self.lane.close()
+def writer_of(
+    root: Path, num_bytes: int, buffer_bytes: int, check: Callable[[], None] = lambda: None
+) -> DataFileWriter:
+    """Writes a data file, and exported files of this size."""
+    store, folder = LocalStore(root), root / FOLDER
+    store.make_folder(f"{FOLDER}/hf")
+    return DataFileWriter(
+        lambda: store.open_data(f"{FOLDER}/__0_0.distcp"),
+        BufferPool(CPU, 2, buffer_bytes),
+        CPU.host_lane("disk"),
+        open_exported=lambda file: SharedFile(folder / file, num_bytes),
+        check=check,
+    )
 
 
 # Bytes of runs of rows: much less than a page, some pages, more than a block.
@@ -70,19 +68,20 @@ def test_rows_of_many_files_come_to_their_places_beside_a_data_file(
     values = [torch.randn(numel) for numel in numels]
     offsets = [header + 2 * sum(numels[:place]) for place in range(len(numels))]
 
-    writers = Writers(root, num_bytes, buffer_bytes)
+    writer = writer_of(root, num_bytes, buffer_bytes)
     data = torch.randn(BLOCK_BYTES)
     order = lot.sample(range(len(values)), len(values))
     for place in order:
         for file in ("hf/one", "hf/other"):
             box = Box((0,), (numels[place],))
             rows = ExportedRows("name", torch.bfloat16, box, box, file, offsets[place])
-            digests = writers.exported.write(rows, values[place])
+            digests = writer.write_rows(rows, values[place])
             content = values[place].bfloat16().view(torch.uint8).numpy().data
             assert digests == digests_of(content)
-        if writers.own.position % DATA_ALIGNMENT == 0:
-            writers.own.write_tensor(data)
-    writers.finish()
+        if writer.position % DATA_ALIGNMENT == 0:
+            writer.write_tensor(data)
+    writer.finish()
+    writer._disk.close()
 
     expected = bytes(header) + torch.cat(values).bfloat16().view(torch.uint8).numpy().tobytes()
     for file in ("hf/one", "hf/other"):
@@ -91,17 +90,30 @@ def test_rows_of_many_files_come_to_their_places_beside_a_data_file(
     assert own == data.numpy().tobytes() * (len(own) // data.nbytes)
 
 
-def test_an_error_of_the_disk_is_raised_by_the_data_file_and_the_pool_is_free(
+def test_a_check_that_fails_ends_the_files_before_rows_are_written(tmp_path: Path) -> None:
+    def check() -> None:
+        raise InterruptedError
+
+    writer = writer_of(tmp_path, 100, BLOCK_BYTES, check)
+    box = Box((0,), (10,))
+    writer.write_rows(ExportedRows("name", torch.float32, box, box, "hf/one", 0), torch.ones(10))
+    with pytest.raises(InterruptedError):
+        writer.finish()
+    assert not (tmp_path / FOLDER / "hf/one").exists()
+    writer._disk.close()
+
+
+def test_an_error_in_an_exported_file_ends_the_data_file_and_frees_the_pool(
     tmp_path: Path,
 ) -> None:
-    writers = Writers(tmp_path, 100, BLOCK_BYTES)
+    writer = writer_of(tmp_path, 100, BLOCK_BYTES)
     box = Box((0,), (10,))
     rows = ExportedRows("name", torch.float32, box, box, "hf/one", 0)
     with mock.patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left")):
-        writers.exported.write(rows, torch.ones(10))
-        writers.exported.finish()
+        writer.write_rows(rows, torch.ones(10))
         with pytest.raises(OSError, match="No space left") as error:
-            writers.own.finish()
+            writer.finish()
     assert str(tmp_path / FOLDER / "hf/one") in str(error.value)
-    writers.exported.abort()
-    writers.own._pool.lend()
+    assert not (tmp_path / FOLDER / "__0_0.distcp").exists()
+    writer._pool.lend()
+    writer._disk.close()

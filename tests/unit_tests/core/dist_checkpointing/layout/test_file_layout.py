@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.format.blob import blob_layout, plain_blob
 from megatron.core.dist_checkpointing.format.index import Index, blob_place
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
-from megatron.core.dist_checkpointing.plan.boxes import Box
-from megatron.core.dist_checkpointing.plan.chunks import (
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
+from megatron.core.dist_checkpointing.layout.holdings import (
     FlatShards,
     FlatTensor,
     RankMesh,
     Replicated,
 )
-from megatron.core.dist_checkpointing.plan.file_plan import SavedAs, plan_index
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -45,7 +45,7 @@ PLAIN = {"optimizer.param_groups": 1234, "rng.0.python": 77}
 @given(sizes, st.integers(1, 5), st.booleans())
 def test_blobs_follow_each_other_with_data_on_pages(shapes, num_ranks, is_sharded):
     ends = dict.fromkeys(range(num_ranks), 0)
-    index = plan_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
+    index = build_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
             assert chunk.file == data_file(chunk.rank)
@@ -67,22 +67,22 @@ def test_blobs_follow_each_other_with_data_on_pages(shapes, num_ranks, is_sharde
 @given(sizes, st.integers(1, 5), st.booleans())
 def test_a_rank_knows_its_own_file_and_rank_zero_all_of_them(shapes, num_ranks, is_sharded):
     tensors = state(shapes, num_ranks, is_sharded)
-    everything = plan_index("a save", tensors, PLAIN)
+    everything = build_index("a save", tensors, PLAIN)
     for rank in range(num_ranks):
-        own = plan_index("a save", tensors, PLAIN, rank)
+        own = build_index("a save", tensors, PLAIN, rank)
         assert own.tensors.keys() == everything.tensors.keys()
         for key, tensor in everything.tensors.items():
             chunks = [chunk for chunk in tensor.chunks if chunk.rank == rank]
             assert own.tensors[key] == tensor._replace(chunks=chunks)
         assert own.plain == (everything.plain if rank == 0 else {})
-        assert own.plan_of(rank) == everything.plan_of(rank)
+        assert own.layout_of(rank) == everything.layout_of(rank)
         assert own.data_file_nbytes(rank) == everything.data_file_nbytes(rank)
 
 
 @settings(deadline=None)
 @given(sizes, st.integers(1, 5), st.booleans())
 def test_what_is_planned_is_an_index_that_readers_take(shapes, num_ranks, is_sharded):
-    index = plan_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
+    index = build_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
     assert Index.from_bytes(index.to_bytes(), None, "here") == index
     assert [*index.tensors] == [tensor.key for tensor in state(shapes, num_ranks, is_sharded)]
 
@@ -95,22 +95,22 @@ def saved_as(key: str) -> SavedAs:
 def test_repeated_keys_are_refused_on_every_rank(rank):
     message = r"Expected each key once, got several of model\.a"
     with pytest.raises(ValueError, match=message):
-        plan_index("a save", [saved_as("model.a"), saved_as("model.a")], {}, rank)
+        build_index("a save", [saved_as("model.a"), saved_as("model.a")], {}, rank)
     with pytest.raises(ValueError, match=message):
-        plan_index("a save", [saved_as("model.a")], {"model.a": 1}, rank)
+        build_index("a save", [saved_as("model.a")], {"model.a": 1}, rank)
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_no_key_is_written_that_would_not_be_read(rank):
     blob = plain_blob(None)
     for longest in (
-        plan_index("a save", [saved_as("k" * 4096)], {}),
-        plan_index("a save", [], {"k" * 4096: len(blob)}),
+        build_index("a save", [saved_as("k" * 4096)], {}),
+        build_index("a save", [], {"k" * 4096: len(blob)}),
     ):
         assert Index.from_bytes(longest.to_bytes(), None, "here") == longest
     for key in ("", "k" * 4097):
         message = f"Expected keys of 1 to 4096 characters, got one of {len(key)}"
         with pytest.raises(ValueError, match=message):
-            plan_index("a save", [saved_as("model.a"), saved_as(key)], {}, rank)
+            build_index("a save", [saved_as("model.a"), saved_as(key)], {}, rank)
         with pytest.raises(ValueError, match=message):
-            plan_index("a save", [], {key: len(blob)}, rank)
+            build_index("a save", [], {key: len(blob)}, rank)
