@@ -418,6 +418,9 @@ def _attach(
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         context.add_module(module)
+    # An optimizer may be built before the first forward completes the context.
+    if context.is_open:
+        context.name_groups()
 
 
 def _exclude_parameters_from_compile() -> None:

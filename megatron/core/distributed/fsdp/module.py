@@ -661,6 +661,7 @@ def attach(
     first = modules[0]
     assert isinstance(first, FsdpModule), "as all of them"
     for group_index, group in enumerate(groups):
+        group.unit = groups[0].unit
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             setattr(parameter.full, WHOLE, True)

@@ -69,22 +69,16 @@ def device_of(parameters: Sequence[nn.Parameter]) -> Device:
     return Device(device.type, device.index or 0)
 
 
-def sharded_module(parameter: nn.Parameter) -> str | None:
-    """The name of a parameter's FSDP module; None for any other tensor."""
-    group = group_of(parameter)
-    return None if group is None else group.name or THE_MODEL
-
-
 def groups_of(
     param_groups: Sequence[Mapping[str, Any]],
-    module_of: Callable[[nn.Parameter], str | None] = sharded_module,
+    module_of: Callable[[nn.Parameter], str | None] = lambda _: None,
 ) -> list[OffloadGroup]:
     """Groups the parameters that go to one side as a whole.
 
     Args:
         param_groups: as optimizers have them.
-        module_of: the name of the FSDP module that a parameter belongs to, or will belong to; None
-            if it stays by itself.
+        module_of: the name of the FSDP module that a parameter will belong to; None if it stays by
+            itself. Not called for parameters that are sharded already.
 
     Returns:
         The groups in the order of the first parameter of each.
@@ -95,11 +89,15 @@ def groups_of(
         names = options.get("param_names") or numbered
         for name, parameter in zip(names, options["params"], strict=True):
             fsdp_group = group_of(parameter)
-            if fsdp_group is not None and not fsdp_group.requires_grad:
+            if fsdp_group is None:
+                module = module_of(parameter)
+                key: Hashable = id(parameter) if module is None else module
+            elif fsdp_group.requires_grad:
+                # Not by name: without a sharded module around them, modules have the same one.
+                module, key = fsdp_group.name or THE_MODEL, fsdp_group.unit
+            else:
                 continue  # it has no room for gradients, and never will
 
-            module = module_of(parameter)
-            key = id(parameter) if module is None else module
             group = groups.setdefault(key, OffloadGroup(module or name, []))
             group.parameters.append(parameter)
     return list(groups.values())
