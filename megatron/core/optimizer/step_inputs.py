@@ -1,11 +1,10 @@
-"""What a step reads: gradients, where a program puts them, and options.
+"""The inputs of an optimizer step: gradients and options.
 
-With `use_decoupled_grad`, gradients are read from `p.decoupled_grad`, in any dtype, and not from
-`p.grad`, which has the parameter's. A parameter without a gradient is not stepped. A gradient in an
-attribute that the optimizer does not read raises an error, since its parameter would silently not
-be stepped.
+With `use_decoupled_grad`, a step reads gradients from `p.decoupled_grad`, in any dtype, instead of
+`p.grad`. It skips a parameter without a gradient. A gradient in an attribute that the optimizer
+does not read raises an error, since its parameter would be skipped silently.
 
-`StepInputs` tells whether the plan of a step is stale before it is carried out. Planning takes
+`StepInputs` shows whether the plan of a step is stale before it is carried out. Planning takes
 dozens of Python calls for each parameter; comparing inputs takes one. A plan is made while the
 device still computes the gradients' norm, and hooks run between that and the step: most only wait
 for something, but they may also replace gradients and change options.
@@ -23,8 +22,8 @@ from megatron.core.distributed.fsdp.parameters import REPLACED
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import global_grad_norm
 
-# Where programs put gradients. `main_grad` is that of Megatron's DistributedDataParallel, which
-# adds gradients up there; no optimizer here reads it.
+# The attributes in which programs store gradients. Megatron's DistributedDataParallel accumulates
+# in `main_grad`, which no optimizer here reads.
 _ATTRIBUTES = ("grad", "decoupled_grad", "main_grad")
 
 IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
@@ -41,7 +40,7 @@ class StepInputs(NamedTuple):
     def of(
         cls, param_groups: Sequence[Mapping[str, Any]], use_decoupled_grad: bool, revision: int
     ) -> StepInputs:
-        """The inputs of the moment.
+        """Captures the current inputs.
 
         Args:
             revision: a number that grows with each step, and when states are loaded.
@@ -75,11 +74,14 @@ def gradient_of(parameter: torch.Tensor, use_decoupled_grad: bool) -> torch.Tens
 
 
 def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place: str) -> None:
-    """ValueError for a parameter whose gradient is in an attribute that is not read, RuntimeError
-    for one that will have none because `fully_shard` replaced it.
+    """Checks that a parameter without a gradient has none in another attribute either.
 
     Args:
-        place: the parameter, for the message.
+        place: describes the parameter in the error message.
+
+    Raises:
+        ValueError: for a gradient in an attribute that is not read.
+        RuntimeError: for a parameter that `fully_shard` replaced, which never gets a gradient.
     """
     read = _attribute(use_decoupled_grad)
     if gradient_of(parameter, use_decoupled_grad) is not None:
@@ -94,8 +96,8 @@ def check_not_elsewhere(parameter: torch.Tensor, use_decoupled_grad: bool, place
     for name in _ATTRIBUTES:
         if getattr(parameter, name, None) is not None:
             raise ValueError(
-                f"Expected the gradient of {place} in .{read}, as use_decoupled_grad="
-                f"{use_decoupled_grad} says, got one in .{name} alone."
+                f"Expected the gradient of {place} in .{read}, which use_decoupled_grad="
+                f"{use_decoupled_grad} selects, got one in .{name} alone."
             )
 
 
@@ -104,7 +106,7 @@ def clear_gradients(
     use_decoupled_grad: bool,
     set_to_none: bool,
 ) -> None:
-    """Clears what an optimizer reads: to None, or in place to zero."""
+    """Clears the gradients that an optimizer reads: sets them to None, or to zero in place."""
     for parameter in parameters:
         gradient = gradient_of(parameter, use_decoupled_grad)
         if gradient is None:
@@ -120,8 +122,8 @@ def clear_gradients(
 def unscaling_factor(
     optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, use_decoupled_grad: bool
 ) -> float | None:
-    """What gradients have to be multiplied with for a GradScaler; None if one of them is not
-    finite, on any rank. The scaler's `update` will know.
+    """Returns the factor that undoes a GradScaler's scale; None if a gradient on any rank is not
+    finite, which the scaler's `update` then takes into account.
 
     Raises:
         NotImplementedError: for decoupled gradients, which a GradScaler does not see.
@@ -134,8 +136,8 @@ def unscaling_factor(
             "Expected gradients in .grad with a grad_scaler, got use_decoupled_grad=True."
         )
 
-    # What torch's own optimizers are told by the scaler. After `unscale_`, which the program called
-    # to clip, gradients are as they should be and have been looked at.
+    # The scaler passes this state to torch's optimizers. If the program has called `unscale_`, in
+    # order to clip, gradients are already unscaled and checked.
     state = grad_scaler._per_optimizer_states[id(optimizer)]
     if state["stage"] is OptState.STEPPED:
         raise RuntimeError(
@@ -146,9 +148,9 @@ def unscaling_factor(
         found = state["found_inf_per_device"].values()
         return None if any(float(each) for each in found) else 1.0
 
-    # A rank that holds other shards than the one with the infinity must skip the step too. Norms
-    # are summed up in fp64, but each row's may be fp32: on a device, gradients whose squares are
-    # beyond fp32, from about 1e19 on, count as not finite.
+    # Ranks with other shards than the infinite one must skip the step too. Norms are summed in
+    # fp64, but a row's norm may be fp32: on a device, gradients above about 1e19, whose squares
+    # overflow fp32, count as not finite.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_finite = bool(global_grad_norm(parameters).isfinite())
     device = local_tensor(parameters[0]).device
@@ -157,8 +159,8 @@ def unscaling_factor(
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
-    """Tells a GradScaler that the optimizer has stepped or skipped, as its own `step` would: it
-    refuses another step, or `unscale_`, before its `update`.
+    """Records in a GradScaler that the optimizer has stepped or skipped, as the scaler's `step`
+    does. The scaler then rejects another step or `unscale_` before its `update`.
     """
     if grad_scaler is not None and grad_scaler.is_enabled():
         grad_scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED

@@ -73,12 +73,12 @@ def groups_of(
     param_groups: Sequence[Mapping[str, Any]],
     module_of: Callable[[nn.Parameter], str | None] = lambda _: None,
 ) -> list[OffloadGroup]:
-    """Groups the parameters that go to one side as a whole.
+    """Groups the parameters that are on one side together.
 
     Args:
-        param_groups: as optimizers have them.
-        module_of: the name of the FSDP module that a parameter will belong to; None if it stays by
-            itself. Not called for parameters that are sharded already.
+        param_groups: the parameter groups of an optimizer.
+        module_of: returns the name of the FSDP module that will shard a parameter, or None if none
+            will. Not called for sharded parameters.
 
     Returns:
         The groups in the order of the first parameter of each.
