@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.dtypes import DTYPES
+from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
 from megatron.core.host_memory import format_bytes
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.log import counted
@@ -60,7 +60,7 @@ from megatron.training.step import (
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
+COMPUTE_DTYPES = names_of(FLOAT_DTYPES)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint
-from megatron.core.dtypes import DTYPES
+from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.core.models.hugging_face import hf_config
@@ -54,7 +54,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of an export but for the run and the folder to write."""
     parser.add_argument(
         "--dtype",
-        choices=("bf16", "fp16", "fp32"),
+        choices=names_of(FLOAT_DTYPES),
         help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
         "fp32, others unchanged)",
     )

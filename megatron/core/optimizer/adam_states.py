@@ -11,27 +11,61 @@ fp16 and fp8 have a scale for each (local) tensor, which is kept here (see [Note
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import check_whole, local_tensor
+from megatron.core.dtypes import MASTER_DTYPES, MOMENT_DTYPES
 from megatron.core.optimizer.adam_updates import LocalArray
-from megatron.core.optimizer.state_loading import STEP
 from megatron.core.optimizer.state_tensors import (
+    MASTER,
+    MOMENTS,
+    STEP,
     StateMemory,
     TensorWrites,
     difference,
     is_rounding,
     like,
 )
-from megatron.core.optimizer.te_parity import MasterWeights, check_dtype
-
-_MASTER = "master_param"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 States = dict[str, Any]  # of one parameter, by name
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """How fp32 values of 16-bit parameters are kept, if they are.
+
+    Raises:
+        NotImplementedError: for another dtype than fp32 and fp16.
+        ValueError: for remainders of anything but fp32.
+    """
+
+    is_kept: bool
+    dtype: torch.dtype
+    as_remainders: bool
+
+    def __post_init__(self) -> None:
+        if self.as_remainders and not (self.is_kept and self.dtype == torch.float32):
+            raise ValueError(
+                "Expected store_param_remainders with master_weights=True in torch.float32, got "
+                f"master_weights={self.is_kept} in {self.dtype}."
+            )
+        _check_dtype("master_weight_dtype", self.dtype, MASTER_DTYPES)
+
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype | None:
+        """Of a parameter's `master_param`, int16 for a remainder; None if it has none."""
+        # Parameters of our `fully_shard` are main weights already.
+        is_narrow = parameter.dtype.itemsize == 2
+        if not (self.is_kept and is_narrow) or group_of(parameter) is not None:
+            return None
+        # fp16 has other exponents than fp32: no remainder of 16 bits completes it.
+        if self.as_remainders and parameter.dtype == torch.bfloat16:
+            return torch.int16
+        return self.dtype
 
 
 class AdamStates:
@@ -41,8 +75,8 @@ class AdamStates:
         self, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, masters: MasterWeights
     ) -> None:
         self._moments = {
-            "exp_avg": _moment_dtype("exp_avg_dtype", exp_avg_dtype),
-            "exp_avg_sq": _moment_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype),
+            name: _moment_dtype(f"{name}_dtype", dtype)
+            for name, dtype in zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)
         }
         self._masters = masters
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -53,11 +87,11 @@ class AdamStates:
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
-        return self._moments if master is None else {**self._moments, _MASTER: master}
+        return self._moments if master is None else {**self._moments, MASTER: master}
 
     def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:
         """ValueError if a parameter's master is, or is not, a remainder, unlike a caller said."""
-        own = self.dtypes_of(parameter).get(_MASTER) == torch.int16
+        own = self.dtypes_of(parameter).get(MASTER) == torch.int16
         if are_kept not in (None, own):
             raise ValueError(
                 f"Expected store_param_remainders={own}, as this optimizer keeps the states of a "
@@ -66,7 +100,7 @@ class AdamStates:
 
     def has_master(self, states: States) -> bool:
         """Whether a parameter with these states has a main weight besides itself."""
-        return _MASTER in states
+        return MASTER in states
 
     def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The factor by which a state's stored numbers are read; None if it has no scale."""
@@ -93,7 +127,7 @@ class AdamStates:
         for name, tensor in states.items():
             local_tensor(tensor).zero_()
             # A parameter that was never stepped is its fp32 value: the remainder is zero.
-            if name == _MASTER and tensor.dtype != torch.int16:
+            if name == MASTER and tensor.dtype != torch.int16:
                 self.store(parameter, states, name, local_tensor(parameter).detach().float())
         self.see_master(parameter, states)
 
@@ -103,13 +137,13 @@ class AdamStates:
         """Writes values into a state, rounded and scaled as it is kept. A master then takes
         precedence over its parameter's value.
         """
-        if name == _MASTER:
+        if name == MASTER:
             self._writes.see(parameter)
             self._writes.forget(states[name])
         own, values = local_tensor(states[name]), local_tensor(values)
         scale = self.scale_of(parameter, name)
         if scale is not None:
-            is_weight = name == _MASTER
+            is_weight = name == MASTER
             scaled_states.restore(own, scale, values.to(own.device), is_weight=is_weight)
         # A state dict of this very optimizer shares its memory.
         elif own.data_ptr() != values.data_ptr():
@@ -129,28 +163,28 @@ class AdamStates:
         if not self._writes.are_new(parameter):
             return
 
-        master, given = states[_MASTER], local_tensor(parameter).detach()
+        master, given = states[MASTER], local_tensor(parameter).detach()
         if master.dtype == torch.int16:
             # Loaded since the last step, it belongs to the parameter, which may be loaded later.
             if not self._writes.are_new(master):
                 local_tensor(master).zero_()
         elif not self._is_rounding_of_master(given, parameter, states):
-            self.store(parameter, states, _MASTER, given.float())
+            self.store(parameter, states, MASTER, given.float())
         self.see_master(parameter, states)
 
     def see_master(self, parameter: torch.Tensor, states: States) -> None:
         """Marks a parameter and its master, if it has one, as consistent."""
-        if _MASTER in states:
+        if MASTER in states:
             self._writes.see(parameter)
-            self._writes.see(states[_MASTER])
+            self._writes.see(states[MASTER])
 
     def _is_rounding_of_master(
         self, given: torch.Tensor, parameter: torch.Tensor, states: States
     ) -> bool:
-        scale = self.scale_of(parameter, _MASTER)
+        scale = self.scale_of(parameter, MASTER)
         # The smallest step between fp16 numbers.
         step = 0.0 if scale is None else float(scale) * 2.0**-24
-        own = local_tensor(self.unscaled(parameter, states, _MASTER))
+        own = local_tensor(self.unscaled(parameter, states, MASTER))
         return is_rounding(given, own, step)
 
     def unscaled(self, parameter: torch.Tensor, states: States, name: str) -> torch.Tensor:
@@ -171,7 +205,7 @@ class AdamStates:
             if name != STEP:
                 arrays[name] = LocalArray(local_tensor(tensor), self.scale_of(parameter, name))
 
-        master = arrays.pop(_MASTER, None)
+        master = arrays.pop(MASTER, None)
         own = LocalArray(local_tensor(parameter).detach())
         if master is None:
             return {**arrays, "weight": own}
@@ -221,9 +255,9 @@ class AdamStates:
 
     def _check_not_cast(self, parameter: torch.Tensor, states: States, place: str) -> None:
         """RuntimeError if `module.to(dtype)` has made states for another dtype out of these."""
-        needs_master, has_master = _MASTER in self.dtypes_of(parameter), _MASTER in states
+        needs_master, has_master = MASTER in self.dtypes_of(parameter), MASTER in states
         # An fp32 main weight is right for an fp32 parameter, too. A remainder is not.
-        is_left_over = has_master and not needs_master and states[_MASTER].dtype == torch.int16
+        is_left_over = has_master and not needs_master and states[MASTER].dtype == torch.int16
         if is_left_over or (needs_master and not has_master):
             raise RuntimeError(
                 f"The dtype of {place} became {parameter.dtype} after the optimizer had made its "
@@ -234,5 +268,13 @@ class AdamStates:
 def _moment_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
     dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
-    check_dtype(name, dtype, _DTYPES)
+    _check_dtype(name, dtype, MOMENT_DTYPES)
     return dtype
+
+
+def _check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    """NotImplementedError for a dtype that is not allowed; TransformerEngine's RuntimeError."""
+    if dtype not in allowed:
+        raise NotImplementedError(
+            f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
+        )

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
+from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_MOMENT_DTYPES
 from megatron.core.optimizer.kernels.adam import (
-    FLOAT_DTYPES,
-    MOMENT_DTYPES,
     AdamPiece,
     AdamStep,
     merged,
     with_grad_scale,
 )
+from megatron.core.optimizer.state_tensors import MOMENTS
 
 Run = Callable[[Sequence[AdamPiece]], None]
 
@@ -44,7 +44,7 @@ class Update(NamedTuple):
         # Kernels have one dtype for both moments, and see memory, neither shapes nor scales.
         moments = self.arrays["exp_avg"].tensor.dtype
         return (
-            moments in MOMENT_DTYPES
+            moments in UNSCALED_MOMENT_DTYPES
             and moments == self.arrays["exp_avg_sq"].tensor.dtype
             and self.arrays["grad"].tensor.dtype in FLOAT_DTYPES
             and all(
@@ -94,7 +94,7 @@ def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
     tensor = array.tensor
     if array.scale is not None:
         tensor = scaled_states.read(tensor, array.scale)
-    elif name in ("exp_avg", "exp_avg_sq") or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
+    elif name in MOMENTS or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
         tensor = tensor.float()
     return tensor.contiguous()
 

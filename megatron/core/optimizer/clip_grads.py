@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.core.drivers import driver_of, kinds_of_accelerators
+from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.issued_collectives import issuing
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.dtypes import (
+    FLOAT_DTYPES,
+    MOMENT_DTYPES,
+    UNSCALED_MOMENT_DTYPES,
+    names_of,
+)
 from megatron.core.options import check_options, expect, given_options, option, options_of
 from megatron.core.parts import parse_factors
 
-_WEIGHT_DTYPES = ("fp32", "bf16", "fp16")
-_MOMENT_DTYPES = (*_WEIGHT_DTYPES, "fp8")
-# fp16 and fp8 moments have a scale for each tensor, and the host's flat arrays keep none.
-_HOST_MOMENT_DTYPES = ("fp32", "bf16")
+# megatron-core's two: of --optimizer-offload-fraction, and of `HybridDeviceOptimizer`.
+DEFAULT_RUN_FRACTION, DEFAULT_OPTIMIZER_FRACTION = 1.0, 0.5
 _DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -107,15 +111,21 @@ class OptimizerConfig:
         False, "allow other dtypes than fp32 for main weights and moments"
     )
     main_params_dtype: str = option(
-        "fp32", "dtype of the main weights, which the optimizer updates", choices=_WEIGHT_DTYPES
+        "fp32",
+        "dtype of the main weights, which the optimizer updates",
+        choices=names_of(FLOAT_DTYPES),
     )
-    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=_MOMENT_DTYPES)
-    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=_MOMENT_DTYPES)
+    exp_avg_dtype: str = option(
+        "fp32", "dtype of Adam's first moment", choices=names_of(MOMENT_DTYPES)
+    )
+    exp_avg_sq_dtype: str = option(
+        "fp32", "dtype of Adam's second moment", choices=names_of(MOMENT_DTYPES)
+    )
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
     optimizer_offload_fraction: float = option(
-        1.0,
+        DEFAULT_RUN_FRACTION,
         "share of the optimizer's elements to offload, from 0 to 1, in whole layers from the "
         "last one on",
         at_least=0,
@@ -231,10 +241,11 @@ class OptimizerConfig:
             )
 
         if self.optimizer_cpu_offload:
+            allowed = names_of(UNSCALED_MOMENT_DTYPES)
             expect(
-                self.exp_avg_dtype == self.exp_avg_sq_dtype
-                and self.exp_avg_dtype in _HOST_MOMENT_DTYPES,
+                self.exp_avg_dtype == self.exp_avg_sq_dtype and self.exp_avg_dtype in allowed,
                 "--exp-avg-dtype",
-                "fp32 or bf16, the same as --exp-avg-sq-dtype, with --optimizer-cpu-offload",
+                f"{' or '.join(allowed)}, the same as --exp-avg-sq-dtype, with "
+                "--optimizer-cpu-offload",
                 f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}",
             )

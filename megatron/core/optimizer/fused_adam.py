@@ -27,12 +27,12 @@ import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.drivers import driver_of
 from megatron.core.dtensors import local_tensor
+from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lanes import Event
-from megatron.core.optimizer.adam_states import AdamStates
+from megatron.core.optimizer.adam_states import AdamStates, MasterWeights
 from megatron.core.optimizer.adam_updates import PlannedUpdates, Update, carry_out, plan
 from megatron.core.optimizer.kernels import device_adam, torch_adam
 from megatron.core.optimizer.kernels.adam import (
-    FLOAT_DTYPES,
     AdamPiece,
     AdamStep,
     check_grad_scale,
@@ -40,18 +40,17 @@ from megatron.core.optimizer.kernels.adam import (
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_loading import (
     ADAMW_OPTIONS,
-    STEP,
     can_be_trained,
     check_options,
     check_state,
     checked_states,
     loaded_options,
 )
+from megatron.core.optimizer.state_tensors import STEP
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_holds import Hold, StepHolds
-from megatron.core.optimizer.step_inputs import StepInputs
-from megatron.core.optimizer.te_parity import (
-    MasterWeights,
+from megatron.core.optimizer.step_inputs import (
+    StepInputs,
     check_not_elsewhere,
     clear_gradients,
     gradient_of,

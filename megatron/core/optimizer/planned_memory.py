@@ -40,10 +40,10 @@ from megatron.core.optimizer.state_memory import (
     StateBytes,
     in_order,
 )
+from megatron.core.optimizer.state_tensors import MOMENTS
 from megatron.core.optimizer.torch_optimizer import parameter_groups
 
 _T = TypeVar("_T")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Planner:
         """The host's part, moments as one need."""
         nbytes: dict[str, int] = {}
         for name, size in self._host.items():
-            what = "moments" if name in _MOMENTS else name
+            what = "moments" if name in MOMENTS else name
             nbytes[what] = nbytes.get(what, 0) + size
         return [HostNeed(what, size, what in self._pinned) for what, size in nbytes.items() if size]
 
@@ -275,7 +275,7 @@ class _Planner:
     def _moments(self) -> dict[str, torch.dtype]:
         """Of our AdamW on the device, by name."""
         dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
-        return {name: DTYPES[dtype] for name, dtype in zip(_MOMENTS, dtypes, strict=True)}
+        return {name: DTYPES[dtype] for name, dtype in zip(MOMENTS, dtypes, strict=True)}
 
     def _add_wrapped_states(self, side: dict[str, int], numel: int, dtype: torch.dtype) -> None:
         """States that an optimizer of PyTorch's, or another package's, makes of each parameter."""
@@ -284,7 +284,7 @@ class _Planner:
         if config.optimizer == "sgd":
             names = ("momentum_buffer",) if config.sgd_momentum else ()
         elif side is self._device:
-            names = _MOMENTS
+            names = MOMENTS
             dtype = dtype if config.gpu_optimizer == "torch" else torch.float32
         for name in names:
             side[name] = side.get(name, 0) + numel * dtype.itemsize

@@ -13,10 +13,8 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.kernels.adam import AdamStep
-from megatron.core.optimizer.state_tensors import difference
+from megatron.core.optimizer.state_tensors import STEP, difference
 from megatron.core.optimizer.step_inputs import IDENTITIES
-
-STEP = "step"
 
 # The options of `torch.optim.AdamW` that choose among implementations.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")

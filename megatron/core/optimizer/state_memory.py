@@ -19,9 +19,9 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import format_bytes
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.state_tensors import MASTER
 
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
-_MASTER = "master_param"  # the state that is a parameter's main weight
 _FIRST = (COMPUTE, MAIN, GRADIENTS)
 SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the names of the device's
 
@@ -65,7 +65,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         _count_group(counter, group, hybrid)
     for parameter in parameters:
         if group_of(parameter) is None:
-            has_main = _MASTER in states.get(parameter, {}) or (
+            has_main = MASTER in states.get(parameter, {}) or (
                 hybrid is not None and hybrid.holds(parameter)
             )
             # FSDP2's shards are cast and gathered before they compute.
@@ -79,7 +79,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     for own in states.values():
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                counter.add(MAIN if name == _MASTER else name, value)
+                counter.add(MAIN if name == MASTER else name, value)
     return counter.table()
 
 

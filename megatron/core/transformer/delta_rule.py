@@ -44,6 +44,8 @@ NORM_EPS = 1e-6
 # Elements of keys, values and states in a segment. The quickest of 2^17 to 2^22 on a CPU.
 SEGMENT_NUMEL = 1 << 19
 
+_CHUNK_SIZE = 64  # positions that are computed as matrices
+
 
 def gated_delta_rule(
     query: Tensor,
@@ -52,7 +54,7 @@ def gated_delta_rule(
     log_decay: Tensor,
     beta: Tensor,
     *,
-    chunk_size: int = 64,
+    chunk_size: int = _CHUNK_SIZE,
 ) -> Tensor:
     """The outputs of the recurrence above, from a state of zeros, for each sequence of the batch.
 
@@ -221,13 +223,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *grads, None
 
 
-def state_nbytes(seq: int, heads: int, key_dim: int, value_dim: int, chunk_size: int = 64) -> int:
+def state_nbytes(seq: int, heads: int, key_dim: int, value_dim: int) -> int:
     """What backward is kept of the states: fp32, one for each segment.
 
     Args:
         heads: of all sequences together.
     """
-    length = max(1, min(chunk_size, seq))
+    length = max(1, min(_CHUNK_SIZE, seq))
     spans = _spans(seq, length, (heads, key_dim, value_dim))
     return len(spans) * heads * key_dim * value_dim * torch.float32.itemsize
 

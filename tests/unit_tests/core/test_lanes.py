@@ -83,8 +83,10 @@ def test_a_failed_lane_and_what_depends_on_it_run_nothing_more_and_others_go_on(
 
 
 def test_the_present_moment_is_an_event_that_is_done():
-    CPU.event().wait()
-    CPU.event().synchronize()
+    event = CPU.event()
+    assert event.is_done()
+    event.wait()
+    event.synchronize()
 
 
 def test_autograd_does_not_record_the_work(lanes):

@@ -108,4 +108,5 @@ def test_a_router_whose_one_weight_is_always_1_is_refused_where_it_would_train(f
     ],
 )
 def test_a_router_whose_one_weight_varies_trains_and_so_does_one_without_a_choice(flags):
-    parse_config([*MINIMAL, "--moe-router-topk", "1", *flags.split()], 1)
+    config = parse_config([*MINIMAL, "--moe-router-topk", "1", *flags.split()], 1)
+    assert config.model.moe_router_topk == 1

@@ -11,25 +11,19 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 
 
-def dtensor_like(
-    other: DTensor, local: torch.Tensor, device: torch.device | None = None
-) -> DTensor:
+def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor over local rows of any dtype, distributed and shaped as another one.
 
     Args:
         local: shaped as the other one's local tensor.
-        device: where the DTensor says it is; default: where `local` is.
     """
     meta = other._spec.tensor_meta
     assert meta is not None, "every DTensor that holds data has one"
     if isinstance(other, UnevenDTensor):
         return UnevenDTensor.over(
-            local, other.device_mesh, other.placements, meta.shape, meta.stride, device
+            local, other.device_mesh, other.placements, meta.shape, meta.stride
         )
-
-    return dtensor_over(
-        local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)), device
-    )
+    return dtensor_over(local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)))
 
 
 def dtensor_over(

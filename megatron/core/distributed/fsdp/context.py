@@ -153,10 +153,7 @@ class FsdpContext:
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
-        inner = {
-            id(child) for module in modules for child in module.modules() if child is not module
-        }
-        roots = [module for module in modules if id(module) not in inner]
+        roots = _roots_of(modules)
         self._roots = {id(root) for root in roots}
         for module in modules:
             if module.reshard_after_forward is None:
@@ -171,9 +168,14 @@ class FsdpContext:
             id(module): (place, backward_places[id(module)]) for place, module in enumerate(forward)
         }
 
-        _name_groups(roots, managed)
+        self.name_groups()
         _check_replicas(_alive(self._groups))
         self.is_finalized = True
+
+    def name_groups(self) -> None:
+        """Names groups and their parameters from the outermost modules that have been sharded."""
+        modules = _alive(self._modules)
+        _name_groups(_roots_of(modules), {id(module) for module in modules})
 
     def is_root(self, module: nn.Module) -> bool:
         """Whether no other module of the context contains this one; known once all are sharded."""
@@ -448,6 +450,12 @@ def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
                 f"{group.name or 'the model'}: seed all ranks alike, or load one rank's weights on "
                 "the others."
             )
+
+
+def _roots_of(modules: Sequence[Any]) -> list[Any]:
+    """The modules that no other one of them contains."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _name_groups(roots: Sequence[Any], managed: set[int]) -> None:

@@ -284,12 +284,12 @@ class _Fsdp2State:
 
     @_disable_dynamo  # as the hooks of forwards are
     def _pre_forward(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = self._unit._fsdp_before_method(args, kwargs)
+        args, kwargs = self._unit._fsdp_pre_method(args, kwargs)
         return args, kwargs
 
     @_disable_dynamo
     def _post_forward(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return self._unit._fsdp_after_method(output)
+        return self._unit._fsdp_post_method(output)
 
     def __getattr__(self, name: str) -> NoReturn:
         _not_offered(

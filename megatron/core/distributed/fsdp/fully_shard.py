@@ -415,9 +415,12 @@ def _attach(
     attach(modules, context, groups, reshard_after_forward, policies, is_filled)
     for module in modules:
         policies.cast_outputs(module)
-        module.register_state_dict_pre_hook(_before_state_dict)
-        module.register_load_state_dict_pre_hook(_before_state_dict)
+        module.register_state_dict_pre_hook(_pre_state_dict)
+        module.register_load_state_dict_pre_hook(_pre_state_dict)
         context.add_module(module)
+    # An optimizer may be built before the first forward completes the context.
+    if context.is_open:
+        context.name_groups()
 
 
 def _exclude_parameters_from_compile() -> None:
@@ -440,7 +443,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
+def _pre_state_dict(module: nn.Module, *_: Any) -> None:
     """Puts sharded parameters in place, and waits for background updates, before state dicts read
     or write the main weights.
     """

@@ -1,12 +1,13 @@
 """`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
 
-    forward     before  gathers its full weights, and begins to gather the next module's
-                after   frees them, or leaves them in place if reshard_after_forward is False
-    backward    before  when an output has its gradient: as before a forward; the next module is the
-                        one whose backward is expected next
-                after   when all inputs have their gradients: frees the full weights and begins to
-                        reduce gradients
-    at the end  of the whole backward: finishes whatever is left, the last reductions above all
+    pre_forward      gathers its full weights, and begins to gather the next module's
+    post_forward     frees them, or leaves them in place if reshard_after_forward is False
+    pre_backward     when an output has its gradient: as pre_forward; the next module is the one
+                     whose backward is expected next
+    post_backward    when all inputs have their gradients: frees the full weights and begins to
+                     reduce gradients
+    finish_backward  at the end of the whole backward: finishes what is left, the last reductions
+                     above all
 
 A module that runs again inside a backward, to recompute its activations, gathers its full weights
 and keeps them for its own backward.
@@ -333,7 +334,7 @@ class FsdpModule(Fsdp2Methods):
     # Methods registered by `register_fsdp_forward_method`. The module stays at rest with full
     # weights: its forward may run inside the method, and there is no hook after an exception.
 
-    def _fsdp_before_method(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _fsdp_pre_method(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers the full weights for a method and watches its inputs, as before a forward."""
         args, kwargs = self._fsdp_policies.inputs(args), self._fsdp_policies.inputs(kwargs)
         if not self.activity.is_resting:
@@ -350,7 +351,7 @@ class FsdpModule(Fsdp2Methods):
             args, kwargs = self._fsdp_watch_inputs(args, kwargs, call) or (args, kwargs)
         return args, kwargs
 
-    def _fsdp_after_method(self, output: Any) -> Any:
+    def _fsdp_post_method(self, output: Any) -> Any:
         """Watches a method's outputs and frees the full weights, as after a forward."""
         if self.activity.is_resting:
             self._fsdp_num_methods = max(self._fsdp_num_methods - 1, 0)
@@ -360,7 +361,7 @@ class FsdpModule(Fsdp2Methods):
 
     # Hooks
 
-    def _fsdp_before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _fsdp_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         is_recomputation = is_backward_running()
         if not is_recomputation:
             self.context.enter_forward(self)
@@ -404,7 +405,7 @@ class FsdpModule(Fsdp2Methods):
         activities = FsdpModule.Activity
         return activities.CHECKPOINTING if is_checkpointed else activities.FORWARD
 
-    def _fsdp_after_forward(self, output: Any, is_last: bool) -> None:
+    def _fsdp_post_forward(self, output: Any, is_last: bool) -> None:
         """Also called after a forward that has raised, with None for its output."""
         if not self.activity.is_forward:
             return
@@ -462,7 +463,7 @@ class FsdpModule(Fsdp2Methods):
             bases = [tensor._base for tensor in outputs if tensor._base is not None]
             watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
             register_multi_grad_hook(
-                watched, _weakly(self, FsdpModule._fsdp_before_backward, call), mode="any"
+                watched, _weakly(self, FsdpModule._fsdp_pre_backward, call), mode="any"
             )
         return outputs
 
@@ -504,10 +505,10 @@ class FsdpModule(Fsdp2Methods):
                 if tensor.requires_grad and not tensor.is_leaf
             ]
         if inputs:
-            _after_gradients(self, inputs, call)
+            _watch_gradients(self, inputs, call)
         return watched if views else None
 
-    def _fsdp_before_backward(self, _: Any, call: _Call) -> None:
+    def _fsdp_pre_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         call.has_backward = True
         if self.activity is FsdpModule.Activity.BACKWARD:
@@ -537,7 +538,7 @@ class FsdpModule(Fsdp2Methods):
                 "Interleaved1F1B or LoopedBFS."
             )
 
-    def _fsdp_after_backward(self, _: Any, call: _Call) -> None:
+    def _fsdp_post_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         self._fsdp_calls.discard(call)
         # Other calls of the same pass still have gradients to come; those of another pass have a
@@ -555,7 +556,7 @@ class FsdpModule(Fsdp2Methods):
         is_saved = len(self._fsdp_calls) > 0 and not self.reshard_after_forward
         self._fsdp_rest(frees=self.reshard_after_backward and not is_saved)
 
-    def _fsdp_before_accumulate(
+    def _fsdp_pre_accumulate(
         self, gradient: torch.Tensor, place: tuple[int, int]
     ) -> torch.Tensor | None:
         """Before autograd adds to the gradient of a sharded parameter that a loss has used: waits
@@ -578,7 +579,7 @@ class FsdpModule(Fsdp2Methods):
         )
 
     @torch.no_grad()
-    def _fsdp_collect(self, _: Any, place: tuple[int, int]) -> None:
+    def _fsdp_post_accumulate(self, _: Any, place: tuple[int, int]) -> None:
         """Takes the gradient of a full parameter; `place` is (group, index in the group)."""
         self.context.enter_backward()
         group_index, index = place
@@ -655,20 +656,23 @@ def attach(
 
         add_fsdp2_state(module)
         # Before all other hooks, which may use the full weights.
-        module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
-        module.register_forward_hook(_after_forward, always_call=True)
+        module.register_forward_pre_hook(_pre_forward, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_post_forward, always_call=True)
 
     first = modules[0]
     assert isinstance(first, FsdpModule), "as all of them"
     for group_index, group in enumerate(groups):
+        group.unit = groups[0].unit
         group.show_sharded()
         for parameter_index, parameter in enumerate(group.fsdp_parameters):
             setattr(parameter.full, WHOLE, True)
             if group.requires_grad:
-                collect = _weakly(first, FsdpModule._fsdp_collect, (group_index, parameter_index))
+                collect = _weakly(
+                    first, FsdpModule._fsdp_post_accumulate, (group_index, parameter_index)
+                )
                 parameter.full.register_post_accumulate_grad_hook(collect)
                 wait = _weakly(
-                    first, FsdpModule._fsdp_before_accumulate, (group_index, parameter_index)
+                    first, FsdpModule._fsdp_pre_accumulate, (group_index, parameter_index)
                 )
                 parameter.sharded.register_hook(wait)
 
@@ -690,16 +694,16 @@ def _is_taken(module: nn.Module, name: str) -> bool:
 # Excluded from torch.compile, as FSDP2's hooks are: they communicate, and exchange parameters.
 # `torch.compiler.disable` would import the compiler with this file; this imports it at first use.
 @_disable_dynamo
-def _before_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _pre_forward(module: FsdpModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     unit = module._fsdp_unit
     if module is not unit:
         module._fsdp_check_filled()
-    return unit._fsdp_before_forward(args, kwargs)
+    return unit._fsdp_pre_forward(args, kwargs)
 
 
 @_disable_dynamo
-def _after_forward(module: FsdpModule, _: Any, output: Any) -> None:
-    module._fsdp_unit._fsdp_after_forward(output, module._fsdp_is_last)
+def _post_forward(module: FsdpModule, _: Any, output: Any) -> None:
+    module._fsdp_unit._fsdp_post_forward(output, module._fsdp_is_last)
 
 
 def _weakly(
@@ -730,7 +734,7 @@ def _call_weakly(
     return None if module is None else method(module, gradient, argument)
 
 
-def _after_gradients(module: FsdpModule, inputs: Sequence[torch.Tensor], call: _Call) -> None:
+def _watch_gradients(module: FsdpModule, inputs: Sequence[torch.Tensor], call: _Call) -> None:
     """Has the module's backward end when all inputs that a backward reaches have their gradients.
 
     PyTorch's `register_multi_grad_hook` does this, too, but its hooks refer to the nodes that own
@@ -758,7 +762,7 @@ def _count_gradient(
     counts[backward] += 1
     if counts[backward] == sum(map(torch._C._will_engine_execute_node, call.input_nodes)):
         del counts[backward]
-        module._fsdp_after_backward(None, call)
+        module._fsdp_post_backward(None, call)
 
 
 # One for each class: sharded modules of one class stay of one class.

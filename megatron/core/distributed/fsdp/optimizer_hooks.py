@@ -140,8 +140,8 @@ class _OptimizerHooks:
             weakref.finalize(context, self._leave, token).atexit = False
             if not self._handles:
                 self._handles = [
-                    register_optimizer_step_pre_hook(_before_step),
-                    register_optimizer_step_post_hook(_after_step),
+                    register_optimizer_step_pre_hook(_pre_step),
+                    register_optimizer_step_post_hook(_post_step),
                 ]
 
     def _leave(self, token: object) -> None:
@@ -165,7 +165,7 @@ def follow_optimizers(context: object) -> None:
 
 
 @_disable_dynamo  # `step()` may be called inside of a compiled function
-def _before_step(
+def _pre_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     _check_agreement(optimizer)
@@ -272,7 +272,7 @@ def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
 
 
 @_disable_dynamo
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _post_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     # After the step, before which there is no time to look at every parameter.
     _check_sharded(optimizer)
     _mark_updated(optimizer)

@@ -76,9 +76,11 @@ class FsdpParameterGroup:
 
     Attributes:
         number: identifies the group among all groups of its ranks, and is the same on each of them.
-        name: of the unit's modules, for messages; known once the context is complete.
-        names: of the parameters, from the unit's module until the context is complete, then from
-            the outermost one.
+        unit: an object that all groups made by one `fully_shard` share.
+        name: path of the unit's module from the outermost sharded module, for messages. Empty
+            until a `fully_shard_context` has ended.
+        names: paths of the parameters from the outermost sharded module; from the unit's module
+            until a `fully_shard_context` has ended.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         histories: by mesh axis; get a note of every collective over the axis, as it is queued.
@@ -108,6 +110,7 @@ class FsdpParameterGroup:
         self.histories = histories_over(mesh)
         for history in self.histories:
             history.groups[self.number] = self
+        self.unit = object()
         self.name = ""
         self.policy = policy.resolve(first.dtype)
         self.dtype = _known(self.policy.compute_dtype)

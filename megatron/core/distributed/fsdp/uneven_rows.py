@@ -61,7 +61,6 @@ class UnevenRows(DTensor):
         placements: Sequence[Placement],
         shape: Sequence[int],
         strides: Sequence[int],
-        device: torch.device | None = None,
     ) -> T:
         """A DTensor over local rows, without communication.
 
@@ -71,7 +70,6 @@ class UnevenRows(DTensor):
             mesh: where the rows are.
             placements: one for each axis, at least one of them an `UnevenShard`.
             shape, strides: of the whole tensor.
-            device: where the tensor says it is; default: where `local` is.
         """
         rows = {
             placement.whole.num_rows
@@ -93,7 +91,7 @@ class UnevenRows(DTensor):
         meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
         spec = DTensorSpec(mesh, tuple(plain), tensor_meta=meta)
 
-        return cls._over(local, spec, tuple(placements), device)
+        return cls._over(local, spec, tuple(placements))
 
     @classmethod
     def _over(
@@ -101,11 +99,10 @@ class UnevenRows(DTensor):
         local: torch.Tensor,
         spec: DTensorSpec,
         placements: tuple[Placement, ...],
-        device: torch.device | None = None,
     ) -> T:
         # A DTensor made over `local` itself would take over its offset in the storage, and code
         # that copies tensors would take it for one with a storage of its own.
-        placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
+        placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
         tensor = cls(placeholder, spec, requires_grad=False)
         tensor._local_tensor = local
         tensor._placements = placements

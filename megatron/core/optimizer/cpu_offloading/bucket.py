@@ -21,8 +21,7 @@ from torch import nn
 from megatron.core.dtensors import local_tensor
 from megatron.core.lane_timings import Recorder, StepRecorder
 from megatron.core.lanes import Event, Lane, RelayedEvent
-
-MASTER = "master_param"  # the state that is the main weight of a parameter which is not one itself
+from megatron.core.optimizer.state_tensors import MASTER
 
 
 class Slot(NamedTuple):

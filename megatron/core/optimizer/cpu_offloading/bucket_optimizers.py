@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.cpu_offloading.bucket import MASTER, Bucket, Slot
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
 from megatron.core.optimizer.cpu_offloading.sub_optimizers import BucketView
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.optimizer.state_tensors import like
+from megatron.core.optimizer.state_tensors import MASTER, MOMENTS, like
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.torch_optimizer import copy_state, init_torch_states, load_torch_states
 
@@ -112,7 +112,7 @@ class FlatAdam(BucketOptimizer):
     ) -> None:
         super().__init__(bucket)
         self._adam_w_mode = adam_w_mode
-        self._moments = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+        self._moments = dict(zip(MOMENTS, moments, strict=True))
         self._adam = adam
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
         self._view: BucketView | None = None  # made when it is first asked for

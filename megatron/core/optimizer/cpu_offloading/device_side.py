@@ -10,12 +10,11 @@ import torch
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import scale_grads
-from megatron.core.optimizer.cpu_offloading.bucket import MASTER
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
 from megatron.core.optimizer.state_loading import check_like
-from megatron.core.optimizer.state_tensors import like
+from megatron.core.optimizer.state_tensors import MASTER, like
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import (

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
+from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
 from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
 _BUCKET_NUMEL = 4 << 20
@@ -69,22 +69,16 @@ def device_of(parameters: Sequence[nn.Parameter]) -> Device:
     return Device(device.type, device.index or 0)
 
 
-def sharded_module(parameter: nn.Parameter) -> str | None:
-    """The name of a parameter's FSDP module; None for any other tensor."""
-    group = group_of(parameter)
-    return None if group is None else group.name or THE_MODEL
-
-
 def groups_of(
     param_groups: Sequence[Mapping[str, Any]],
-    module_of: Callable[[nn.Parameter], str | None] = sharded_module,
+    module_of: Callable[[nn.Parameter], str | None] = lambda _: None,
 ) -> list[OffloadGroup]:
-    """Groups the parameters that go to one side as a whole.
+    """Groups the parameters that are on one side together.
 
     Args:
-        param_groups: as optimizers have them.
-        module_of: the name of the FSDP module that a parameter belongs to, or will belong to; None
-            if it stays by itself.
+        param_groups: the parameter groups of an optimizer.
+        module_of: returns the name of the FSDP module that will shard a parameter, or None if none
+            will. Not called for sharded parameters.
 
     Returns:
         The groups in the order of the first parameter of each.
@@ -95,11 +89,15 @@ def groups_of(
         names = options.get("param_names") or numbered
         for name, parameter in zip(names, options["params"], strict=True):
             fsdp_group = group_of(parameter)
-            if fsdp_group is not None and not fsdp_group.requires_grad:
+            if fsdp_group is None:
+                module = module_of(parameter)
+                key: Hashable = id(parameter) if module is None else module
+            elif fsdp_group.requires_grad:
+                # Not by name: without a sharded module around them, modules have the same one.
+                module, key = fsdp_group.name or THE_MODEL, fsdp_group.unit
+            else:
                 continue  # it has no room for gradients, and never will
 
-            module = module_of(parameter)
-            key = id(parameter) if module is None else module
             group = groups.setdefault(key, OffloadGroup(module or name, []))
             group.parameters.append(parameter)
     return list(groups.values())

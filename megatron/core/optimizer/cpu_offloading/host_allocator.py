@@ -16,6 +16,7 @@ from megatron.core.host_memory import HostNeed, HostSlab
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.state_tensors import MOMENTS
 
 
 class HostAllocator:
@@ -90,7 +91,8 @@ class HostAllocator:
     def moments(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """AdamW's two."""
         number = self._numbers[id(bucket)]
-        return self._array(number, "exp_avg"), self._array(number, "exp_avg_sq")
+        exp_avg, exp_avg_sq = (self._array(number, name) for name in MOMENTS)
+        return exp_avg, exp_avg_sq
 
     def widened(self) -> torch.Tensor | None:
         """Memory for the gradients of any one bucket in the dtype of its main weights, where they

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.host_memory import HostNeed, SlabBuilder
+from megatron.core.optimizer.state_tensors import MOMENTS
 
 
 class BucketShape(NamedTuple):
@@ -93,9 +94,8 @@ class HostLayout:
         new = [index for index in every if not buckets[index].has_main]
         self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
         if rules.moment_dtypes is not None:
-            exp_avg, exp_avg_sq = rules.moment_dtypes
-            self._add_each("exp_avg", "states", every, lambda _: exp_avg)
-            self._add_each("exp_avg_sq", "states", every, lambda _: exp_avg_sq)
+            for name, dtype in zip(MOMENTS, rules.moment_dtypes, strict=True):
+                self._add_each(name, "states", every, lambda _, dtype=dtype: dtype)
 
         self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
         if rules.moment_dtypes is None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
+from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
@@ -35,8 +36,7 @@ from megatron.core.optimizer.state_loading import (
     states_by_parameter,
 )
 from megatron.core.optimizer.state_units import StateUnit
-from megatron.core.optimizer.step_inputs import StepInputs
-from megatron.core.optimizer.te_parity import check_not_elsewhere, clear_gradients
+from megatron.core.optimizer.step_inputs import StepInputs, check_not_elsewhere, clear_gradients
 from megatron.core.timeline import AnyTimeline
 
 
@@ -115,7 +115,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        offload_fraction: float = 0.5,
+        offload_fraction: float = DEFAULT_OPTIMIZER_FRACTION,
         cpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
         gpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
         param_update_in_fp32: bool = False,

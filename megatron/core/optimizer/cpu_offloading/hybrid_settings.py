@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.dtypes import UNSCALED_MOMENT_DTYPES
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.kernels.adam import MOMENT_DTYPES
 from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, IMPLEMENTATIONS
 from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
@@ -51,9 +51,9 @@ class HybridSettings(NamedTuple):
         """
         device_is_flat = is_flat_adam(self.device_cls, self.options)
         exp_avg, exp_avg_sq = self.moment_dtypes
-        if self.host_is_flat and (exp_avg != exp_avg_sq or exp_avg not in MOMENT_DTYPES):
+        if self.host_is_flat and (exp_avg != exp_avg_sq or exp_avg not in UNSCALED_MOMENT_DTYPES):
             raise ValueError(
-                f"Expected both moments in one of {MOMENT_DTYPES} on the host, got "
+                f"Expected both moments in one of {UNSCALED_MOMENT_DTYPES} on the host, got "
                 f"{self.moment_dtypes}."
             )
         is_fp32 = exp_avg == exp_avg_sq == torch.float32

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
+from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each, flat_local
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES
 from megatron.core.optimizer.state_tensors import TensorWrites, is_rounding, like
 
 _ALIGNMENT = 64  # elements: every parameter starts on a cache line

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_MOMENT_DTYPES
+
 # Options of torch.optim.AdamW that change what is computed.
 _OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -182,7 +182,7 @@ class AdamPiece(NamedTuple):
         _check_dtype(
             "weight", self.weight, FLOAT_DTYPES if self.remainder is None else (torch.bfloat16,)
         )
-        _check_dtype("exp_avg", self.exp_avg, MOMENT_DTYPES)
+        _check_dtype("exp_avg", self.exp_avg, UNSCALED_MOMENT_DTYPES)
         _check_dtype("exp_avg_sq", self.exp_avg_sq, (self.exp_avg.dtype,))
 
         if self.remainder is not None:

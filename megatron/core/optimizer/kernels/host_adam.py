@@ -25,9 +25,10 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
-from megatron.core.optimizer.kernels.adam import FLOAT_DTYPES, AdamPiece, AdamScalars, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamPiece, AdamScalars, AdamStep
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)

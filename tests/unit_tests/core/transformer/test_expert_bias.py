@@ -54,9 +54,12 @@ def test_a_row_is_of_the_router_of_its_layer_also_where_others_have_no_bias():
     assert biases(model) == [None, [0.25, 0.25, 0.25, -0.25]]
 
 
-def test_a_model_without_such_biases_takes_any_loads():
-    update_expert_bias(nn.Linear(2, 2), torch.tensor([[1]]))
-    update_expert_bias(router(has_bias=False), torch.tensor([[1]]))
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), router(has_bias=False)], ids=type)
+def test_a_model_without_such_biases_takes_any_loads_and_stays_as_it_is(model: nn.Module):
+    before = [parameter.clone() for parameter in model.parameters()]
+    update_expert_bias(model, torch.tensor([[1]]))
+    after = list(model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.save.data_file import (
     BufferPool,
     DataFileWriter,
 )
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.state import tensor_bytes
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import PinError
@@ -810,11 +809,6 @@ def test_the_buffers_are_pinned_once_as_a_whole_and_begin_on_pages():
     assert device.pinned == [(addresses[0], NUM_BUFFERS * BUFFER_BYTES)]
     assert addresses == [addresses[0] + place * BUFFER_BYTES for place in range(NUM_BUFFERS)]
     assert all(address % 4096 == 0 for address in addresses)
-
-
-def test_a_sink_of_the_store_is_what_the_writer_takes(local):
-    sink: DataSink = local.open_data(FILE)
-    sink.abort()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -380,3 +380,43 @@ def test_there_are_no_states_before_the_first_step(fraction: float) -> None:
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == 0
     train(model, optimizer, range(1))
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == 8
+
+
+@pytest.mark.parametrize("is_root_sharded", [True, False])
+@on_ranks(2)
+def test_modules_sharded_call_by_call_are_on_both_sides_before_the_first_forward(
+    is_root_sharded: bool,
+) -> None:
+    def sharded() -> Net:
+        model = Net()
+        for layer in (*model.layers, model.head):
+            fully_shard(layer)
+        if is_root_sharded:
+            fully_shard(model)
+        return model
+
+    model, reference = sharded(), sharded()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, **SETTINGS)
+    # 35, 42, 24 and 4 elements: the last three hold half of them.
+    assert [group.numel for group in optimizer.plan.groups] == [35, 42, 24, 4]
+    assert [optimizer.holds(parameter) for parameter in model.parameters()] == 2 * [False] + 6 * [
+        True
+    ]
+    if is_root_sharded:
+        names = [group.name for group in optimizer.plan.groups]
+        assert names == ["layers.0", "layers.1", "layers.2", "head"]
+
+    plan = optimizer.plan
+    train(model, optimizer)
+    train(reference, FusedAdam(reference.parameters(), **SETTINGS))
+    assert same(weights(model), weights(reference))
+    assert optimizer.plan == plan
+
+
+@on_ranks(2)
+def test_groups_of_one_unit_stay_together_before_the_first_forward() -> None:
+    model = Net()
+    model.layers[0].bfloat16()
+    fully_shard(model)
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.1, lr=0.1)
+    assert [(group.name, group.numel) for group in optimizer.plan.groups] == [("the model", 105)]
