@@ -169,6 +169,7 @@ def test_json_without_end_is_not_read(folder: Path) -> None:
 
 
 def _read_what_is_cut(folder: Path) -> None:
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads, and would wait for them
     with ExitStack() as stack:
         files = WeightFiles.open(folder, stack)
         box = Box((0,), (1 << 20,))

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cloudpickle
+import torch
 
 from megatron.core import shared_file
 from megatron.core.dist_checkpointing.save import data_file
@@ -439,6 +440,8 @@ class Child:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            # A forked process has no OpenMP threads, and would wait for them.
+            torch.set_num_threads(1)
             _answer(answers, function, args)
         os.close(answers)
 
