@@ -1,8 +1,8 @@
 """Fields of a config.json, each with the options of ours that it stands for.
 
-`FieldMapping.read` returns options of TransformerConfig, and `write` what the file says of a spec.
-`write` may ignore what it cannot express: `config_json.py` reads every file back and compares the
-specs before it is used.
+`Field.read` gives options of TransformerConfig, `Field.write` what the file says of a spec. `write`
+may ignore what it cannot express: `config_json.py` reads every file back and compares the specs
+before it is used.
 
 A field that decides arithmetic must be in the file, since the transformers library's defaults have
 changed with its versions. `absent` is for those whose absence has meant the same in all of them;
@@ -47,7 +47,7 @@ ACTIVATIONS = {
 }
 
 
-class FieldMapping(abc.ABC):
+class Field(abc.ABC):
     """Some fields of a config.json that stand for some of our options."""
 
     @property
@@ -112,7 +112,7 @@ def dense_of(spec: ModelSpec) -> DenseSpec:
 
 
 @dataclass(frozen=True)
-class Value(FieldMapping):
+class Value(Field):
     """A field whose value is that of an option.
 
     Attributes:
@@ -141,7 +141,7 @@ class Value(FieldMapping):
         return {} if value is None else {self.name: value}
 
 
-SIZES_BUT_MLP: tuple[FieldMapping, ...] = (
+SIZES_BUT_MLP: tuple[Field, ...] = (
     Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
     Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
     Value("num_attention_heads", "num_attention_heads", num_heads_of),
@@ -149,19 +149,19 @@ SIZES_BUT_MLP: tuple[FieldMapping, ...] = (
     Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
     Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),
 )
-SIZES: tuple[FieldMapping, ...] = (
+SIZES: tuple[Field, ...] = (
     *SIZES_BUT_MLP,
     Value("intermediate_size", "ffn_hidden_size", lambda spec: dense_of(spec).size),
 )
 
 
-def norm_eps(name: str) -> FieldMapping:
+def norm_eps(name: str) -> Field:
     """The epsilon of all norms."""
     return Value(name, "norm_epsilon", lambda spec: spec.final_norm.eps)
 
 
 @dataclass(frozen=True)
-class KeyValueHeads(FieldMapping):
+class KeyValueHeads(Field):
     """The number of key heads, and of value heads.
 
     Attributes:
@@ -190,7 +190,7 @@ class KeyValueHeads(FieldMapping):
 
 
 @dataclass(frozen=True)
-class HeadDim(FieldMapping):
+class HeadDim(Field):
     """The width of a head.
 
     Attributes:
@@ -214,7 +214,7 @@ class HeadDim(FieldMapping):
 
 
 @dataclass(frozen=True)
-class TiedEmbeddings(FieldMapping):
+class TiedEmbeddings(Field):
     """Whether the output layer reads the embedding's weight.
 
     Attributes:
@@ -236,7 +236,7 @@ class TiedEmbeddings(FieldMapping):
 
 
 @dataclass(frozen=True)
-class HiddenActivation(FieldMapping):
+class HiddenActivation(Field):
     """The feed-forward network's activation.
 
     Attributes:
@@ -283,7 +283,7 @@ _BIASED = {NO_BIASES: "none", QKV_BIASES: "in the QKV projection", ALL_BIASES: "
 
 
 @dataclass(frozen=True)
-class BiasFields(FieldMapping):
+class BiasFields(Field):
     """Which linear layers have biases.
 
     Attributes:
@@ -321,7 +321,7 @@ class BiasFields(FieldMapping):
 
 
 @dataclass(frozen=True)
-class ScaledEmbeddings(FieldMapping):
+class ScaledEmbeddings(Field):
     """Embeddings multiplied by the root of the hidden size, which no field says."""
 
     @property
@@ -336,7 +336,7 @@ class ScaledEmbeddings(FieldMapping):
 
 
 @dataclass(frozen=True)
-class QueryScalar(FieldMapping):
+class QueryScalar(Field):
     """The number whose root products of queries and keys are divided by."""
 
     name: str = "query_pre_attn_scalar"
@@ -354,7 +354,7 @@ class QueryScalar(FieldMapping):
 
 
 @dataclass(frozen=True)
-class Always(FieldMapping):
+class Always(Field):
     """A field that is missing or has this value. It is not written."""
 
     name: str

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.core.models.families.config_file import ConfigFile
 from megatron.core.models.families.fields import (
     LATENT_WITHOUT_EXPERTS,
-    FieldMapping,
+    Field,
     Value,
     mixture_of,
     num_heads_of,
@@ -49,7 +49,7 @@ def latent_of(spec: ModelSpec) -> LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
-class QueryRank(FieldMapping):
+class QueryRank(Field):
     """`q_lora_rank`, where null says that queries have no latent."""
 
     @property
@@ -66,7 +66,7 @@ class QueryRank(FieldMapping):
 
 
 @dataclass(frozen=True)
-class AsManyKeyHeads(FieldMapping):
+class AsManyKeyHeads(Field):
     """`num_key_value_heads`, which is the number of query heads, or null."""
 
     @property
@@ -83,7 +83,7 @@ class AsManyKeyHeads(FieldMapping):
         return {"num_key_value_heads": num_heads_of(spec)}
 
 
-LATENT_SIZES: tuple[FieldMapping, ...] = (
+LATENT_SIZES: tuple[Field, ...] = (
     QueryRank(),
     AsManyKeyHeads(),
     Value("kv_lora_rank", "kv_lora_rank", lambda spec: latent_of(spec).key_value_rank),
@@ -94,7 +94,7 @@ LATENT_SIZES: tuple[FieldMapping, ...] = (
 
 
 @dataclass(frozen=True)
-class LatentRope(FieldMapping):
+class LatentRope(Field):
     """The rotary embedding of the rotary channels, with YaRN's mscale: see [Note: mscale]."""
 
     rope: Rope = Rope(ignored=frozenset(_MSCALES))

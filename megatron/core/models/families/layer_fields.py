@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import FieldMapping, delta_net_of
+from megatron.core.models.families.fields import Field, delta_net_of
 from megatron.core.transformer.layer_pattern import layer_pattern
 from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec
 
@@ -114,7 +114,7 @@ class AllButEveryNth:
 
 
 @dataclass(frozen=True)
-class SlidingLayers(FieldMapping):
+class SlidingLayers(Field):
     """The layers whose attention has a window.
 
     Attributes:
@@ -156,7 +156,7 @@ class SlidingLayers(FieldMapping):
 
 
 @dataclass(frozen=True)
-class WindowEverywhere(FieldMapping):
+class WindowEverywhere(Field):
     """A window in all layers, or in none. A missing field is none in all versions.
 
     Attributes:
@@ -198,7 +198,7 @@ def window_options(window: int, windowed: Sequence[bool]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class DeltaNetLayers(FieldMapping):
+class DeltaNetLayers(Field):
     """The layers that have a gated delta net, and its sizes.
 
     Attributes:
@@ -227,7 +227,7 @@ class DeltaNetLayers(FieldMapping):
 
 
 @dataclass(frozen=True)
-class UnrotatedLayers(FieldMapping):
+class UnrotatedLayers(Field):
     """The layers that leave queries and keys as they are: `no_rope_layers` is 1 for each layer that
     is rotated, or `no_rope_layer_interval` is N where every N-th is not.
     """

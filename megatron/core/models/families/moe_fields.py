@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import REQUIRED, FieldMapping, mixture_of
+from megatron.core.models.families.fields import REQUIRED, Field, mixture_of
 from megatron.core.options import ConfigError
 from megatron.core.transformer.spec import ModelSpec, MoeSpec, Scores
 
 
 @dataclass(frozen=True)
-class MoeValue(FieldMapping):
+class MoeValue(Field):
     """A field whose value is that of an option of mixtures.
 
     Attributes:
@@ -54,28 +54,26 @@ class MoeValue(FieldMapping):
         return {} if value is None else {self.name: value}
 
 
-def num_experts(name: str, other_name: str | None = None) -> FieldMapping:
+def num_experts(name: str, other_name: str | None = None) -> Field:
     """The number of experts, of which a router chooses."""
     return MoeValue(name, "num_experts", lambda moe: moe.router.num_experts, other_name=other_name)
 
 
-TOP_K: FieldMapping = MoeValue(
-    "num_experts_per_tok", "moe_router_topk", lambda moe: moe.router.top_k
-)
-EXPERT_SIZE: FieldMapping = MoeValue(
+TOP_K: Field = MoeValue("num_experts_per_tok", "moe_router_topk", lambda moe: moe.router.top_k)
+EXPERT_SIZE: Field = MoeValue(
     "moe_intermediate_size", "moe_ffn_hidden_size", lambda moe: moe.expert.size
 )
 # The library adds such a loss only where it is asked for, and then over all layers at once and
 # `num_experts_per_tok` times as large. It concerns training alone, so a missing field is none.
-AUX_LOSS: FieldMapping = MoeValue(
+AUX_LOSS: Field = MoeValue(
     "router_aux_loss_coef", "moe_aux_loss_coeff", lambda moe: moe.router.balance_coeff, 0.0
 )
-SHARED_SIZE: FieldMapping = MoeValue(
+SHARED_SIZE: Field = MoeValue(
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     lambda moe: None if moe.shared is None else moe.shared.size,
 )
-ROUTED_SCALE: FieldMapping = MoeValue(
+ROUTED_SCALE: Field = MoeValue(
     "routed_scaling_factor", "moe_router_topk_scaling_factor", lambda moe: moe.router.scale
 )
 
@@ -97,16 +95,14 @@ class NumGroups(MoeValue):
         return options
 
 
-NUM_GROUPS: FieldMapping = NumGroups(
-    "n_group", "moe_router_num_groups", lambda moe: moe.router.num_groups
-)
-TOP_GROUPS: FieldMapping = MoeValue(
+NUM_GROUPS: Field = NumGroups("n_group", "moe_router_num_groups", lambda moe: moe.router.num_groups)
+TOP_GROUPS: Field = MoeValue(
     "topk_group", "moe_router_group_topk", lambda moe: moe.router.top_groups
 )
 
 
 @dataclass(frozen=True)
-class NormalizedTopK(FieldMapping):
+class NormalizedTopK(Field):
     """Whether a token's weights are divided by their sum: `norm_topk_prob`.
 
     The library takes scores over all experts. A softmax over all, divided by the sum of the chosen
@@ -141,7 +137,7 @@ class NormalizedTopK(FieldMapping):
 
 
 @dataclass(frozen=True)
-class SharedExperts(FieldMapping):
+class SharedExperts(Field):
     """`n_shared_experts`: experts that compute every token, as one network of their widths
     together. Zero and null are none. `moe_intermediate_size` is the width of one.
     """
@@ -185,7 +181,7 @@ def _expert_layers(spec: ModelSpec) -> list[bool]:
 
 
 @dataclass(frozen=True)
-class SparseLayers(FieldMapping):
+class SparseLayers(Field):
     """The layers with experts: every `decoder_sparse_step`-th one that is not in `mlp_only_layers`.
     Missing fields have meant all layers in all versions. Written is the list alone.
     """
@@ -214,7 +210,7 @@ class SparseLayers(FieldMapping):
 
 
 @dataclass(frozen=True)
-class FirstLayersDense(FieldMapping):
+class FirstLayersDense(Field):
     """`first_k_dense_replace`: all layers but so many first ones have experts."""
 
     name: str = "first_k_dense_replace"

@@ -12,7 +12,7 @@ from megatron.core.models.families.fields import (
     SIZES,
     Always,
     BiasFields,
-    FieldMapping,
+    Field,
     HeadDim,
     HiddenActivation,
     KeyValueHeads,
@@ -132,7 +132,7 @@ DELTA_NET: dict[str, str | Callable[[GatedDeltaNetSpec], RowMap]] = {
     "self_attention.out_norm": "linear_attn.norm",
     "self_attention.out_proj": "linear_attn.out_proj",
 }
-GATED_ATTENTION_FIELDS: tuple[FieldMapping, ...] = (
+GATED_ATTENTION_FIELDS: tuple[Field, ...] = (
     norm_eps("rms_norm_eps"),
     TiedEmbeddings(),
     KeyValueHeads(),

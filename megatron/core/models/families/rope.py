@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.fields import FieldMapping, attention_of
+from megatron.core.models.families.fields import Field, attention_of
 from megatron.core.models.families.layer_fields import windows_of
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.spec import (
@@ -166,7 +166,7 @@ def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool]]:
 
 
 @dataclass(frozen=True)
-class Rope(FieldMapping):
+class Rope(Field):
     """One rotary embedding for all layers that have one.
 
     Attributes:
@@ -229,7 +229,7 @@ def _share(dim: int, head_dim: int) -> float:
 
 
 @dataclass(frozen=True)
-class RopeByKind(FieldMapping):
+class RopeByKind(Field):
     """One rotary embedding for layers without a window, and one, not scaled, for those with one.
 
     Attributes:
@@ -237,7 +237,7 @@ class RopeByKind(FieldMapping):
         kinds: the kinds of scaling there are for layers without a window.
     """
 
-    windows: FieldMapping
+    windows: Field
     kinds: tuple[str, ...]
 
     @property

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.core.models.families.fields import FieldMapping
+from megatron.core.models.families.fields import Field
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.transformer.spec import (
     AttentionSpec,
@@ -143,7 +143,7 @@ class Family:
     model_type: str
     class_name: str
     options: Mapping[str, Any]
-    fields: tuple[FieldMapping, ...]
+    fields: tuple[Field, ...]
     norms: Mapping[str, str]
     dense: Mapping[str, str]
     attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]] = field(default_factory=dict)
