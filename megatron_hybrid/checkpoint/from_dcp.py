@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import Replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.core.optimizer.state_loading import STEP
+from megatron.core.optimizer.state_tensors import STEP
 from megatron.training.checkpoint.dcp_import import DcpView
 from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import RowSource

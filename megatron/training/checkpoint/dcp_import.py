@@ -29,7 +29,8 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.core.optimizer.state_loading import STEP, check_step
+from megatron.core.optimizer.state_loading import check_step
+from megatron.core.optimizer.state_tensors import STEP
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.dcp_key_map import Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import (

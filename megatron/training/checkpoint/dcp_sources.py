@@ -26,7 +26,7 @@ import torch
 from megatron.core.dist_checkpointing.errors import other_model
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.optimizer.state_loading import STEP
+from megatron.core.optimizer.state_tensors import STEP
 from megatron.training.checkpoint.dcp_key_map import KeyMap, KeyPattern, Match
 
 # Of a stack. A prepared folder may name any number of matrices without elements.

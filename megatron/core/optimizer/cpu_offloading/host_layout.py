@@ -94,8 +94,9 @@ class HostLayout:
         new = [index for index in every if not buckets[index].has_main]
         self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
         if rules.moment_dtypes is not None:
-            for name, dtype in zip(MOMENTS, rules.moment_dtypes, strict=True):
-                self._add_each(name, "states", every, lambda _, dtype=dtype: dtype)
+            (exp_avg, exp_avg_sq), dtypes = MOMENTS, rules.moment_dtypes
+            self._add_each(exp_avg, "states", every, lambda _: dtypes[0])
+            self._add_each(exp_avg_sq, "states", every, lambda _: dtypes[1])
 
         self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
         if rules.moment_dtypes is None:
