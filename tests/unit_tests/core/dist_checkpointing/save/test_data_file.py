@@ -817,7 +817,7 @@ def test_a_sink_of_the_store_is_what_the_writer_takes(local):
     sink.abort()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_tensor_on_a_gpu_is_copied_through_pinned_buffers(disk):
     device = Device("cuda")
     pool, sink = BufferPool(device), MemorySink()
