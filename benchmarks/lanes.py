@@ -141,7 +141,7 @@ def pass_sides(device: Device, numel: int) -> Sides:
     counts = {*_THREADS, max(1, cores - 2), cores}
     for count in sorted(one for one in counts if one <= cores):
         kernel = HostAdam(count)
-        sides[f"host, {count} thread(s)"] = (partial(kernel.run, [piece]), nbytes)
+        sides[f"host, threads: {count}"] = (partial(kernel.run, [piece]), nbytes)
     return sides
 
 
