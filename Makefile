@@ -34,7 +34,7 @@ help:
 	@echo "make peer       the tests that run other projects: megatron-core, accelerate, transformers, TRL, PEFT, Fabric"
 	@echo "make peers      environments of all projects that tests and benchmarks run (DeepSpeed and torchao, too)"
 	@echo "make check      lint, format, types, import layers"
-	@echo "make gpu-check  what the first minutes on a GPU tell (docs/gpu.md); ARGS=--simulate without one"
+	@echo "make gpu-check  suites and benchmarks on a GPU, in ten minutes (docs/gpu.md)"
 	@echo "make clean-runs forget the training run; make clean: forget everything made here"
 
 # torch first and by exact version: what depends on it then takes this build and pulls in no other.
@@ -74,7 +74,7 @@ test-fast: install
 	$(RUN) $(BIN)/python $(PYTEST) $(shell sed 's/\#.*//' tests/fast_tests.txt)
 
 test-all: install peer
-	$(RUN) $(BIN)/python $(PYTEST) -m 'not docs'
+	$(RUN) $(BIN)/python $(PYTEST) -m 'not docs and not gpu'
 
 # The other projects that this one is compared with, each in an environment of its own: they need other versions, and one
 # has our import name. torch first, then the project, then what our package needs, for processes that import both.

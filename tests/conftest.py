@@ -32,6 +32,26 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+@pytest.fixture(
+    params=[
+        pytest.param("sim", marks=pytest.mark.sim),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def accelerator(request: pytest.FixtureRequest) -> str:
+    """The kind of device that a test's ranks have: the simulated accelerator, and a GPU."""
+    return str(request.param)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that need a GPU where PyTorch can use none, before their fixtures are made."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU that PyTorch can use")
+
+
 def pytest_collection_finish() -> None:
     """Takes what has been imported and collected out of every later look for garbage."""
     gc.collect()

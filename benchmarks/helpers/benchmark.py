@@ -21,6 +21,8 @@ class Benchmark:
         environment: None for this interpreter, or the name of a peer whose environment
             `.venv-peers/NAME` runs the benchmark where it has been made. Elsewhere this interpreter
             does, and the peer's side is not run.
+        needs_accelerator: Whether figures without an accelerator are useless. Without one, the
+            benchmark runs with `--quick` only, on the CPU, to show that it runs.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Benchmark:
     full: tuple[str, ...]
     quick: tuple[str, ...]
     environment: str | None = None
+    needs_accelerator: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

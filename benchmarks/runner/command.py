@@ -34,16 +34,24 @@ def main(argv: Sequence[str]) -> int:
         help="the folder of results; default: benchmarks/results, or runs/benchmarks with --quick",
     )
     arguments = parser.parse_args(argv)
+    here = machine()
+    can_run_all = arguments.quick or here["accelerator"] is not None
     try:
         benchmarks = chosen(registered(), arguments.names)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    left_out = [one.name for one in benchmarks if one.needs_accelerator and not can_run_all]
+    if left_out:
+        print(f"{', '.join(left_out)}: not run, needs an accelerator", file=sys.stderr)
+        if arguments.names:
+            return 2
+        benchmarks = [one for one in benchmarks if one.name not in left_out]
 
     mode = "quick" if arguments.quick else "full"
     output = arguments.output or (QUICK_RESULTS if arguments.quick else RESULTS)
     runner = Runner(
-        Origin(mode, Revision.of(ROOT), machine()),
+        Origin(mode, Revision.of(ROOT), here),
         output.resolve(),
         LOGS,
         tell=lambda line: print(line, flush=True),

@@ -8,7 +8,7 @@
                 begins at once, everything that is still under way on the host
 
 Where the device is the host's own cores nothing runs beside anything else, and times add up.
-Standard library only: the first minutes on a new machine (tools/gpu_check) use it without torch.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ group of that size, and runs the functions it is handed. Importing torch anew wo
 seconds per rank. A function that raises or hangs on any rank takes its pool down, and the next call
 starts a fresh one.
 
-With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), and the
-process group carries its tensors, too; rank r's current device is the one with index r.
+With `device="sim"` the ranks have the simulated accelerator (tests/simulated_accelerator), with
+`device="cuda"` a GPU, which ranks share where there are fewer GPUs than ranks. The process group
+carries their tensors, too; where there are enough devices, rank r's current one has index r.
 
 Under torchrun (`torchrun --nproc-per-node 2 -m pytest ...`) the ranks that are there run the
 function themselves; tests for other world sizes are skipped.
@@ -39,6 +40,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.core.distributed.fsdp.note_history import _histories
 from megatron.core.lanes import delays
+from tests.helpers import gpu
 from tests.simulated_accelerator import build
 
 DEFAULT_TIMEOUT = 600.0  # seconds: compilations take minutes on a machine that is busy
@@ -65,7 +67,7 @@ def run_ranks(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(world_size, function, args, device)
-    if device != "cpu":
+    if device == "sim":
         prepare_simulator()
     pool = _pools.get((world_size, device))
     if pool is None:
@@ -122,7 +124,9 @@ def random_delays(seed: int) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(delays(seed))
-        if rank_device().type != "cpu":
+        if rank_device().type == "cuda":
+            stack.enter_context(gpu.pauses(seed))
+        elif rank_device().type != "cpu":
             from tests.simulated_accelerator import device
 
             stack.enter_context(device.configured(max_pause_us=300, seed=seed))
@@ -230,7 +234,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
     faulthandler.enable()  # a crash in C says where Python was, on all threads
     # What was imported before the fork is no garbage; looking through it would copy its memory.
     gc.freeze()
-    backend = "gloo" if device == "cpu" else _start_device(device, rank)
+    backend = "gloo" if device == "cpu" else _start_device(device, rank, world_size)
     dist.init_process_group(
         backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
@@ -283,13 +287,16 @@ def _destroy_subgroups() -> None:
             dist.destroy_process_group(group)
 
 
-def _start_device(kind: str, rank: int) -> str:
-    """Makes the simulator known to this process; answers its backend for `init_process_group`."""
-    # Not before: with it, torch has an accelerator.
+def _start_device(kind: str, rank: int, world_size: int) -> str:
+    """Makes a device this rank's current one; returns its backend for `init_process_group`."""
     from megatron.core.device import Device
-    from tests.simulated_accelerator import device as _  # noqa: F401
 
-    device = Device(kind, rank)
+    if kind == "cuda":
+        gpu.prepare_rank(rank, world_size)
+    else:
+        # Not before: with it, torch has an accelerator.
+        from tests.simulated_accelerator import device as _  # noqa: F401
+    device = Device(kind, rank % torch.get_device_module(kind).device_count())
     device.make_current()
     _rank_device[0] = device.torch_device
     return device.collective_backend
@@ -299,7 +306,7 @@ def _run_under_torchrun(
     world_size: int, function: Callable[..., Any], args: tuple[Any, ...], device: str
 ) -> list[Any]:
     if device != "cpu":
-        pytest.skip("torchrun's ranks have no simulated accelerator")
+        pytest.skip("torchrun's ranks have no accelerator")
     if int(os.environ["WORLD_SIZE"]) != world_size:
         pytest.skip(f"needs {world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Saves beside the training on the simulated accelerator, to the bit, and going on from them."""
+"""Saves while training continues on an accelerator, to the bit, and resuming from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers import engines
 from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
+    GPU_WITH_PAUSES,
     LANES_LAST,
     Behaviour,
     all_behaviours,
+    these_behaviours,
 )
 from tests.simulated_accelerator.helpers.engines import CASES
-
-pytestmark = pytest.mark.sim
 
 LIMIT = 500.0  # seconds
 SOME = ["offload forward half", "fp16 moments"]
@@ -59,15 +59,12 @@ def _wrong_tensors(folder: str, contents: Contents, snapshot: Snapshot) -> list[
 
 def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, list[str]]:
     """What is wrong in checkpoints whose saves ran while two more steps were made."""
-    import tests.simulated_accelerator.device as sim
-
-    sim.configure(behaviour.settings())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     wrong = {}
-    try:
+    with behaviour.applied():
         for name in names:
-            engine = engines.make_engine(name, "sim")
-            engines.train(engine, "sim", range(2))
+            engine = engines.make_engine(name, behaviour.kind)
+            engines.train(engine, behaviour.kind, range(2))
             state, path = engine.state, f"{folder}/{name}"
             torch.accelerator.synchronize()
             state.optimizer.synchronize()
@@ -77,7 +74,7 @@ def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> d
             contents = state.contents(engine.device, with_optim=True)
             with CheckpointManager.start(path, engine.device, rank, world_size) as manager:
                 manager.save(1, contents, {})
-                engines.train(engine, "sim", range(2, 4))
+                engines.train(engine, behaviour.kind, range(2, 4))
                 manager.finish()
             dist.barrier()
             assert len(snapshot) > 20
@@ -85,26 +82,33 @@ def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> d
             state.optimizer.synchronize()
             del engine, state, contents
             gc.collect()
-    finally:
-        sim.configure(sim.Settings())
     return wrong
 
 
-@all_behaviours(DEFAULT_LAST)
+@all_behaviours(DEFAULT_LAST, GPU_WITH_PAUSES)
 def test_a_save_beside_the_training_holds_what_there_was_when_it_began(
     tmp_path: Path, behaviour: Behaviour
 ):
     results = run_ranks(
-        2, _save_beside_steps, str(tmp_path), SOME, behaviour, device="sim", timeout=LIMIT
+        2, _save_beside_steps, str(tmp_path), SOME, behaviour, device=behaviour.kind, timeout=LIMIT
     )
     assert results == [{name: [] for name in SOME}] * 2
 
 
 @pytest.mark.wide
+@these_behaviours(LANES_LAST, GPU_WITH_PAUSES)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if name not in SOME])
-def test_saves_of_every_way_to_train_hold_what_there_was(tmp_path: Path, name: str):
+def test_saves_of_every_way_to_train_hold_what_there_was(
+    tmp_path: Path, behaviour: Behaviour, name: str
+):
     results = run_ranks(
-        2, _save_beside_steps, str(tmp_path), [name], LANES_LAST, device="sim", timeout=LIMIT
+        2,
+        _save_beside_steps,
+        str(tmp_path),
+        [name],
+        behaviour,
+        device=behaviour.kind,
+        timeout=LIMIT,
     )
     assert results == [{name: []}] * 2
 
@@ -113,41 +117,43 @@ def _resume(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, bo
     """Whether an engine that has gone on, and one that is new, go the same way from a
     checkpoint.
     """
-    import tests.simulated_accelerator.device as sim
-
-    sim.configure(behaviour.settings())
     same = {}
-    try:
+    with behaviour.applied():
         for name in names:
             meta = SaveLoadMeta(f"{folder}/{name}", with_optim=True)
-            engine = engines.make_engine(name, "sim")
-            engines.train(engine, "sim", range(2))
+            engine = engines.make_engine(name, behaviour.kind)
+            engines.train(engine, behaviour.kind, range(2))
             engine.save(meta)
-            whole = engines.train(engine, "sim", range(2, 5)).numbers
+            whole = engines.train(engine, behaviour.kind, range(2, 5)).numbers
             engine.load(meta)
-            again = engines.train(engine, "sim", range(2, 5)).numbers
+            again = engines.train(engine, behaviour.kind, range(2, 5)).numbers
 
-            other = engines.make_engine(name, "sim")
+            other = engines.make_engine(name, behaviour.kind)
             other.load(meta)
-            resumed = engines.train(other, "sim", range(2, 5)).numbers
+            resumed = engines.train(other, behaviour.kind, range(2, 5)).numbers
             same[name] = whole == again == resumed
             for each in (engine, other):
                 each.state.optimizer.synchronize()
             del engine, other, each
             gc.collect()
-    finally:
-        sim.configure(sim.Settings())
     return same
 
 
-@all_behaviours(LANES_LAST)
+@all_behaviours(LANES_LAST, GPU_WITH_PAUSES)
 def test_going_on_from_a_checkpoint_gives_the_same_losses(tmp_path: Path, behaviour: Behaviour):
-    results = run_ranks(2, _resume, str(tmp_path), SOME, behaviour, device="sim", timeout=LIMIT)
+    results = run_ranks(
+        2, _resume, str(tmp_path), SOME, behaviour, device=behaviour.kind, timeout=LIMIT
+    )
     assert results == [dict.fromkeys(SOME, True)] * 2
 
 
 @pytest.mark.wide
+@these_behaviours(LANES_LAST, GPU_WITH_PAUSES)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SOME])
-def test_every_way_to_train_goes_on_from_a_checkpoint(tmp_path: Path, name: str):
-    results = run_ranks(2, _resume, str(tmp_path), [name], LANES_LAST, device="sim", timeout=LIMIT)
+def test_every_way_to_train_goes_on_from_a_checkpoint(
+    tmp_path: Path, behaviour: Behaviour, name: str
+):
+    results = run_ranks(
+        2, _resume, str(tmp_path), [name], behaviour, device=behaviour.kind, timeout=LIMIT
+    )
     assert results == [{name: True}] * 2

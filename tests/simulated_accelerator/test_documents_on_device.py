@@ -104,14 +104,11 @@ def _on_device(behaviour: Behaviour) -> list[Any]:
     def waits_of_main_thread() -> int:
         return sim.syncs_by_thread().get("MainThread", 0)
 
-    sim.configure(behaviour.settings())
-    try:
+    with behaviour.applied():
         return [
             _course("sim", where, waits_of_main_thread)
             for where in (ON_DEVICE, ON_HOST, ACTIVATIONS)
         ]
-    finally:
-        sim.configure(sim.Settings())
 
 
 @all_behaviours(LANES_LAST)

@@ -34,16 +34,11 @@ def _on_cpu(is_offloaded: bool) -> Trained:
 
 
 def _on_device(is_offloaded: bool, behaviour: Behaviour) -> Trained:
-    import tests.simulated_accelerator.device as sim
-
-    sim.configure(behaviour.settings())
-    try:
+    with behaviour.applied():
         engine = mixture_engine(2, **_settings(is_offloaded))
         trained = train(engine, STEPS)
         engine.state.optimizer.synchronize()
         return trained
-    finally:
-        sim.configure(sim.Settings())
 
 
 @cache

@@ -35,20 +35,17 @@ def _train(case: str, behaviour: Behaviour, without: str | None) -> Any:
     """The numbers of a training, or the error that it ended with."""
     import tests.simulated_accelerator.device as sim
 
-    sim.configure(behaviour.settings())
-    try:
-        with sim.configured(patience_ms=PATIENCE_MS):
-            engine = engines.make_engine(case, "sim")
-            if without is None:
-                return engines.train(engine, "sim", STEPS).numbers
-            with removed(without):
-                return engines.train(engine, "sim", STEPS).numbers
-    except Exception as error:
-        return repr(error)
-    finally:
-        # What a run without a wait has left must not reach into the memory of the next one.
-        torch.accelerator.synchronize()
-        sim.configure(sim.Settings())
+    with behaviour.applied():
+        try:
+            with sim.configured(patience_ms=PATIENCE_MS):
+                engine = engines.make_engine(case, "sim")
+                with _without(without):
+                    return engines.train(engine, "sim", STEPS).numbers
+        except Exception as error:
+            return repr(error)
+        finally:
+            # What a run without a wait has left must not reach into the memory of the next one.
+            torch.accelerator.synchronize()
 
 
 def _forward_before_the_step(case: str, without: str | None) -> float:

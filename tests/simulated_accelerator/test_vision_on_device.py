@@ -101,14 +101,11 @@ def _on_device(behaviour: Behaviour, is_frozen: bool) -> list[Any]:
     def waits_of_main_thread() -> int:
         return sim.syncs_by_thread().get("MainThread", 0)
 
-    sim.configure(behaviour.settings())
-    try:
+    with behaviour.applied():
         return [
             _course("sim", is_offloaded, is_frozen, waits_of_main_thread)
             for is_offloaded in (False, True)
         ]
-    finally:
-        sim.configure(sim.Settings())
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

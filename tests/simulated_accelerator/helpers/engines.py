@@ -19,6 +19,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from tests.helpers.ranks import rank_device
 
 Batch = dict[str, torch.Tensor]
 
@@ -110,7 +111,7 @@ CASES = {
 def make_engine(name: str, kind: str, *, records_timings: bool = False) -> ModuleEngine:
     """The engine of this case, on this rank's device."""
     case, world_size = CASES[name], dist.get_world_size()
-    device = Device(kind, dist.get_rank() if kind != "cpu" else 0)
+    device = Device(kind, rank_device().index or 0)
     config = EngineConfig(
         case.optimizer,
         LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),

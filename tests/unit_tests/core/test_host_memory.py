@@ -296,7 +296,7 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
     assert len(calls) == 3, "what was not pinned is not unpinned"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_takes_a_slab_for_pinned_memory_until_it_is_gone():
     device = Device.for_rank("cuda", 0, 1)
     memory = slab(4 * MIB, device, is_pinned=True)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.models.gpt.flops import num_floating_point_operations
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.layer_specs import model_spec
+from benchmarks import gpu_step
 from megatron_hybrid.plan.step_time import Machine, Overlap, Work, step_time
-from tools.gpu_check.prediction import THREE_BILLION
-from tools.gpu_check.speed import _model_config
+from megatron_hybrid.plan.workload import flops_of_microbatch, work_of
+from tests.helpers.doc_commands import DOCS
 
 MACHINE = Machine(flops=100.0, device_bytes=1000.0, link_bytes=10.0, host_bytes=50.0)
 WORK = Work(forward_flops=100.0, backward_flops=200.0, num_microbatches=4)
@@ -137,13 +134,23 @@ def test_a_faster_machine_is_never_slower(work, machine):
         assert step_time(work, faster).seconds <= step_time(work, machine).seconds * (1 + 1e-12)
 
 
-def test_the_gpu_checks_model_has_the_elements_and_operations_that_its_shape_says():
-    config, shape = _model_config(THREE_BILLION), THREE_BILLION
-    flops = num_floating_point_operations(
-        model_spec(config), shape.vocabulary, shape.sequence, shape.micro_batch
-    )
-    assert shape.flops == flops * shape.num_microbatches
-
-    with torch.device("meta"):
-        model = GPTModel(config, shape.vocabulary)
-    assert sum(parameter.numel() for parameter in model.parameters()) == shape.numel
+def test_what_the_gpu_page_expects_is_what_the_planner_computes():
+    arguments = gpu_step.parsed([])
+    machine = Machine(flops=400e12, device_bytes=4.3e12, link_bytes=50e9, host_bytes=150e9)
+    page = (DOCS / "gpu.md").read_text()
+    on_device = None
+    for fraction in (0.0, 0.5, 0.8, 1.0):
+        plan = gpu_step.layout_of(arguments, fraction, "cuda")
+        time = step_time(work_of(plan, plan.fraction), machine)
+        peak = plan.memory(plan.fraction).device_nbytes
+        on_device = on_device or (time.seconds, peak)
+        row = (
+            f"| {fraction:g} | {time.host_pass:.2f} s | {time.up:.2f} s | "
+            f"{time.exposed_host:.2f} s | {time.seconds:.2f} s | "
+            f"{time.seconds / on_device[0]:.2f}x | "
+            f"{peak / 1e9:.0f} GB, {peak / on_device[1]:.0%} |"
+        )
+        assert row in page
+    assert f"{plan.numel / 1e9:.2f} billion elements" in page
+    assert f"{plan.tokens_per_step:,}" in page
+    assert f"{flops_of_microbatch(plan) * plan.num_microbatches / 1e15:.2f} PFLOP" in page

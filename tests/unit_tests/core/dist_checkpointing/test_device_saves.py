@@ -1,12 +1,8 @@
-"""Saves and loads of what lies on an accelerator, on the simulated one, whichever of its streams
-gets ahead.
-"""
+"""Saves and loads of what is on an accelerator, whichever of its streams gets ahead."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,16 +26,16 @@ from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_in_checkpoint import HfExport
 from megatron_hybrid.checkpoint.audit import Audit
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import rank_device, run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
+    GPU_WITH_PAUSES,
     LANES_LAST,
     Behaviour,
     all_behaviours,
+    these_behaviours,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore
-
-pytestmark = pytest.mark.sim
 
 MOMENTS = {
     "fp32": torch.float32,
@@ -55,7 +51,8 @@ class Training:
     def __init__(self, moments: torch.dtype) -> None:
         torch.manual_seed(0)
         convolution = nn.Conv2d(16, 32, 5).to(memory_format=torch.channels_last)
-        self.model = nn.Sequential(nn.Linear(300, 500), convolution, nn.BatchNorm2d(32)).to("sim")
+        self.model = nn.Sequential(nn.Linear(300, 500), convolution, nn.BatchNorm2d(32))
+        self.model.to(rank_device())
         self.optimizer = FusedAdam(
             self.model.parameters(), exp_avg_dtype=moments, exp_avg_sq_dtype=moments
         )
@@ -65,7 +62,7 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for parameter in self.model.parameters():
             gradient = torch.empty_like(parameter, device="cpu")
-            parameter.grad = gradient.normal_(generator=generator).to("sim")
+            parameter.grad = gradient.normal_(generator=generator).to(rank_device())
         self.optimizer.step()
 
     def contents(self) -> Contents:
@@ -94,18 +91,6 @@ def wrong_in(root: Path, iteration: int, expected: dict[str, torch.Tensor]) -> l
     return wrong
 
 
-@contextmanager
-def behaving(behaviour: Behaviour) -> Iterator[None]:
-    # Only in a rank's process: importing it gives torch an accelerator.
-    from tests.simulated_accelerator import device as sim
-
-    sim.configure(behaviour.settings())
-    try:
-        yield
-    finally:
-        sim.configure(sim.Settings())
-
-
 STEPS, SAVED_AFTER = (1, 2, 3, 4, 5), (2, 4)
 
 
@@ -118,9 +103,9 @@ def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path
 
     training = Training(moments)
     with (
-        behaving(behaviour),
+        behaviour.applied(),
         CheckpointManager(
-            LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5
+            LocalStore(root), Device(behaviour.kind), 0, 1, "abcd", staging_share=0.5
         ) as manager,
     ):
         for number in STEPS:
@@ -135,9 +120,11 @@ def _saves_what_there_was(moments: torch.dtype, behaviour: Behaviour, root: Path
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-@all_behaviours(LANES_LAST, DEFAULT_LAST)
+@all_behaviours(LANES_LAST, DEFAULT_LAST, GPU_WITH_PAUSES)
 def test_a_save_of_states_on_the_device_is_what_there_was(tmp_path, moments, behaviour):
-    run_ranks(1, _saves_what_there_was, MOMENTS[moments], behaviour, tmp_path, device="sim")
+    run_ranks(
+        1, _saves_what_there_was, MOMENTS[moments], behaviour, tmp_path, device=behaviour.kind
+    )
 
 
 def _saves_hf_of_what_there_was(dtype: torch.dtype, behaviour: Behaviour, root: Path) -> None:
@@ -150,9 +137,9 @@ def _saves_hf_of_what_there_was(dtype: torch.dtype, behaviour: Behaviour, root: 
     }
     export = HfExport.of(training.model, dtype, FolderExtras())
     with (
-        behaving(behaviour),
+        behaviour.applied(),
         CheckpointManager(
-            LocalStore(root), Device("sim"), 0, 1, "abcd", staging_share=0.5
+            LocalStore(root), Device(behaviour.kind), 0, 1, "abcd", staging_share=0.5
         ) as manager,
     ):
         manager.save(1, replace(training.contents(), export=export), {})
@@ -168,24 +155,28 @@ def _saves_hf_of_what_there_was(dtype: torch.dtype, behaviour: Behaviour, root: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@all_behaviours(LANES_LAST, DEFAULT_LAST)
+@all_behaviours(LANES_LAST, DEFAULT_LAST, GPU_WITH_PAUSES)
 def test_hf_of_weights_on_the_device_is_what_there_was(tmp_path, dtype, behaviour):
-    run_ranks(1, _saves_hf_of_what_there_was, dtype, behaviour, tmp_path, device="sim")
+    run_ranks(1, _saves_hf_of_what_there_was, dtype, behaviour, tmp_path, device=behaviour.kind)
 
 
-def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None:
+def _steps_while_the_disk_does_nothing(
+    moments: torch.dtype, behaviour: Behaviour, root: Path
+) -> None:
     training, store = Training(moments), GatedStore(root)
     training.step(1)
     expected = training.values()
     assert sum(values.nbytes for values in expected.values()) > 4 * BLOCK_BYTES
-    with pytest.MonkeyPatch.context() as patch, behaving(DEFAULT_LAST):
+    with pytest.MonkeyPatch.context() as patch, behaviour.applied():
         # So few and small that the states do not fit.
         patch.setattr(
             manager_module,
             "BufferPool",
             lambda *args, **named: BufferPool(*args, 2, BLOCK_BYTES, **named),
         )
-        with CheckpointManager(store, Device("sim"), 0, 1, "abcd", staging_share=0.5) as manager:
+        with CheckpointManager(
+            store, Device(behaviour.kind), 0, 1, "abcd", staging_share=0.5
+        ) as manager:
             manager.save(1, training.contents(), {})
             stepping = threading.Thread(target=training.step, args=(2,))
             stepping.start()
@@ -198,24 +189,30 @@ def _steps_while_the_disk_does_nothing(moments: torch.dtype, root: Path) -> None
 
 
 @pytest.mark.parametrize("moments", ["fp32", "fp16"])
-def test_a_step_waits_until_states_are_in_host_memory_and_for_no_disk(tmp_path, moments):
+@these_behaviours(DEFAULT_LAST, GPU_WITH_PAUSES)
+def test_a_step_waits_until_states_are_in_host_memory_and_for_no_disk(tmp_path, moments, behaviour):
     run_ranks(
-        1, _steps_while_the_disk_does_nothing, MOMENTS[moments], tmp_path / "saved", device="sim"
+        1,
+        _steps_while_the_disk_does_nothing,
+        MOMENTS[moments],
+        behaviour,
+        tmp_path / "saved",
+        device=behaviour.kind,
     )
 
 
-def _loads_on_this_threads_stream(root: Path) -> None:
-    model = nn.Linear(300, 500).to("sim")
+def _loads_on_this_threads_stream(behaviour: Behaviour, root: Path) -> None:
+    model = nn.Linear(300, 500).to(rank_device())
     saved = model.weight.detach().cpu()
-    with CheckpointManager(LocalStore(root), Device("sim"), 0, 1, "abcd") as manager:
+    with CheckpointManager(LocalStore(root), Device(behaviour.kind), 0, 1, "abcd") as manager:
         manager.save(1, collect(model), {})
         manager.finish()
     checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(1))
 
-    with torch.no_grad(), behaving(LANES_LAST):
+    with torch.no_grad(), behaviour.applied():
         model.weight.zero_()
         torch.accelerator.synchronize()
-        stream = torch.Stream("sim")
+        stream = torch.Stream(behaviour.kind)
         with stream:
             before = model.weight + 1
             contents = collect(model)
@@ -229,5 +226,6 @@ def _loads_on_this_threads_stream(root: Path) -> None:
     assert torch.equal(after.cpu(), saved + 1)
 
 
-def test_a_load_writes_in_the_order_of_the_stream_on_which_this_thread_works(tmp_path):
-    run_ranks(1, _loads_on_this_threads_stream, tmp_path, device="sim")
+@these_behaviours(LANES_LAST, GPU_WITH_PAUSES)
+def test_a_load_writes_in_the_order_of_the_stream_on_which_this_thread_works(tmp_path, behaviour):
+    run_ranks(1, _loads_on_this_threads_stream, behaviour, tmp_path, device=behaviour.kind)

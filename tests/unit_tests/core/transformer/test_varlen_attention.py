@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.drivers import CudaDriver, Driver
-from megatron.core.transformer import varlen_attention
+from megatron.core.transformer import attention_core, varlen_attention
 from megatron.core.transformer.attention_core import attend
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
@@ -88,6 +88,39 @@ def test_the_kernel_is_given_what_attention_by_documents_computes(
 
 def test_the_installed_pytorch_has_a_kernel_that_takes_these_arguments() -> None:
     assert varlen_kernel() is not None
+
+
+def _output_and_gradients(
+    heads: list[Tensor], spec: AttentionSpec, documents: Documents
+) -> list[Tensor]:
+    inputs = [head.clone().requires_grad_() for head in heads]
+    output = attend(*inputs, spec, documents=documents)
+    output.sum().backward()
+    return [output.detach(), *(one.grad for one in inputs)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_on_a_gpu_one_kernel_computes_what_it_computes_document_by_document(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 700, (24,), generator=generator).tolist()
+    documents, dim = Documents(tuple(lengths)), 64
+    spec = spec_of(num_heads=16, num_key_value_heads=4, head_dim=dim, window=window)
+    heads = [
+        torch.randn(1, number, documents.num_positions, dim, generator=generator).to(
+            "cuda", torch.bfloat16
+        )
+        for number in (16, 4, 4)
+    ]
+    assert suits_varlen(heads[0], heads[2], spec, 0.0)
+    together = _output_and_gradients(heads, spec, documents)
+    monkeypatch.setattr(attention_core, "varlen_kernel", lambda: None)
+    apart = _output_and_gradients(heads, spec, documents)
+    for found, expected in zip(together, apart, strict=True):
+        difference = (found.float() - expected.float()).abs().max()
+        assert difference <= 0.02 * expected.float().abs().max(), "sums of bf16 in two orders"
 
 
 @pytest.mark.parametrize(

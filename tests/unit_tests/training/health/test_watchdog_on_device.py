@@ -1,8 +1,9 @@
 """Whom the watchdog blames where collectives are asynchronous: rank 1 sleeps, and rank 0's host
 stops somewhere else.
 
-On the simulated accelerator, with the engine that trains. Nobody is ended: each rank's watchdog is
-asked, from a thread, what it would say in a roll call while the main thread stands still.
+With the engine that trains, on the simulated accelerator and on a GPU. Nobody is ended: each
+rank's watchdog is asked, from a thread, what it would say in a roll call while the main thread
+stands still.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -23,9 +25,7 @@ from megatron.training.health.cause import Record, find_cause, stack_of
 from megatron.training.health.events import EventLog
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
-from tests.helpers.ranks import run_ranks
-
-pytestmark = pytest.mark.sim
+from tests.helpers.ranks import rank_device, run_ranks
 
 # More than a forward of the model takes up, less than its forward and backward together.
 _SHORT_QUEUE = 64
@@ -110,15 +110,24 @@ class _Drill:
             time.sleep(0.05)
 
 
+def _short_queue(kind: str) -> AbstractContextManager[None]:
+    """Has launches wait soon, where the depth of launch queues is a setting."""
+    if kind == "cuda":
+        return nullcontext()
+    import tests.simulated_accelerator.device as sim
+
+    return sim.configured(queue_depth=_SHORT_QUEUE)
+
+
 def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
     """(what this rank says while rank 1 sleeps before its part of `where`, whether all comes to an
     end after that).
     """
-    import tests.simulated_accelerator.device as sim
     from tests.simulated_accelerator.helpers.engines import batches, forward_step, make_engine
 
-    engine = make_engine(case, "sim")
-    engine.train_batch(batches(0, "sim"), forward_step)
+    kind = rank_device().type
+    engine = make_engine(case, kind)
+    engine.train_batch(batches(0, kind), forward_step)
     drill = _Drill(number)
 
     def forward_and_sleep(model: Any, batch: Any) -> torch.Tensor:
@@ -129,28 +138,30 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
     ways: dict[str, Callable[[], Any]] = {
         "forward": lambda: (
             drill.sleep_on_rank_1(),
-            engine.train_batch(batches(1, "sim", 4), forward_step),
+            engine.train_batch(batches(1, kind, 4), forward_step),
         ),
-        "backward": lambda: engine.train_batch(batches(1, "sim", 1), forward_and_sleep),
+        "backward": lambda: engine.train_batch(batches(1, kind, 1), forward_and_sleep),
         "evaluation": lambda: (
             drill.sleep_on_rank_1(),
-            engine.eval_batch(batches(1, "sim", 1), forward_step),
+            engine.eval_batch(batches(1, kind, 1), forward_step),
         ),
     }
-    with sim.configured(queue_depth=1024 if where == "evaluation" else _SHORT_QUEUE):
+    with nullcontext() if where == "evaluation" else _short_queue(kind):
         record = drill.run(ways[where])
     return record, issued_collectives.OF_THIS_PROCESS.oldest() is None
 
 
 @pytest.mark.parametrize("case", ["zero3", pytest.param("fsdp2", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
-def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(where, case):
+def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(
+    accelerator, where, case
+):
     """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to
     the host.
     """
     number = time.monotonic_ns()
     (waiting, is_over), (sleeping, _) = run_ranks(
-        2, _sleep_before, where, number, case, device="sim"
+        2, _sleep_before, where, number, case, device=accelerator
     )
     assert waiting.waits, waiting
     assert "its device is waiting in the " in waiting.place
@@ -187,6 +198,7 @@ def _be_stuck_on_the_device(number: int) -> Record:
     )
 
 
+@pytest.mark.sim
 def test_a_rank_whose_device_never_reaches_the_collective_is_blamed_though_its_host_waits():
     waiting, stuck = run_ranks(2, _be_stuck_on_the_device, time.monotonic_ns(), device="sim")
     assert waiting.waits, waiting

@@ -811,7 +811,7 @@ def test_the_buffers_are_pinned_once_as_a_whole_and_begin_on_pages():
     assert all(address % 4096 == 0 for address in addresses)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_tensor_on_a_gpu_is_copied_through_pinned_buffers(disk):
     device = Device("cuda")
     pool, sink = BufferPool(device), MemorySink()

@@ -1,5 +1,5 @@
-"""The GPU kernel without a GPU: its numbers in Triton's interpreter, and the instructions it is
-compiled to.
+"""The GPU kernel: its numbers in Triton's interpreter, the instructions it is compiled to, and its
+numbers on a GPU.
 
 No test here has run on a GPU. The interpreter shows what the kernel computes if every operation is
 the one that it is written as; the PTX shows that it is.
@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -190,6 +191,29 @@ def test_a_piece_that_no_kernel_takes_is_refused(interpreted):
     piece = make_piece(STEPS["first"], FORMS[0], 8)
     with pytest.raises(ValueError, match="Expected exp_avg of 8 elements as weight has, got 7"):
         interpreted.run([piece._replace(exp_avg=piece.exp_avg[:7])])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_kernel_gives_the_bits_of_the_host_kernel_on_a_gpu(form, step):
+    numel = 1_000_003  # not a multiple of a block
+    on_host = make_piece(step, form, numel)
+    for start, value in enumerate((0.0, 1e-40, math.inf, math.nan)):
+        on_host.grad[start :: numel // 50] = value
+    before = on_host.weight.clone()
+    on_device = on_host.with_arrays(
+        {name: array.to("cuda") for name, array in on_host.arrays().items()}
+    )
+    for number in range(step.step, step.step + 3):
+        device_adam_as_imported.run([on_device._replace(step=replace(step, step=number))])
+        HostAdam().run([on_host._replace(step=replace(step, step=number))])
+
+    assert (bits(on_host.weight) != bits(before)).sum() > numel // 2
+    for name, array in on_host.arrays().items():
+        found = on_device.arrays()[name].cpu()
+        both_nan = array.isnan() & found.isnan()
+        assert ((bits(array) == bits(found)) | both_nan).all(), name
 
 
 def test_the_exact_fma_of_these_tests_rounds_once():
