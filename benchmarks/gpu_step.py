@@ -112,7 +112,7 @@ def measure(device: Device, arguments: argparse.Namespace) -> Result:
     """Measures every side, in a process group of one rank."""
     deadline = time.monotonic() + arguments.seconds
     arguments.layers = fitting_layers(arguments)
-    plan = plan_of(arguments, 0.0, device.kind)
+    plan = planned_run(arguments, 0.0, device.kind)
     machine = machine_of([rates_of_rank(job_of(plan), device)], device.kind)
     trained, not_run = train_all(device, arguments, machine, deadline)
     medians = report.medians({side: own.seconds for side, own in trained.items()})
@@ -196,7 +196,7 @@ def ratios_of(trained: dict[str, Trained], medians: dict[str, float]) -> Iterato
         yield Ratio(f"step, {FSDP2} / {JUDGED}", medians[FSDP2] / medians[JUDGED], at_least=1.2)
 
 
-def layout_of(arguments: argparse.Namespace, fraction: float, kind: str) -> PlannedRun:
+def planned_run(arguments: argparse.Namespace, fraction: float, kind: str) -> PlannedRun:
     """The run of a side of this project, from its flags."""
     flags = f"""--num-layers {arguments.layers} --hidden-size {arguments.hidden}
         --ffn-hidden-size {arguments.ffn}
@@ -217,7 +217,7 @@ def train_ours(
     fraction: float, device: Device, arguments: argparse.Namespace, machine: Machine
 ) -> Trained:
     """Trains with this share of the optimizer in host memory."""
-    plan = plan_of(arguments, fraction, device.kind)
+    plan = planned_run(arguments, fraction, device.kind)
     engine = build_engine(plan.config.engine(), device, build_mesh(device.kind, 1))
     engine.initialize(lambda: GPTModel(plan.config.model, plan.model.vocab_size))
     optimizer = engine.state.optimizer
@@ -265,7 +265,7 @@ def train_fsdp2(device: Device, arguments: argparse.Namespace) -> Trained:
 
 def fsdp2_model(device: Device, arguments: argparse.Namespace) -> nn.Module:
     """The same model, sharded by PyTorch."""
-    plan = plan_of(arguments, 0.0, device.kind)
+    plan = planned_run(arguments, 0.0, device.kind)
     with torch.device("meta"):
         model = GPTModel(plan.config.model, plan.model.vocab_size)
     policy: dict[str, Any] = {
