@@ -22,50 +22,32 @@ from pathlib import Path
 from megatron.core.files import published
 from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
-from megatron.training.flag_report import Entry, Group, laid_out
-from megatron_hybrid.megatron_scripts.rewrite import Outcome, Rewritten, left_over, rewrite
-from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
+from megatron.training.flag_report import Entry, laid_out
+from megatron_hybrid.launch_script import CHANGES, LEFT, Handling, Rewritten, rewrite
+from megatron_hybrid.shell_words import ShellSyntaxError
 
 EXIT_LEFT, EXIT_BAD_INPUT = 1, 2
 _MAX_BYTES = 4 * 2**20
-_TITLES = {
-    Outcome.REPLACED: "Called otherwise here (rewritten)",
-    Outcome.DELETED: "No effect here (deleted)",
-    Outcome.REMOVED: "Not supported here (deleted, as told)",
-    Outcome.UNSUPPORTED: "Not supported here (left: remove, or stay with Megatron-LM)",
-    Outcome.UNDECIDED: "Could not be decided (left)",
-    Outcome.UNKNOWN: "Unknown to both programs (left)",
-    Outcome.DEFAULT: "Not given, with another default here",
-}
-# A list of these is enough: docs/coming-from-megatron.md has the reasons.
-_WITHOUT_REASONS = (Outcome.DELETED,)
 
 
-def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") -> int:
-    """Rewrites a script; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str], program: str = "megatron-flags") -> int:
+    """Rewrites a script; returns the exit code. Error messages begin with `program`."""
+    arguments = _parse(argv)
     path: Path = arguments.script
     try:
         text = _read(path)
         target = _target(path, arguments.output, arguments.in_place)
         rewritten = rewrite(text, removes_unsupported=arguments.remove_unsupported)
         _write(rewritten.text, target, path)
-    except ShellSyntaxError as error:
-        print(f"{program}: {path}, {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except BrokenPipeError:
         raise  # for `quiet_pipes`
-    except (ConfigError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+    except (ShellSyntaxError, ConfigError, OSError) as error:
+        where = f"{path}, " if isinstance(error, ShellSyntaxError) else ""
+        print(f"{program}: {where}{error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
     print("\n".join(report(path, rewritten)), file=sys.stderr)
-    return EXIT_LEFT if left_over(rewritten.findings) else 0
+    return EXIT_LEFT if any(one.handling in LEFT for one in rewritten.findings) else 0
 
 
 def report(path: Path, rewritten: Rewritten) -> list[str]:
@@ -74,21 +56,16 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
     if not rewritten.num_flags and not findings:
         what = "its program's name ends in .py and begins with pretrain, train or finetune"
         return [f"{path}: no training command with flags was found; {what}. Nothing changed."]
-    left = len(left_over(findings))
-    changed = sum(one.outcome.is_change for one in findings)
+    changed, left = (sum(one.handling in kind for one in findings) for kind in (CHANGES, LEFT))
     heading = f"{path}: {rewritten.num_flags} flags; {changed} changed, {left} left to you."
-    groups = []
-    for outcome, title in _TITLES.items():
-        entries = [
-            Entry(f"line {one.line}: {one.given}", one.why, one.use)
-            if outcome not in _WITHOUT_REASONS
-            else Entry(one.given)
-            for one in findings
-            if one.outcome is outcome
-        ]
-        verb = "now" if outcome is Outcome.REPLACED else "use"
-        # The same flag may stand in several branches.
-        groups.append(Group(title, tuple(dict.fromkeys(entries)), verb))
+    groups: dict[str, dict[Entry, None]] = {handling.value: {} for handling in Handling}
+    for one in findings:
+        verb = "now" if one.handling is Handling.REPLACED else "use"
+        use = f"{verb} {' '.join(one.use)}" if one.use else ""
+        entry = Entry(f"line {one.line}: {one.given}", one.why, use)
+        if one.handling is Handling.DELETED:
+            entry = Entry(one.given)  # docs/coming-from-megatron.md has the reasons
+        groups[one.handling.value][entry] = None  # once: a flag may be in several branches
     return [heading, *laid_out(groups)]
 
 
@@ -109,9 +86,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
     parser.add_argument(
-        "--remove-unsupported",
-        action="store_true",
-        help="also delete flags that are not supported here",
+        "--remove-unsupported", action="store_true", help="also delete flags not supported here"
     )
     return parser.parse_args(argv)
 
@@ -122,9 +97,8 @@ def _read(path: Path) -> str:
         raise ConfigError(f"Expected a bash script, got {path}, which is no file.")
     with path.open("rb") as stream:
         content = stream.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES or b"\0" in content:
-        kind = "a binary file" if b"\0" in content else f"more than {_MAX_BYTES} bytes"
-        raise ConfigError(f"{path}: expected a bash script, got {kind}.")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: expected a bash script, got more than {_MAX_BYTES} bytes.")
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -151,7 +125,3 @@ def _write(text: str, target: Path | None, original: Path) -> None:
     with published(target) as stream:
         stream.write(content)
     target.chmod(mode)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
