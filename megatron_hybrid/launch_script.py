@@ -1,12 +1,12 @@
 """Rewrites a launch script of Megatron-LM for this program, flag by flag.
 
-A script may gather the flags of a training command in arrays, strings and here-documents. Only
-flags and their values change. A variable's value is known where the script assigns a literal to
-it; a flag whose answer depends on another variable is left.
+A script may collect the flags of a training command in arrays, strings and here-documents. Only
+flags and their values are edited. The value of a variable is known where the script assigns a
+literal to it; a flag whose meaning depends on an unknown value is left unchanged.
 
-Training's flags are those after the word that ends in `.py`, and those in arrays and strings that
-are used there: torchrun, srun and profilers have flags, too. An array or string that no command of
-the script uses (in a file that others read) counts if most of its flags are known.
+Training flags follow a word that ends in `.py`, or are in arrays and strings used there; torchrun,
+srun and profilers have flags of other kinds. In a file of arrays for other scripts, an array counts
+if most of its flags are known.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _PROGRAMS = ("pretrain_gpt.py", "pretrain_vlm.py")
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _MOST_COMBINATIONS = 64  # of the values that a flag's variables may have
 _NO_BATCH = "N is its samples by --global-batch-size, which the script does not tell."
-_UNKNOWN = "\0"  # stands for a value that the script does not tell
+_UNKNOWN = "\0"  # placeholder for an unknown value
 _FLAG = re.compile(r"(['\"]?)(--[A-Za-z][\w-]*)(?:=(.*))?\1", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
-# What is a flag, or may be several, and no value.
+# Words that are flags, or may expand to several, rather than values.
 _MORE_FLAGS = re.compile(r"['\"]?--|\"?\$(?:\{[A-Za-z_]\w*\[[@*]\]\}|\{?[@*]\}?)\"?$")
-# A quoted text, or what a variable is set to, that has flags or a program in it.
+# A quoted text or an assignment that contains flags or a program.
 _TEXT = re.compile(r"(?:([A-Za-z_]\w*)\+?=)?(['\"]?)(.*(?:--[A-Za-z]|\.py\s).*)\2", re.DOTALL)
 _COMMAND = re.compile(r"\.py\s")
 _PLAIN_WORD = re.compile(r"(?:[^ \t\r\n\\]|\\(?!\r?\n))+")
 
 
 class Handling(enum.Enum):
-    """What was done about a flag, as the title of a report."""
+    """The result for a flag, as a title in the report."""
 
     REPLACED = "Called otherwise here (rewritten)"
     DELETED = "No effect here (deleted)"
@@ -57,17 +57,17 @@ LEFT = (Handling.UNSUPPORTED, Handling.UNDECIDED, Handling.UNKNOWN)  # for the u
 
 
 class Finding(NamedTuple):
-    """A flag of the script that is not simply one of ours."""
+    """A flag of the script that needs a change or a decision."""
 
     handling: Handling
     line: int  # from 1
     given: str  # as the script has it
     why: str
-    use: tuple[str, ...] = ()  # what has been written instead, or is to be
+    use: tuple[str, ...] = ()  # its replacement
 
 
 class Rewritten(NamedTuple):
-    """A rewritten script, and what has been found in it."""
+    """A rewritten script with its findings."""
 
     text: str
     findings: list[Finding]
@@ -78,7 +78,7 @@ class _Piece(NamedTuple):
     """Words that belong together."""
 
     words: list[Token]
-    name: str | None = None  # of the array or string that has them; None: they are a command
+    name: str | None = None  # name of the array or string; None: a command
 
     @property
     def flags(self) -> list[str]:
@@ -90,8 +90,8 @@ class _ScriptFlag(NamedTuple):
     """A flag of the script."""
 
     flag: str
-    words: list[Token]  # the flag, and those that are its values
-    values: list[str]  # as the script has them; that of `--flag=value` is no word
+    words: list[Token]  # the flag and its values
+    values: list[str]  # with quotes; the value in `--flag=value` is not a word
 
     @property
     def start(self) -> int:
@@ -103,7 +103,7 @@ class _ScriptFlag(NamedTuple):
 
 
 class _Script:
-    """The flags of a script's training commands, and the programs that have them."""
+    """The training commands of a script: programs and their flags."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -122,7 +122,7 @@ class _Script:
         self.programs.sort()
 
     def _pieces_of(self, tokens: Sequence[Token], name: str | None = None) -> Iterator[_Piece]:
-        """The pieces of a script, or of the string of a name."""
+        """Yields the pieces of a script, or of the string assigned to `name`."""
         self._tokens += tokens
         command, array = _Piece([], name), None
         for word in tokens:
@@ -136,7 +136,8 @@ class _Script:
             elif word.kind == "word":
                 assigned, inner = self._inner(word)
                 if array is not None:
-                    array.words.extend(inner or [word])
+                    words = [one for one in inner if one.kind == "word"]
+                    array.words.extend(words or [word])
                     continue
                 if inner:
                     yield from self._pieces_of(inner, assigned)
@@ -148,8 +149,8 @@ class _Script:
         yield command
 
     def _inner(self, word: Token) -> tuple[str | None, list[Token]]:
-        """The variable that a word sets, and the tokens of the text in it, if it has flags or a
-        program. A flag that is alone in its quotes is none.
+        """Returns the variable that a word assigns, and the tokens in its quotes if they contain
+        flags or a program. A single flag in quotes has no inner tokens.
         """
         found = _TEXT.fullmatch(word.raw)
         if found is None or not (found[1] or found[2]):
@@ -160,8 +161,8 @@ class _Script:
         return found[1], tokens if found[1] or len(tokens) > 1 else []
 
     def _tokens_in(self, start: int, end: int, *, is_command: bool = True) -> list[Token]:
-        """The tokens of a part that may be a script; none, if it is not. In a string of arguments,
-        quotes and operators are letters.
+        """Returns the tokens of a script in a string or here-document, if it is one. In a string of
+        arguments, quotes and operators are letters.
         """
         if not is_command:
             words = _PLAIN_WORD.finditer(self.text, start, end)
@@ -172,8 +173,8 @@ class _Script:
             return []
 
     def _find_flags(self) -> None:
-        used: set[str] = set()  # arrays and strings that training uses, itself or by others
-        elsewhere: set[str] = set()  # those that other commands use
+        used: set[str] = set()  # arrays and strings used by training, directly or through others
+        elsewhere: set[str] = set()  # arrays and strings used by other commands
         programs = [self._program_in(piece) for piece in self._pieces]
         # A script uses an array after it has set it.
         for piece, program in reversed([*zip(self._pieces, programs, strict=True)]):
@@ -197,12 +198,12 @@ class _Script:
         return self._names.intersection(found)
 
     def files_of(self, word: Token) -> set[str]:
-        """The names of files that a word may hold."""
+        """Returns the possible file names in a word."""
         paths = self.variables.expanded(word.raw) or (word.raw.strip("'\""),)
         return {PurePosixPath(path).name for path in paths}
 
     def _program_in(self, piece: _Piece) -> int | None:
-        """The index of the word behind which training's flags are."""
+        """Returns the index of the training program in a command."""
         for index, word in enumerate(piece.words):
             begin = ("pretrain", "train", "finetune")
             if all(one.endswith(".py") and one.startswith(begin) for one in self.files_of(word)):
@@ -210,12 +211,12 @@ class _Script:
         return None
 
     def _is_training(self, piece: _Piece) -> bool:
-        """Whether words that no program is told with look like a training's flags."""
+        """Whether the words look like training flags although no program is known."""
         files = itertools.chain(*(self.files_of(word) for word in piece.words))
         if piece.name is None and any(name.endswith(".py") for name in files):
             return False
         known = [flag for flag in piece.flags if flag in self.ours or rows_for(flag)]
-        # A command without a program of Python's has to look very much like one.
+        # A command that names no Python program needs stronger evidence.
         fewest = 1 if piece.name else 4
         return len(known) >= fewest and 2 * len(known) > len(piece.flags)
 
@@ -236,7 +237,7 @@ class _Script:
 
 
 class _Findings:
-    """Says what becomes of a script's flags. Findings have the place in its text as their line."""
+    """Decides about each flag of a script. `line` in its findings is an offset in the text."""
 
     def __init__(self, script: _Script, removes_unsupported: bool) -> None:
         self._script = script
@@ -245,7 +246,7 @@ class _Findings:
             Ruling.REPLACE: Handling.REPLACED,
             Ruling.REMOVE: Handling.REMOVED if removes_unsupported else Handling.UNSUPPORTED,
         }
-        self._settings: dict[str, Any] = {}  # ours, by field name, as far as the script tells them
+        self._settings: dict[str, Any] = {}  # known settings of the script, by field name
         batches: set[str] = set()
         for given in script.given:
             if field := script.ours.get(given.flag):
@@ -257,8 +258,8 @@ class _Findings:
         self._samples = int(batches.pop()) if is_told else 0  # 0: not known
 
     def about_programs(self) -> Iterator[Finding]:
-        """What is to be said of the programs that a script starts, and of the one default whose
-        difference changes the model: positions are not given.
+        """Yields findings about unsupported programs, and about the one different default that
+        changes the model: the type of position embeddings.
         """
         for word in self._script.programs:
             if not self._script.files_of(word) <= {*_PROGRAMS}:
@@ -271,7 +272,7 @@ class _Findings:
             yield Finding(Handling.DEFAULT, start, "--position-embedding-type", why)
 
     def about_flag(self, given: _ScriptFlag) -> Finding | None:
-        """What becomes of a flag; None: it is one of ours, and stays."""
+        """Returns the finding about a flag; None if this program accepts the flag as it is."""
         start, shown = given.start, " ".join(self._script.text[given.start : given.end].split())
         rows, is_ours = rows_for(given.flag), given.flag in self._script.ours
         if not is_ours and not rows:
@@ -298,15 +299,15 @@ class _Findings:
     def _answer(self, flag: str, values: tuple[str, ...]) -> Answer | None:
         given = flag_answers.Given(flag, values)
         found = flag_answers.answer(given, self._settings, self._samples)
-        # Whether a switch is followed by a word is not for the table to say.
+        # A word after a switch need not be its value.
         return found if found is not None or not values else self._answer(flag, ())
 
     def _in_the_scripts_words(self, given: _ScriptFlag, found: Answer) -> Answer:
-        """An answer with values as the script has them: variables stay."""
+        """Keeps variables in the replacement rather than their values."""
         raw = " ".join(given.values)
         quote = given.words[0].raw[0]
         if quote in "'\"" and given.values and not given.words[1:]:
-            raw = quote + raw + quote  # which went around the flag, too
+            raw = quote + raw + quote  # the quotes enclosed the flag, too
         by_raw = self._answer(given.flag, (raw,) if raw else ())
         is_same = by_raw is not None and by_raw.why == found.why and by_raw.is_complete
         return by_raw if by_raw is not None and is_same else found
@@ -323,7 +324,7 @@ class _Findings:
         return f"{what}: {', '.join(told) or 'the script does not tell it'}."
 
     def _values(self, given: _ScriptFlag) -> list[tuple[str, ...]]:
-        """What the values may be, as far as the script tells; `_UNKNOWN` stands for others."""
+        """Returns all possible lists of values; `_UNKNOWN` replaces an unknown value."""
         choices: list[list[tuple[str, ...]]] = []
         for raw in given.values:
             is_split = "$" in raw and '"' not in raw
@@ -334,7 +335,7 @@ class _Findings:
 
 
 def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
-    """The script for this program.
+    """Returns the script with flags of this program.
 
     Args:
         text: a bash script.
@@ -364,7 +365,7 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
             pieces += (text[place : max(start, place)], new)
             place = max(end, place)
 
-    # Counting them for each of a hundred thousand flags would take minutes.
+    # Counting lines for each flag would be quadratic.
     line_ends = [found.start() for found in re.finditer("\n", text)]
     shown = [
         one._replace(line=bisect.bisect(line_ends, one.line) + 1, given=printable(one.given, SHOWN))
@@ -374,30 +375,30 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
 
 
 def _written(text: str, given: _ScriptFlag, use: Sequence[str]) -> str:
-    """The text for other words. Quotes around a flag go: several words may take its place, which
-    one pair of quotes would make one.
+    """Returns the text of a replacement. It has no quotes of the old flag, which would join several
+    words into one.
     """
     words = " ".join(use)
     if text.startswith(("<", ">"), given.end):
-        words += " "  # a number would be that of the redirection
+        words += " "  # otherwise a number would become part of the redirection
     is_assigned = text[max(given.start - 1, 0)] == "="  # NAME=--flag
     return f'"{words}"' if is_assigned and use[1:] else words
 
 
-DELETED = "\0"  # where a word was
-# What goes together with a deleted word, first match first, and what stays of it. A pattern that
-# begins with blanks begins where they do: otherwise a long row of them would take minutes.
+DELETED = "\0"  # mark of a deleted word
+# Text to delete together with a mark, and its replacement, in order. Patterns for leading blanks
+# start at the first blank, since a search from each of many blanks would be quadratic.
 _DELETIONS = [
-    # Words that follow each other, and a quoted element of which nothing is left.
+    # Consecutive deleted words, and quotes that are empty now.
     (r"\0(?:(?:[ \t\r\n]|\\\r?\n)*\0)+", "\0"),
     (r"(?<!=)(['\"])\0\1", "\0"),
-    # The last line of a command, with the backslash that would join it to what follows.
+    # The last line of a command, with the backslash before it that would join the next command.
     (r"(?<![ \t])[ \t]*\\\r?\n[ \t]*\0(?=[ \t\r]*$|['\"])", ""),
     (r"^[ \t]*\0[ \t]*\\?[ \t\r]*(?:\n|\Z)", ""),
     (r"^([ \t]*)\0[ \t]*", r"\1"),
     # Without the blank, `2 >log` would be `2>log`.
     (r"\0(?=[<>])", ""),
-    # The blanks in front of the word, or behind the first one.
+    # The blanks before the word, or after the first word.
     (r"(?<=[('\"])([ \t]*)\0[ \t]*", r"\1"),
     (r"(?<![ \t])[ \t]+\0", ""),
     (r"\0[ \t]*", ""),
@@ -405,7 +406,7 @@ _DELETIONS = [
 
 
 def without_deleted(text: str) -> str:
-    """The text without the marks of deleted words, and still a script."""
+    """Removes the marks of deleted words, and the blanks, lines and backslashes around them."""
     for pattern, kept in _DELETIONS:
         text = re.sub(pattern, kept, text, flags=re.MULTILINE)
     return text

@@ -1,15 +1,14 @@
-"""Rewrites a launch script of Megatron-LM's for this program.
+"""Rewrites a launch script of Megatron-LM for this program.
 
     python -m megatron_hybrid megatron-flags train.sh > train_here.sh
     python -m megatron_hybrid megatron-flags train.sh --in-place
 
-Flags that are called otherwise here are replaced, and those without effect are deleted. Flags that
-are not supported stay, unless --remove-unsupported is given: what a run without them is worth is
-for you to say. So does a flag whose answer depends on a variable that the script does not assign.
-All other text stays as it is, and the script is not executed.
+Flags with another name here are replaced, and flags without effect are deleted. Unsupported flags
+are left in the script unless --remove-unsupported is given, because a run without them may be
+pointless. Flags that depend on a variable with an unknown value are left, too. All other text is
+unchanged. The script is read, not executed.
 
-What has changed and what is left is said on stderr. Exit code: 0 if nothing is left to decide, 1 if
-something is, 2 if there is no such script.
+A report goes to stderr. Exit code: 0 if no flag is left to decide, 1 if some are, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_BYTES = 4 * 2**20
 
 
 def main(argv: Sequence[str], program: str = "megatron-flags") -> int:
-    """Rewrites a script; returns the exit code. Error messages begin with `program`."""
+    """Rewrites a script and returns the exit code. Error messages start with `program`."""
     arguments = _parse(argv)
     path: Path = arguments.script
     try:
@@ -51,7 +50,7 @@ def main(argv: Sequence[str], program: str = "megatron-flags") -> int:
 
 
 def report(path: Path, rewritten: Rewritten) -> list[str]:
-    """What has been done, grouped by what to do about it."""
+    """Returns the lines of the report, grouped by handling."""
     findings = rewritten.findings
     if not rewritten.num_flags and not findings:
         what = "its program's name ends in .py and begins with pretrain, train or finetune"
@@ -71,8 +70,8 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ProgramParser(
-        description="Rewrites a launch script of Megatron-LM's for this program. Reports what it\n"
-        "changed and what is left to decide.",
+        description="Rewrites a launch script of Megatron-LM for this program. Reports the\n"
+        "changes and the flags that are left to decide.",
         epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
         allow_abbrev=False,
     )
@@ -92,7 +91,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read(path: Path) -> str:
-    """The script. Bytes that are no UTF-8 come back as they are when it is written."""
+    """Returns the script. Bytes that are not UTF-8 survive encoding with `_write`."""
     if not path.is_file():
         raise ConfigError(f"Expected a bash script, got {path}, which is no file.")
     with path.open("rb") as stream:
@@ -114,7 +113,7 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path | None:
 
 
 def _write(text: str, target: Path | None, original: Path) -> None:
-    """Writes all of it or nothing, with the permissions of the original."""
+    """Writes the script atomically, with the permissions of the original."""
     content = text.encode("utf-8", "surrogateescape")
     if target is None:
         sys.stdout.flush()

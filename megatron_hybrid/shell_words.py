@@ -1,9 +1,9 @@
-"""Words and variables of a bash script. Nothing is expanded by a shell, and nothing is executed.
+"""Finds words and variables in a bash script, without executing it.
 
-A rewriter needs to know where words begin and end, and not what a script means: it does not matter
-which `if` a `fi` closes. So the scanner knows quotes, expansions, comments, here-documents and the
-parentheses of arrays, and no grammar. The standard library's shlex does not tell where a word is,
-and ends one at a blank in `$(...)` or `${X:-...}`.
+Rewriting flags requires the position of each word but no grammar: it does not matter which `if` a
+`fi` closes. The scanner handles quotes, expansions, comments, here-documents and the parentheses of
+arrays. shlex of the standard library does not return positions, and splits at the blanks inside
+`$(...)` and `${X:-...}`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# What begins between words. A redirection's number belongs to it, and is no argument.
+# Tokens other than words. The number in front of a redirection is part of it, not an argument.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r]+|\\\r?\n)
     | (?P<newline>\n)
@@ -26,7 +26,7 @@ _TOKEN = re.compile(
 _WORD_END = re.compile(r"[ \t\r\n;&|()]|[<>](?!\()|\\\r?\n|\Z")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
 _OPENING = re.compile(r"[$<>]\(|\$\{|\$'|['\"`]")
-_LETTERS = ("'", "$'", '"', "<(", ">(")  # in double quotes
+_LETTERS = ("'", "$'", '"', "<(", ">(")  # without a meaning in double quotes
 
 
 class ShellSyntaxError(ValueError):
@@ -47,7 +47,7 @@ class Token(NamedTuple):
 
 
 def tokens_of(text: str, start: int = 0, end: int | None = None) -> list[Token]:
-    """The tokens of a script, or of a part of one.
+    """Returns the tokens of a script, or of a part of it.
 
     Raises:
         ShellSyntaxError: a quote or an expansion has no end.
@@ -59,7 +59,7 @@ def tokens_of(text: str, start: int = 0, end: int | None = None) -> list[Token]:
 
 
 def _tokens(text: str, place: int, *, is_nested: bool = False) -> Iterator[Token]:
-    """The tokens from a place on; in a substitution or an array, those up to its parenthesis."""
+    """Yields the tokens from a place on; nested ones end with the closing parenthesis."""
     opened, parentheses = place, 0
     endings: list[str] = []  # patterns of the lines that end here-documents
     while place < len(text):
@@ -104,7 +104,7 @@ def _past_word(text: str, place: int) -> int:
 
 
 def _past_piece(text: str, place: int, is_quoted: bool = False) -> int:
-    """The place behind a letter, a quoted text or an expansion; in quotes, others are letters."""
+    """Returns the end of a letter, a quoted text or an expansion."""
     if text[place] == "\\":
         return min(place + 2, len(text))
     opening = _OPENING.match(text, place)
@@ -117,7 +117,7 @@ def _past_piece(text: str, place: int, is_quoted: bool = False) -> int:
 
 
 def _past(text: str, place: int, opening: str, is_quoted: bool) -> int:
-    """The place behind what closes a quote or braces."""
+    """Returns the end of a quoted text or of braces."""
     opened, closing = place, "}" if opening == "${" else opening[-1]
     while place < len(text):
         if text[place] == closing:
@@ -135,23 +135,23 @@ Values = frozenset[str] | None  # None: unknown
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-# A word is texts in single quotes, in double quotes, and without.
+# The parts of a word: in single quotes, in double quotes, and unquoted.
 _QUOTED = re.compile(r"'([^']*)'|\"((?:\\.|[^\"\\])*)\"|((?:\\.|[^'\"\\])+)", re.DOTALL)
 _PART = re.compile(rf"\\(.)|{_VARIABLE.pattern}|([$`])|([^\\$`]+)", re.DOTALL)
-# Commands that set the variables which they name, as `((` does.
+# Commands that assign to the variables in their arguments, as `((` does.
 _SETTERS = frozenset(("for", "read", "select", "mapfile", "readarray", "getopts", "printf", "let"))
 _MOST_VALUES = 16
-_LONGEST = 4096  # characters of a value: each variable may hold another one twice
+_LONGEST = 4096  # characters of a value: a chain of variables may double it at each step
 
 
 class Variables:
-    """What the variables of a script may hold, as far as its text says.
+    """The possible values of a script's variables.
 
         TP=1                    {"1"}
         if ...; then TP=2; fi   {"1", "2"}
-        PP=${PP:-1}  N=$1       None: the script's caller decides
+        PP=${PP:-1}  N=$1       None: unknown, since the caller of the script sets them
 
-    A variable that holds another one has the values which that had before.
+    Assignments are evaluated once, in the order of the text.
     """
 
     def __init__(self, tokens: Iterable[Token]) -> None:
@@ -164,13 +164,12 @@ class Variables:
             if name and (kind == "array" or (is_setter and not found)):
                 self.values[name[0]] = None
             elif found:
-                known = self.values.get(found[1], frozenset())
-                more = None if found[2] else self.expanded(found[3])
-                is_known = known is not None and more is not None
-                self.values[found[1]] = _bounded(known | more) if is_known else None
+                old = self.values.get(found[1], frozenset())
+                new = None if found[2] else self.expanded(found[3])
+                self.values[found[1]] = None if old is None or new is None else _bounded(old | new)
 
     def expanded(self, raw: str) -> Values:
-        """What a word, with its quotes, may be once it is expanded."""
+        """Returns the possible expansions of a word with quotes."""
         choices: list[Iterable[str]] = []
         for single, double, bare in _QUOTED.findall(raw):
             choices.append((single,))
@@ -184,6 +183,6 @@ class Variables:
 
 
 def _bounded(values: frozenset[str]) -> Values:
-    """The values; None, if they are too many or too long."""
+    """Returns the values, or None if they are too many or too long."""
     is_short = all(len(value) <= _LONGEST for value in values)
     return values if is_short and len(values) <= _MOST_VALUES else None

@@ -1,10 +1,9 @@
-"""Answers to Megatron-LM's flags that this program lacks: which of them change nothing here, and
-what to do about the others.
+"""Looks up flags of Megatron-LM that this program lacks, in the table flag_answers.yaml.
 
-Megatron-LM's launch scripts name many flags for what is always so here (a distributed optimizer),
-for kernels, or for dimensions of parallelism of size 1. These are accepted. A flag that asks for
-more is refused, with what to do, and so is a value of a shared flag that only Megatron-LM knows.
-The table of answers is flag_answers.yaml, which docs/coming-from-megatron.md shows.
+Launch scripts for Megatron-LM pass many flags for behaviour that is fixed here (a distributed
+optimizer), for kernels, or for dimensions of parallelism of size 1. These flags are accepted. Flags
+that request an unsupported feature are an error with a suggestion, and so are values of shared
+flags that only Megatron-LM supports. docs/coming-from-megatron.md shows the table.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from megatron.core.log import printable
 
 SHOWN = 200  # characters of a given flag in a message
 _MOST_DIGITS = 20  # of a number of samples
-# Words of `AnswerRow.use` that the user fills in: a path, a number.
+# Placeholders in `AnswerRow.use` for a path or a number that the user fills in.
 _BLANKS = frozenset(("FILE", "N", "FRACTION", "MINUTES"))
-_ALIKE = 0.9  # similarity of a misspelt flag and the one that is meant
-# What two flags that mean the same have in common.
+_ALIKE = 0.9  # least similarity of a misspelt flag and its correction
+# Parts that must be equal in a misspelt flag and its correction.
 _MEANING = re.compile(r"^--no-|^--disable-|\d+")
 
 
@@ -44,7 +43,7 @@ class Given(NamedTuple):
 
 
 class Ruling(enum.Enum):
-    """What becomes of a flag of Megatron-LM's."""
+    """How this program treats a flag of Megatron-LM."""
 
     NO_EFFECT = "no effect"
     REMOVE = "remove"
@@ -53,7 +52,7 @@ class Ruling(enum.Enum):
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """A row of the table: flags with one answer. flag_answers.yaml describes the fields."""
+    """A row of the table: flags with one answer. The comment in the file describes the fields."""
 
     flags: Sequence[str]
     ruling: Ruling
@@ -63,7 +62,7 @@ class AnswerRow:
     unless: str = ""
 
     def covers(self, given: Given, settings: Mapping[str, Any]) -> bool:
-        """Whether this answers `given` in a run with other settings, by field name."""
+        """Whether the row applies to `given` in a run with other settings, by field name."""
         if self.values and " ".join(given.values) not in self.values:
             return False
         if self.unless and settings.get(self.unless.lstrip("-").replace("-", "_")):
@@ -74,12 +73,12 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of a flag as it was given. Equal answers may be to different values."""
+    """How this program treats a given flag. Equal answers may belong to different values."""
 
     given: Given = field(compare=False)
     ruling: Ruling
     why: str
-    use: tuple[str, ...] = ()  # what to write instead, in words of a command line; empty: nothing
+    use: tuple[str, ...] = ()  # words to write instead; empty: remove the flag
 
     @property
     def is_complete(self) -> bool:
@@ -93,7 +92,7 @@ class Answer:
 
 
 def answer(given: Given, settings: Mapping[str, Any], samples_per_iteration: int) -> Answer | None:
-    """The answer to a flag of Megatron-LM's; None if the table has none.
+    """Returns the answer to a given flag; None if the table has none.
 
     Args:
         settings: the run's settings, by field name.
@@ -114,7 +113,7 @@ def _iterations(values: tuple[str, ...], samples_per_iteration: int) -> str:
     is_number = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     if not is_number or (samples_per_iteration == 0 and int(text) > 0):
         return "N"
-    # No warm-up stays none, but nothing else becomes zero iterations.
+    # Zero samples stay zero; any other number is at least one iteration.
     return str(max(int(text) // max(samples_per_iteration, 1), min(int(text), 1)))
 
 
@@ -128,28 +127,28 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def answer_rows() -> tuple[AnswerRow, ...]:
-    """The table of answers. The first row that covers a flag answers it."""
+    """Returns the table. The first row that covers a flag applies."""
     rows = ({**row, "ruling": Ruling(row["ruling"])} for row in _table()["answers"])
     return tuple(AnswerRow(**row) for row in rows)
 
 
 @functools.cache
 def megatron_switches() -> frozenset[str]:
-    """Flags of Megatron-LM's that take no value, of those that this program lacks."""
+    """Returns the flags without a value that only Megatron-LM has."""
     return frozenset(_table()["switches"].split())
 
 
 @functools.lru_cache(maxsize=4096)
 def rows_for(flag: str) -> tuple[AnswerRow, ...]:
-    """The rows that answer a flag with some value, in the order of the table."""
+    """Returns the rows that name a flag, in the order of the table."""
     return tuple(
         row for row in answer_rows() if any(fnmatch.fnmatchcase(flag, name) for name in row.flags)
     )
 
 
 def meant_by(flag: str, ours: Iterable[str]) -> str | None:
-    """The flag of which this one is a misspelling, among ours and Megatron-LM's; None rather than
-    one that means something else: its negation, or a name with another number.
+    """Returns the known flag that `flag` misspells, or None. A negation of the flag, or a name with
+    another number, is a different flag and not a correction.
     """
     flag, meaning = flag.replace("_", "-"), _MEANING.findall(flag)
     theirs = (name for row in answer_rows() for name in row.flags if "*" not in name)

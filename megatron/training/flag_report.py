@@ -1,5 +1,5 @@
-"""Lays out what is said of a launch script's flags, grouped by what to do: for an error and for the
-program that rewrites scripts.
+"""Formats messages about the flags of a launch script, grouped by required action: for an error of
+a run, and for the program that rewrites scripts.
 
     1 setting cannot be used:
       Called otherwise here:
@@ -38,17 +38,17 @@ class Entry(NamedTuple):
     """A line of a group."""
 
     given: str  # the flag
-    why: str = ""  # a sentence, which is shown once for consecutive entries that share it
-    use: str = ""  # what to write instead, with a verb; empty: nothing
+    why: str = ""  # a sentence; shown once for consecutive entries that share it
+    use: str = ""  # the replacement, with a verb; empty: none
 
 
 class RefusedSettings(ConfigErrors):
-    """Settings that cannot be used, with flags of Megatron-LM's among them.
+    """Invalid settings, some of which are flags of Megatron-LM.
 
     Args:
         lines: one line for each error.
-        refused: the flags of Megatron-LM's among them, each with its place in front.
-        without_effect: flags that are accepted.
+        refused: the answers to flags of Megatron-LM, each with its file as a prefix.
+        without_effect: accepted flags that change nothing.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RefusedSettings(ConfigErrors):
         self._groups[_NO_EFFECT] = [Entry(str(given)) for given in without_effect]
 
     def report(self) -> str:
-        """The message for a terminal: grouped by what to do."""
+        """Returns the message for a terminal, grouped by required action."""
         return "\n".join((self.heading(), *laid_out(self._groups)))
 
 
 def laid_out(groups: Mapping[str, Iterable[Entry]]) -> list[str]:
-    """The lines of the groups, by title, that have entries. All groups share two columns."""
+    """Returns the lines of all non-empty groups, by title, in two common columns."""
     shown = {title: found for title, entries in groups.items() if (found := list(entries))}
     with_reasons = [entry for entries in shown.values() for entry in entries if entry.why]
     widths = [len(printable(entry.given, _MOST_CHARACTERS)) for entry in with_reasons]
@@ -88,7 +88,7 @@ def laid_out(groups: Mapping[str, Iterable[Entry]]) -> list[str]:
 
 
 def _run_on(entries: Sequence[Entry]) -> list[str]:
-    """Entries without reasons, one after the other. A flag and its value stay on one line."""
+    """Returns entries without reasons as a list. A flag and its value stay on one line."""
     held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in entries)
     listed = _wrapped(", ".join(held), initial_indent="    ", subsequent_indent="    ")
     return [line.replace(_HELD, " ") for line in listed]
