@@ -39,9 +39,7 @@ from tools.gpu_check.two_ranks import shared_backend
 _NUM_RANKS = 2
 # Large enough for a save to last while a few steps are made.
 _SIZES = Sizes(num_layers=4, hidden=768, heads=12, sequence=256, num_microbatches=2)
-_FP8 = OptimizerConfig(
-    use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"
-)
+_FP8 = OptimizerConfig(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
 CASES: dict[str, Configuration] = {
     **{
         name: CONFIGURATIONS[name]

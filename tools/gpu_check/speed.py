@@ -94,7 +94,6 @@ def offload_half(findings: Findings) -> None:
 def offload_bf16_moments(findings: Findings) -> None:
     """All of it, with moments of two bytes."""
     dtypes = {
-        "use_precision_aware_optimizer": True,
         "exp_avg_dtype": "bf16",
         "exp_avg_sq_dtype": "bf16",
     }

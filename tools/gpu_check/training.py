@@ -78,9 +78,7 @@ def _hybrid(outer: str = "no_shard", grads: str = "fp32") -> DataParallelConfig:
 
 # Half of the bytes that cross the link.
 _BF16_GRADS = DataParallelConfig(main_grads_dtype="bf16")
-_LOW_PRECISION = OptimizerConfig(
-    use_precision_aware_optimizer=True, exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16"
-)
+_LOW_PRECISION = OptimizerConfig(exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16")
 _FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
 
 # The dtype of main gradients changes bits, so there are families for fp32 and for bf16 ones: each
