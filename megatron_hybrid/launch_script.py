@@ -254,8 +254,8 @@ class _Findings:
                 self._settings[field.name] = is_on
             if given.flag == "--global-batch-size":
                 batches |= {" ".join(values) for values in self._values(given)}
-        is_told = len(batches) == 1 and re.fullmatch("[0-9]{1,19}", *batches)
-        self._samples = int(batches.pop()) if is_told else 0  # 0: not known
+        batch = batches.pop() if len(batches) == 1 else ""
+        self._samples = int(batch) if re.fullmatch("[0-9]{1,19}", batch) else 0  # 0: not known
 
     def about_programs(self) -> Iterator[Finding]:
         """Yields findings about unsupported programs, and about the one different default that
