@@ -6,8 +6,7 @@
     python -m megatron_hybrid checkpoint export runs/mine exports/mine --format hf
     python -m megatron_hybrid generate --load exports/mine --prompt "def main():"
 
-Each program has its own `--help`, exit codes and messages. An installation has the same commands as
-`megatron-hybrid COMMAND ...`.
+Each program has its own `--help`, exit codes and messages.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PROGRAM = "megatron-hybrid"
-_AS_MODULE = "python -m megatron_hybrid"
-
+PROGRAM = "python -m megatron_hybrid"
 _PACKAGE = Path(__file__).resolve().parents[1] / "megatron"
 _EXIT_USAGE = 2
 
@@ -64,19 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the program's command and its arguments; default: the command line's.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    # Usage lines and messages name the program as it was typed.
-    typed = _AS_MODULE if Path(sys.argv[0]).name == "__main__.py" else PROGRAM
     if given[:1] in (["-h"], ["--help"]):
-        print(_usage(typed))
+        print(_usage())
         return 0
     if not given or given[0] not in COMMANDS:
-        print(f"{_usage(typed)}\n", file=sys.stderr)
+        print(f"{_usage()}\n", file=sys.stderr)
         got = repr(given[0]) if given else "none"
-        print(f"{typed}: expected a command of these, got {got}.", file=sys.stderr)
+        print(f"{PROGRAM}: expected a command of these, got {got}.", file=sys.stderr)
         return _EXIT_USAGE
 
     command, arguments = given[0], given[1:]
-    program = f"{typed} {command}"
+    program = f"{PROGRAM} {command}"
     try:
         check_package()
     except ImportError as error:
@@ -113,14 +108,14 @@ def check_package() -> None:
     found = [str(Path(path).resolve()) for path in megatron.__path__]
     if found[:1] != [str(_PACKAGE)]:
         raise ImportError(
-            f"Expected the package megatron of {PROGRAM} at {_PACKAGE}, got that of another "
+            f"Expected the package megatron of megatron-hybrid at {_PACKAGE}, got that of another "
             f"distribution at {', '.join(found)}. Uninstall that one (megatron-core, say), or take "
             "it off PYTHONPATH."
         )
 
 
-def _usage(typed: str) -> str:
+def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"usage: {typed} COMMAND ...   (COMMAND --help: its flags)", ""]
+    lines = [f"usage: {PROGRAM} COMMAND ...   (COMMAND --help: its flags)", ""]
     lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(lines)

@@ -1,15 +1,14 @@
-"""Rewrites a launch script of Megatron-LM's for this program.
+"""Rewrites a launch script of Megatron-LM for this program.
 
     python -m megatron_hybrid megatron-flags train.sh > train_here.sh
     python -m megatron_hybrid megatron-flags train.sh --in-place
 
-Flags that are called otherwise here are replaced, and those without effect are deleted. Flags that
-are not supported stay, unless --remove-unsupported is given: what a run without them is worth is
-for you to say. So does a flag whose answer depends on a variable that the script does not assign.
-All other text stays as it is, and the script is not executed.
+Flags with another name here are replaced, and flags without effect are deleted. Unsupported flags
+are left in the script unless --remove-unsupported is given, because a run without them may be
+pointless. Flags that depend on a variable with an unknown value are left, too. All other text is
+unchanged. The script is read, not executed.
 
-What has changed and what is left is said on stderr. Exit code: 0 if nothing is left to decide, 1 if
-something is, 2 if there is no such script.
+A report goes to stderr. Exit code: 0 if no flag is left to decide, 1 if some are, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -22,34 +21,18 @@ from pathlib import Path
 from megatron.core.files import published
 from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
-from megatron.training.flag_report import FlagGroup, FlagLine, laid_out
+from megatron.training.flag_report import FlagLine, laid_out
 from megatron_hybrid.endings import one_line_errors
-from megatron_hybrid.megatron_scripts.rewrite import Outcome, Rewritten, left_over, rewrite
-from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
+from megatron_hybrid.launch_script import CHANGES, LEFT, Handling, Rewritten, rewrite
+from megatron_hybrid.shell_words import ShellSyntaxError
 
 EXIT_LEFT, EXIT_BAD_INPUT = 1, 2
 _MAX_BYTES = 4 * 2**20
-_TITLES = {
-    Outcome.REPLACED: "Called otherwise here (rewritten)",
-    Outcome.DELETED: "No effect here (deleted)",
-    Outcome.REMOVED: "Not supported here (deleted, as told)",
-    Outcome.UNSUPPORTED: "Not supported here (left: remove, or stay with Megatron-LM)",
-    Outcome.UNDECIDED: "Could not be decided (left)",
-    Outcome.UNKNOWN: "Unknown to both programs (left)",
-    Outcome.DEFAULT: "Not given, with another default here",
-}
-# A list of these is enough: docs/coming-from-megatron.md has the reasons.
-_WITHOUT_REASONS = (Outcome.DELETED,)
 
 
-def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") -> int:
-    """Rewrites a script; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str], program: str = "megatron-flags") -> int:
+    """Rewrites a script and returns the exit code. Error messages start with `program`."""
+    arguments = _parse(argv)
     path: Path = arguments.script
     with one_line_errors(program, (ConfigError, OSError)):
         text = _read(path)
@@ -59,40 +42,34 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron_flags.py") 
         except ShellSyntaxError as error:
             raise ConfigError(f"{path}, {error}") from error
         _write(rewritten.text, target, path)
-
         print("\n".join(report(path, rewritten)), file=sys.stderr)
-        return EXIT_LEFT if left_over(rewritten.findings) else 0
+        return EXIT_LEFT if any(one.handling in LEFT for one in rewritten.findings) else 0
     return EXIT_BAD_INPUT
 
 
 def report(path: Path, rewritten: Rewritten) -> list[str]:
-    """What has been done, grouped by what to do about it."""
+    """Returns the lines of the report, grouped by handling."""
     findings = rewritten.findings
     if not rewritten.num_flags and not findings:
         what = "its program's name ends in .py and begins with pretrain, train or finetune"
         return [f"{path}: no training command with flags was found; {what}. Nothing changed."]
-    left = len(left_over(findings))
-    changed = sum(one.outcome.is_change for one in findings)
+    changed, left = (sum(one.handling in kind for one in findings) for kind in (CHANGES, LEFT))
     heading = f"{path}: {rewritten.num_flags} flags; {changed} changed, {left} left to you."
-    groups = []
-    for outcome, title in _TITLES.items():
-        entries = [
-            FlagLine(f"line {one.line}: {one.given}", one.why, one.use)
-            if outcome not in _WITHOUT_REASONS
-            else FlagLine(one.given)
-            for one in findings
-            if one.outcome is outcome
-        ]
-        verb = "now" if outcome is Outcome.REPLACED else "use"
-        # The same flag may stand in several branches.
-        groups.append(FlagGroup(title, tuple(dict.fromkeys(entries)), verb))
+    groups: dict[str, dict[FlagLine, None]] = {handling.value: {} for handling in Handling}
+    for one in findings:
+        verb = "now" if one.handling is Handling.REPLACED else "use"
+        use = f"{verb} {' '.join(one.use)}" if one.use else ""
+        entry = FlagLine(f"line {one.line}: {one.given}", one.why, use)
+        if one.handling is Handling.DELETED:
+            entry = FlagLine(one.given)  # docs/coming-from-megatron.md has the reasons
+        groups[one.handling.value][entry] = None  # once: a flag may be in several branches
     return [heading, *laid_out(groups)]
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ProgramParser(
-        description="Rewrites a launch script of Megatron-LM's for this program. Reports what it\n"
-        "changed and what is left to decide.",
+        description="Rewrites a launch script of Megatron-LM for this program. Reports the\n"
+        "changes and the flags that are left to decide.",
         epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
         allow_abbrev=False,
     )
@@ -106,22 +83,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
     parser.add_argument(
-        "--remove-unsupported",
-        action="store_true",
-        help="also delete flags that are not supported here",
+        "--remove-unsupported", action="store_true", help="also delete flags not supported here"
     )
     return parser.parse_args(argv)
 
 
 def _read(path: Path) -> str:
-    """The script. Bytes that are no UTF-8 come back as they are when it is written."""
+    """Returns the script. Bytes that are not UTF-8 survive encoding with `_write`."""
     if not path.is_file():
         raise ConfigError(f"Expected a bash script, got {path}, which is no file.")
     with path.open("rb") as stream:
         content = stream.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES or b"\0" in content:
-        kind = "a binary file" if b"\0" in content else f"more than {_MAX_BYTES} bytes"
-        raise ConfigError(f"{path}: expected a bash script, got {kind}.")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: expected a bash script, got more than {_MAX_BYTES} bytes.")
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -137,7 +111,7 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path | None:
 
 
 def _write(text: str, target: Path | None, original: Path) -> None:
-    """Writes all of it or nothing, with the permissions of the original."""
+    """Writes the script atomically, with the permissions of the original."""
     content = text.encode("utf-8", "surrogateescape")
     if target is None:
         sys.stdout.flush()
@@ -148,7 +122,3 @@ def _write(text: str, target: Path | None, original: Path) -> None:
     with published(target) as stream:
         stream.write(content)
     target.chmod(mode)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ is refused (hf_settings.py). A file's keys are the flags' names without the dash
 been built.
 
 A launch script written for Megatron-LM may need many changes, so one error names all of them that
-can be known at once. What it says to write instead (megatron_flags.py) is checked as if it had been
+can be known at once. What it says to write instead (flag_answers.py) is checked as if it had been
 written.
 """
 
@@ -29,11 +29,9 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import RunConfig, section_classes
+from megatron.training.flag_answers import Answer, Given, Ruling, answer, meant_by
 from megatron.training.flag_report import RefusedSettings
-from megatron.training.flag_rows import Given, Ruling
 from megatron.training.hf_settings import read_folder, take_settings
-from megatron.training.megatron_flags import Answer, answer, megatrons_names
-from megatron.training.near_names import meant_by
 from megatron.training.settings_file import Setting, read_settings
 from megatron.training.tokenizer import TokenizerConfig
 
@@ -303,10 +301,7 @@ class _Settings:
         if not self.refused:
             _raise(errors)
             return
-        spoken = {where + str(found) for where, found in self.refused}
-        errors = _cut(errors)
-        wrong = [line for line in errors if line not in spoken]
-        raise RefusedSettings(errors, self.refused, wrong, self.without_effect)
+        raise RefusedSettings(_cut(errors), self.refused, self.without_effect)
 
     def _refuse(self, field: Field, error: ConfigError) -> None:
         self.errors += error.lines
@@ -494,6 +489,6 @@ def _unknown(given: Given, *, is_key: bool) -> str:
     strip = "-" if is_key else ""
     name = printable(given.flag, _SHOWN_KEY).lstrip(strip)
     kind = "a known key" if is_key else "a known flag"
-    meant = meant_by(given.flag, (*_switches(), *megatrons_names()))
+    meant = meant_by(given.flag, _switches())
     hint = "" if meant is None else f" Did you mean {meant.lstrip(strip)}?"
     return f"{name}: expected {kind}, got one that does not exist.{hint}"

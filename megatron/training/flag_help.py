@@ -67,7 +67,6 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "min_loss_scale",
         "loss_scale_window",
         "hysteresis",
-        "use_precision_aware_optimizer",
         "main_params_dtype",
         "main_grads_dtype",
         "exp_avg_dtype",

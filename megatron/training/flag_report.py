@@ -1,9 +1,7 @@
-"""What is said of a launch script's flags, grouped by what to do: for an error and for the program
-that rewrites scripts.
+"""Formats messages about the flags of a launch script, grouped by required action: for an error of
+a run, and for the program that rewrites scripts.
 
-    2 settings cannot be used:
-      Not supported here (remove, or stay with Megatron-LM):
-        --fp8-format hybrid  Compute in fp8 or fp4 is not offered; --bf16 is.
+    1 setting cannot be used:
       Called otherwise here:
         --train-samples 160  use --train-iters 20. Runs count iterations of --global-batch-size
                              samples.
@@ -13,158 +11,105 @@ that rewrites scripts.
 
 from __future__ import annotations
 
+import functools
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron.core.log import printable
 from megatron.core.options import ConfigErrors
-from megatron.training.flag_rows import SHOWN, Given, Ruling
-from megatron.training.megatron_flags import Answer
+from megatron.training.flag_answers import SHOWN, Answer, Given, Ruling
 
-WIDTH = 100
-NOT_SUPPORTED = "Not supported here (remove, or stay with Megatron-LM)"
-CALLED_OTHERWISE = "Called otherwise here"
-NO_EFFECT = "No effect here (accepted; may be deleted)"
+_NOT_SUPPORTED = "Not supported here (remove, or stay with Megatron-LM)"
+_CALLED_OTHERWISE = "Called otherwise here"
 _WRONG = "Unknown, or wrong in itself"
-_INDENT = "  "
+_NO_EFFECT = "No effect here (accepted; may be deleted)"
 _HELD = "\0"  # for a space at which no line ends
 _WIDEST = 44  # of the first column: a longer entry has its line for itself
 _MOST_CHARACTERS = 2000  # of an entry
+# Flags, which have hyphens, stay whole.
+_wrapped = functools.partial(
+    textwrap.wrap, width=100, break_long_words=False, break_on_hyphens=False
+)
 
 
-@dataclass(frozen=True)
-class FlagLine:
-    """A line of a group.
+class FlagLine(NamedTuple):
+    """A line of a group."""
 
-    Attributes:
-        given: the flag as it was given.
-        use: what to write instead; empty: nothing.
-        why: a sentence, which entries that follow each other may share: it is shown once.
-    """
-
-    given: str
-    why: str = ""
-    use: str = ""
-
-    @classmethod
-    def of(cls, found: Answer, given: str | None = None) -> FlagLine:
-        """The entry for an answer.
-
-        Args:
-            given: the flag with its place; default: without.
-        """
-        use = printable(shlex.join(found.use), SHOWN)
-        return cls(str(found.given) if given is None else given, found.why, use)
-
-
-@dataclass(frozen=True)
-class FlagGroup:
-    """Entries under one title. Those that have nothing beside them run on, with commas.
-
-    Attributes:
-        verb: before what is written instead.
-    """
-
-    title: str
-    entries: tuple[FlagLine, ...]
-    verb: str = "use"
+    given: str  # the flag
+    why: str = ""  # a sentence; shown once for consecutive entries that share it
+    use: str = ""  # the replacement, with a verb; empty: none
 
 
 class RefusedSettings(ConfigErrors):
-    """Settings that cannot be used, with flags of Megatron-LM's among them.
+    """Invalid settings, some of which are flags of Megatron-LM.
 
     Args:
-        lines: all that is wrong, a line each.
-        refused: the flags of Megatron-LM's among them, each with its place in front.
-        wrong: the other lines.
-        without_effect: flags that are accepted.
+        lines: one line for each error.
+        refused: the answers to flags of Megatron-LM, each with its file as a prefix.
+        without_effect: accepted flags that change nothing.
     """
 
     def __init__(
         self,
         lines: Sequence[str],
         refused: Sequence[tuple[str, Answer]],
-        wrong: Sequence[str],
         without_effect: Sequence[Given],
     ) -> None:
         super().__init__(lines)
-        entries = {
-            ruling: tuple(
-                FlagLine.of(found, where + str(found.given))
-                for where, found in refused
-                if found.ruling is ruling
-            )
-            for ruling in (Ruling.REMOVE, Ruling.REPLACE)
-        }
-        self._groups = (
-            FlagGroup(NOT_SUPPORTED, entries[Ruling.REMOVE]),
-            FlagGroup(CALLED_OTHERWISE, entries[Ruling.REPLACE]),
-            FlagGroup(_WRONG, tuple(FlagLine("", line) for line in wrong)),
-            FlagGroup(NO_EFFECT, tuple(FlagLine(str(given)) for given in without_effect)),
-        )
+        others = dict.fromkeys(lines)
+        self._groups: dict[str, list[FlagLine]] = {_NOT_SUPPORTED: [], _CALLED_OTHERWISE: []}
+        for where, found in refused:
+            others.pop(where + str(found), None)
+            title = _CALLED_OTHERWISE if found.ruling is Ruling.REPLACE else _NOT_SUPPORTED
+            use = f"use {printable(shlex.join(found.use), SHOWN)}" if found.use else ""
+            self._groups[title].append(FlagLine(where + str(found.given), found.why, use))
+        self._groups[_WRONG] = [FlagLine("", line) for line in others]
+        self._groups[_NO_EFFECT] = [FlagLine(str(given)) for given in without_effect]
 
     def report(self) -> str:
-        """The message for a terminal: grouped by what to do."""
+        """Returns the message for a terminal, grouped by required action."""
         return "\n".join((self.heading(), *laid_out(self._groups)))
 
 
-def laid_out(groups: Iterable[FlagGroup]) -> list[str]:
-    """The lines of those groups that have entries, in two columns that all of them share."""
-    shown = [group for group in groups if group.entries]
-    with_reasons = [entry for group in shown for entry in group.entries if entry.why]
+def laid_out(groups: Mapping[str, Iterable[FlagLine]]) -> list[str]:
+    """Returns the lines of all non-empty groups, by title, in two common columns."""
+    shown = {title: found for title, entries in groups.items() if (found := list(entries))}
+    with_reasons = [entry for entries in shown.values() for entry in entries if entry.why]
     widths = [len(printable(entry.given, _MOST_CHARACTERS)) for entry in with_reasons]
     column = max((width for width in widths if width <= _WIDEST), default=0)
     lines: list[str] = []
-    for group in shown:
-        lines.append(f"{_INDENT}{group.title}:")
-        lines += _lines_of(group, column)
+    for title, entries in shown.items():
+        has_reasons = any(entry.why for entry in entries)
+        lines.append(f"  {title}:")
+        lines += _columns(entries, column) if has_reasons else _run_on(entries)
     return lines
 
 
-def _lines_of(group: FlagGroup, column: int) -> list[str]:
-    if not any(entry.why for entry in group.entries):
-        # A flag and its value stay on one line.
-        held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in group.entries)
-        listed = _wrapped(", ".join(held), 2 * _INDENT, 2 * _INDENT)
-        return [line.replace(_HELD, " ") for line in listed]
+def _run_on(entries: Sequence[FlagLine]) -> list[str]:
+    """Returns entries without reasons as a list. A flag and its value stay on one line."""
+    held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in entries)
+    listed = _wrapped(", ".join(held), initial_indent="    ", subsequent_indent="    ")
+    return [line.replace(_HELD, " ") for line in listed]
 
+
+def _columns(entries: Sequence[FlagLine], column: int) -> list[str]:
     lines: list[str] = []
     last_why = ""
-    for entry in group.entries:
-        beside = _beside(entry, group.verb, last_why)
-        last_why = entry.why
-        if not entry.given:
-            lines += _wrapped(beside, 2 * _INDENT, 4 * _INDENT)
-            continue
+    for entry in entries:
         given = printable(entry.given, _MOST_CHARACTERS)
-        hanging = 2 * _INDENT + " " * (column + len(_INDENT))
+        text = printable(entry.why, _MOST_CHARACTERS)
+        if given and entry.why == last_why:
+            text = entry.use or "the same"
+        elif entry.use:
+            text = f"{entry.use}. {text}"
+        last_why = entry.why
+
+        hanging = " " * (column + 6) if given else " " * 8
+        first = f"    {given:<{column}}  " if given else "    "
         if len(given) > column:
-            lines.append(2 * _INDENT + given)
-            lines += _wrapped(beside, hanging, hanging)
-        else:
-            first = f"{2 * _INDENT}{given:<{column}}{_INDENT}"
-            lines += _wrapped(beside, first, hanging)
+            lines.append(f"    {given}")
+            first = hanging
+        lines += _wrapped(text, initial_indent=first, subsequent_indent=hanging)
     return lines
-
-
-def _beside(entry: FlagLine, verb: str, last_why: str) -> str:
-    """The second column. A reason is not said twice in a row."""
-    why = printable(entry.why, _MOST_CHARACTERS)
-    if entry.use:
-        use = f"{verb} {entry.use}"
-        return use if entry.why == last_why else f"{use}. {why}"
-    return "the same" if entry.given and entry.why == last_why else why
-
-
-def _wrapped(text: str, first: str, hanging: str) -> list[str]:
-    """`text` in lines of `WIDTH`. Flags, which have hyphens, stay whole."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -1,7 +1,7 @@
 """Megatron-LM's launch scripts start after the changes that one message asks for.
 
 `megatron_scripts.yaml` has the flags of three of its scripts, with small sizes. Here the message is
-obeyed by a program, to the letter; and tools/megatron_flags.py rewrites scripts of their forms.
+obeyed by a program, to the letter; and `megatron-flags` rewrites scripts of their forms.
 """
 
 from __future__ import annotations

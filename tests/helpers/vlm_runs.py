@@ -41,8 +41,7 @@ TRAINING = (
     "--lr 3e-3 --lr-decay-style constant --num-workers 0 --log-interval 1 --split 100"
 ).split()
 OFFLOADED = (
-    "--optimizer-cpu-offload --optimizer-offload-fraction 1 --overlap-cpu-optimizer-d2h-h2d "
-    "--use-precision-aware-optimizer"
+    "--optimizer-cpu-offload --optimizer-offload-fraction 1 --overlap-cpu-optimizer-d2h-h2d"
 ).split()
 
 

@@ -27,7 +27,7 @@ _SCRIPTS = "|".join(
 OTHER_SPELLINGS = {
     "a script of tools/": rf"(?:python3? |`)tools/(?:{_SCRIPTS})\.py",
     "a module of tools/": rf"python3? -m tools\.(?:{_SCRIPTS})\b",
-    "the console script": rf"(?<![\w./-])megatron-hybrid (?:{_NAMES})(?![\w-])(?!:)",
+    "the distribution's name": rf"(?<![\w./-])megatron-hybrid (?:{_NAMES})(?![\w-])(?!:)",
     "a training script by python": r"python3? pretrain_(?:gpt|vlm)\.py",
     "torchrun": r"torchrun (?:[^`\n]|\\\n)*?(?:pretrain_(?:gpt|vlm)\.py|-m megatron_hybrid)",
 }
@@ -65,7 +65,7 @@ def test_no_document_starts_a_program_in_another_way(kind: str) -> None:
     [
         ("a script of tools/", "`tools/generate.py --load runs/x` samples"),
         ("a module of tools/", "python -m tools.checkpoint list runs/x"),
-        ("the console script", "run `megatron-hybrid checkpoint list`"),
+        ("the distribution's name", "run `megatron-hybrid checkpoint list`"),
         ("a training script by python", "$ python pretrain_vlm.py --config x.yaml"),
         ("torchrun", "torchrun --nnodes 2 \\\n    --rdzv-id 7 \\\n    pretrain_gpt.py --lr 1"),
     ],

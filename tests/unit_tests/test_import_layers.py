@@ -310,14 +310,8 @@ LAYERS: list[list[str]] = [
         "megatron.training.checkpoint.saver",
         "megatron.training.decision",
         "megatron.training.loop",
-        "megatron.training.flag_rows",
-        "megatron.training.megatron_model_flags",
-        "megatron.training.megatron_run_flags",
-        "megatron.training.megatron_other_flags",
-        "megatron.training.megatron_flags",
-        "megatron.training.megatron_switches",
+        "megatron.training.flag_answers",
         "megatron.training.flag_report",
-        "megatron.training.near_names",
         "megatron.training.hf_settings",
     ],
     ["megatron.training.flag_help", "megatron.training.arguments", "megatron.training.pretrain"],
@@ -416,5 +410,4 @@ def test_no_project_import_is_inside_a_function():
 
 def test_only_drivers_py_names_cuda():
     naming = [module for module, path in project_files().items() if "cuda" in path.read_text()]
-    naming.remove("megatron.training.megatron_switches")  # names of Megatron-LM's flags
     assert naming == ["megatron.core.drivers"]

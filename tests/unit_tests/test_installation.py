@@ -107,17 +107,17 @@ def environment(tmp_path: Path) -> Environment:
     return Environment(tmp_path / "environment")
 
 
-def test_one_wheel_serves_every_python_and_has_two_packages_and_a_script(wheel: Path) -> None:
+def test_one_wheel_serves_every_python_and_has_two_packages_with_their_data(wheel: Path) -> None:
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl"), "its library is of one platform"
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.partition("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
+        tops = {name.partition("/")[0] for name in names}
         (info,) = (top for top in tops if top.endswith(".dist-info"))
         metadata = archive.read(f"{info}/METADATA").decode()
-        scripts = archive.read(f"{info}/entry_points.txt").decode()
 
     assert tops == {"megatron", "megatron_hybrid", info}
-    assert "megatron-hybrid = megatron_hybrid.command_line:main" in scripts
+    assert {"megatron/py.typed", "megatron/training/flag_answers.yaml"} <= {*names}
     assert "\nObsoletes: megatron.core\n" in metadata
 
 
@@ -135,11 +135,10 @@ def test_megatron_core_after_us_is_one_clear_line_at_every_import(
         assert "got files of megatron-core too (core/package_info.py)" in line
         assert REPAIR in line
 
-    script = environment.python.parent / "megatron-hybrid"
-    done = environment.run(script, "status", ".")
+    done = environment.run(environment.python, "-m", "megatron_hybrid", "status", ".")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("megatron-hybrid status: Expected ")
+    assert line.startswith("python -m megatron_hybrid status: Expected ")
 
     # It takes along what both have.
     environment.pip("uninstall", "--yes", "megatron-core")
@@ -160,7 +159,7 @@ def test_megatron_core_before_us_is_the_same_line(
     assert "got files of megatron-core too" in line
 
 
-def test_a_package_of_another_path_is_one_line_of_the_script(
+def test_a_package_of_another_path_is_one_line_of_the_command(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
     """As in a clone of Megatron-LM that PYTHONPATH names: no line of our `megatron` is run."""
@@ -173,7 +172,7 @@ def test_a_package_of_another_path_is_one_line_of_the_script(
     )
     (other.parent / "__init__.py").touch()
     line = environment.error_of(statement)
-    assert line.startswith("megatron-hybrid status: Expected the package megatron of")
+    assert line.startswith("python -m megatron_hybrid status: Expected the package megatron of")
     assert f"got that of another distribution at {other.parent}" in line
 
 
@@ -286,7 +285,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
 
 
 @pytest.mark.wide
-def test_the_script_does_the_main_job_from_an_empty_folder(
+def test_an_installation_does_the_main_job_from_an_empty_folder(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
     """In an environment of its own, which borrows this one's packages but for this project."""
@@ -295,11 +294,11 @@ def test_the_script_does_the_main_job_from_an_empty_folder(
     job = tmp_path / "job"
     (job / "texts").mkdir(parents=True)
     (job / "texts" / "a.txt").write_text("def main():\n    return the_answer()\n" * 400)
-    script = str(environment.python.parent / "megatron-hybrid")
+    command = (str(environment.python), "-m", "megatron_hybrid")
 
-    def run(*command: str) -> str:
+    def run(*words: str) -> str:
         done = subprocess.run(
-            command,
+            words,
             capture_output=True,
             text=True,
             cwd=job,
@@ -311,7 +310,7 @@ def test_the_script_does_the_main_job_from_an_empty_folder(
 
     tokenizer = ("--tokenizer-model", "data/tokenizer.json")
     train_tokenizer = ("--train-tokenizer", "--vocab-size", "300", *tokenizer)
-    run(script, "preprocess", "--input", "texts", "--output-prefix", "data/own", *train_tokenizer)
+    run(*command, "preprocess", "--input", "texts", "--output-prefix", "data/own", *train_tokenizer)
     settings = (
         "--data-path data/own_text_document --split 90,10,0 --num-layers 1 --hidden-size 32 "
         "--num-attention-heads 2 --seq-length 16 --normalization RMSNorm --swiglu "
@@ -322,10 +321,10 @@ def test_the_script_does_the_main_job_from_an_empty_folder(
     ranks = ("--nproc-per-node", "2", "-m", "megatron_hybrid", "pretrain")
     run(*torchrun, *ranks, *settings, *tokenizer)
 
-    assert run(script, "status", "runs/own").startswith("state: finished")
-    assert "iter_0000004" in run(script, "checkpoint", "list", "runs/own")
-    assert "LlamaForCausalLM" in run(script, "checkpoint", "export", "runs/own", "exports/own")
+    assert run(*command, "status", "runs/own").startswith("state: finished")
+    assert "iter_0000004" in run(*command, "checkpoint", "list", "runs/own")
+    assert "LlamaForCausalLM" in run(*command, "checkpoint", "export", "runs/own", "exports/own")
     asked = ("--prompt", "def main", "--max-new-tokens", "4", "--temperature", "0")
-    written = run(script, "generate", "--load", "exports/own", *asked)
+    written = run(*command, "generate", "--load", "exports/own", *asked)
     assert written.startswith("--- prompt: 'def main'\ndef main")
-    assert run(script, "generate", "--load", "runs/own", *asked) == written
+    assert run(*command, "generate", "--load", "runs/own", *asked) == written

@@ -107,9 +107,6 @@ class OptimizerConfig:
         "(te), Apex's (apex), or PyTorch's (torch); te and apex need their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
-    use_precision_aware_optimizer: bool = option(
-        False, "allow other dtypes than fp32 for main weights and moments"
-    )
     main_params_dtype: str = option(
         "fp32",
         "dtype of the main weights, which the optimizer updates",
@@ -227,12 +224,6 @@ class OptimizerConfig:
             if field.name not in _DTYPE_OPTIONS:
                 continue
             dtype = getattr(self, field.name)
-            expect(
-                self.use_precision_aware_optimizer or dtype == "fp32",
-                field.flag,
-                "--use-precision-aware-optimizer for another dtype than fp32",
-                dtype,
-            )
             expect(
                 is_ours or dtype == "fp32",
                 field.flag,

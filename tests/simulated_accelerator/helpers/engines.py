@@ -48,7 +48,6 @@ def _offloaded(fraction: float = 1.0, **options: Any) -> OptimizerConfig:
 _ALL_OVERLAPS = {"overlap_optimizer_with_forward": True}
 _TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
 _SHORT_MOMENTS = {
-    "use_precision_aware_optimizer": True,
     "exp_avg_dtype": "fp16",
     "exp_avg_sq_dtype": "fp16",
 }

@@ -1,4 +1,4 @@
-"""`megatron-hybrid`: which program it runs, under which name, and what it says instead."""
+"""`python -m megatron_hybrid`: which program it runs, its name, and what it says instead."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def test_errors_are_one_line_that_begins_with_the_command(
     assert printed.startswith(f"{PROGRAM} {line}")
 
 
-def test_usage_names_the_program_as_it_was_typed() -> None:
+def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "megatron_hybrid"]
     for arguments in (["--help"], ["status", "--help"]):
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
         )
-        assert done.stdout.startswith("usage: python -m megatron_hybrid "), done.stderr
+        assert done.stdout.startswith(f"usage: {PROGRAM} "), done.stderr
 
 
 def test_a_run_ends_without_the_interpreters_finalisation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +119,10 @@ def test_a_run_ends_without_the_interpreters_finalisation(monkeypatch: pytest.Mo
     monkeypatch.setattr(exits, "exit_process", ended.append)
     monkeypatch.setattr(pretrain_gpt, "main", lambda *arguments: given.extend(arguments) or 75)
     main(["pretrain", "--lr", "1"])
-    assert given == [["--lr", "1"], "megatron-hybrid pretrain"]
+    assert given == [["--lr", "1"], f"{PROGRAM} pretrain"]
     assert ended == [75]
     # The event log and argparse take the program's name from there.
-    assert sys.argv == ["megatron-hybrid pretrain", "--lr", "1"]
+    assert sys.argv == [f"{PROGRAM} pretrain", "--lr", "1"]
 
 
 def test_status_is_told_without_torch(tmp_path: Path) -> None:

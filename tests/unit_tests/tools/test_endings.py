@@ -19,8 +19,8 @@ from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 ROOT = Path(__file__).parents[3]
 CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
-# Runs a program as `python PROGRAM ...` or `megatron-hybrid COMMAND ...` does, and sends a signal
-# to this process when it writes its third sequence.
+# Runs a program as `python PROGRAM ...` or `python -m megatron_hybrid COMMAND ...` does. Sends a
+# signal to this process when it writes its third sequence.
 STOPPED = """
 import os, runpy, signal, sys
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -176,7 +176,8 @@ def run_with_output(
 
 
 @pytest.mark.parametrize(
-    "program", ["tools/timeline.py --help", "tools/preprocess_data.py", "megatron-hybrid"]
+    "program",
+    ["tools/timeline.py --help", "tools/preprocess_data.py", "-m megatron_hybrid"],
 )
 def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
     tmp_path: Path, inputs: Path, program: str
@@ -186,7 +187,7 @@ def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
     arguments: list[object] = program.split()
     if program == "tools/preprocess_data.py":
         arguments += text
-    elif program == "megatron-hybrid":
+    elif program == "-m megatron_hybrid":
         arguments = ["-m", "megatron_hybrid", "preprocess", *text]
     read, write = os.pipe()
     os.close(read)

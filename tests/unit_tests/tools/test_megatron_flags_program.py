@@ -1,4 +1,4 @@
-"""tools/megatron_flags.py: flags change, all else in a script stays as it is."""
+"""`megatron-flags`: flags change, all else in a script stays as it is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.megatron_flags import MEGATRON_FLAGS
+from megatron.training.flag_answers import answer_rows
 from megatron_hybrid import megatron_flags
-from megatron_hybrid.megatron_scripts.rewrite import Outcome, rewrite
-from megatron_hybrid.megatron_scripts.shell_words import ShellSyntaxError
+from megatron_hybrid.launch_script import Handling, rewrite
+from megatron_hybrid.shell_words import ShellSyntaxError
 from tests.unit_tests.tools.test_shell_words import TEXTS
 
 SCRIPT = """\
@@ -70,14 +70,14 @@ torchrun ${LAUNCHER[@]} pretrain_gpt.py "${MODEL[@]}" $EXTRA \\
 COMMAND = "torchrun pretrain_gpt.py --position-embedding-type rope"
 
 
-def outcomes(text: str) -> dict[str, Outcome]:
-    return {one.given.split()[0]: one.outcome for one in rewrite(text).findings}
+def outcomes(text: str) -> dict[str, Handling]:
+    return {one.given.split()[0]: one.handling for one in rewrite(text).findings}
 
 
 def test_flags_change_and_everything_else_stays():
     found = rewrite(SCRIPT)
     assert found.text == REWRITTEN
-    assert [one.given for one in found.findings if one.outcome is Outcome.UNSUPPORTED] == [
+    assert [one.given for one in found.findings if one.handling is Handling.UNSUPPORTED] == [
         "--fp8-format hybrid"
     ]
     assert rewrite(REWRITTEN).text == REWRITTEN, "there is nothing left to change"
@@ -88,23 +88,23 @@ def test_flags_change_and_everything_else_stays():
 @pytest.mark.parametrize(
     ("before", "flags", "outcome"),
     [
-        ("TP=1", "--tensor-model-parallel-size $TP", Outcome.DELETED),
-        ("TP=2", "--tensor-model-parallel-size ${TP}", Outcome.UNSUPPORTED),
-        ("TP=2; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Outcome.UNSUPPORTED),
-        ("TP=1; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Outcome.UNDECIDED),
-        ("TP=${TP:-1}", "--tensor-model-parallel-size $TP", Outcome.UNDECIDED),
-        ("", "--tensor-model-parallel-size=1", Outcome.DELETED),
-        ("", "--tensor-model-parallel-size '1'", Outcome.DELETED),
-        ("", "--train-samples 8", Outcome.UNDECIDED),
-        ("", "--lr-warmup-samples 0", Outcome.REPLACED),
-        ("N=8", "--train-samples $N --global-batch-size 4", Outcome.REPLACED),
-        ("", "--train-samples $N --global-batch-size 4", Outcome.UNDECIDED),
-        ("", "--vocab-file $V", Outcome.UNDECIDED),
-        ("F=torch", "--ckpt-format $F", Outcome.REPLACED),
+        ("TP=1", "--tensor-model-parallel-size $TP", Handling.DELETED),
+        ("TP=2", "--tensor-model-parallel-size ${TP}", Handling.UNSUPPORTED),
+        ("TP=2; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Handling.UNSUPPORTED),
+        ("TP=1; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Handling.UNDECIDED),
+        ("TP=${TP:-1}", "--tensor-model-parallel-size $TP", Handling.UNDECIDED),
+        ("", "--tensor-model-parallel-size=1", Handling.DELETED),
+        ("", "--tensor-model-parallel-size '1'", Handling.DELETED),
+        ("", "--train-samples 8", Handling.UNDECIDED),
+        ("", "--lr-warmup-samples 0", Handling.REPLACED),
+        ("N=8", "--train-samples $N --global-batch-size 4", Handling.REPLACED),
+        ("", "--train-samples $N --global-batch-size 4", Handling.UNDECIDED),
+        ("", "--vocab-file $V", Handling.UNDECIDED),
+        ("F=torch", "--ckpt-format $F", Handling.REPLACED),
         ("F=fsdp_dtensor", "--ckpt-format $F", None),
-        ("", "--ckpt-format $F", Outcome.UNDECIDED),
-        ("", "--transformer-impl $IMPL", Outcome.DELETED),
-        ("", "--hiden-size 8", Outcome.UNKNOWN),
+        ("", "--ckpt-format $F", Handling.UNDECIDED),
+        ("", "--transformer-impl $IMPL", Handling.DELETED),
+        ("", "--hiden-size 8", Handling.UNKNOWN),
         ("", "--hidden-size $H", None),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_variable_that_an_inner_script_sets_is_not_the_outer_ones():
         f"B=8\ncat <<'END' >job.sh\nB=16\ntorchrun {flags}\nEND\n",
         f"B=8\nsrun bash -c 'B=16; torchrun {flags}'\n",
     ):
-        assert outcomes(text)["--train-samples"] is Outcome.UNDECIDED
+        assert outcomes(text)["--train-samples"] is Handling.UNDECIDED
 
 
 def test_a_variable_may_hold_a_flag_without_quotes():
@@ -213,18 +213,26 @@ def test_commands_in_strings_and_here_documents_are_read():
     )
 
 
+def test_quotes_and_operators_in_a_string_of_arguments_are_letters():
+    text = (
+        "X=\"--no-such <a> it's \\\n  --manual-gc --split '99,1 0'\"\ntorchrun pretrain_gpt.py $X\n"
+    )
+    assert rewrite(text).text == text.replace(" --manual-gc", "")
+    assert "--no-such <a> it's" in [one.given for one in rewrite(text).findings]
+
+
 def test_another_program_of_megatrons_is_named():
     (found,) = rewrite("torchrun pretrain_bert.py --num-layers 2\n").findings
-    assert (found.outcome, found.given) == (Outcome.UNSUPPORTED, "pretrain_bert.py")
+    assert (found.handling, found.given) == (Handling.UNSUPPORTED, "pretrain_bert.py")
 
 
 def test_positions_that_are_not_given_are_others_here():
     text = "torchrun pretrain_gpt.py --hidden-size 8\n"
-    assert outcomes(text) == {"--position-embedding-type": Outcome.DEFAULT}
+    assert outcomes(text) == {"--position-embedding-type": Handling.DEFAULT}
     assert rewrite(text).text == text
 
 
-FLAGS = [name for row in MEGATRON_FLAGS for name in row.names if "*" not in name]
+FLAGS = [name for row in answer_rows() for name in row.flags if "*" not in name]
 WORDS = st.sampled_from(
     [*FLAGS, "--lr", "--num-layers", "--unknown", "1", "torch", "$X", '"a b"', "'--manual-gc 1'"]
 )

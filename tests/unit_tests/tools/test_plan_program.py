@@ -1,4 +1,4 @@
-"""`megatron-hybrid plan`: what a run takes, what fits, and what is refused."""
+"""`plan`: what a run takes, what fits, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-hybrid timeline`: what it prints and draws of a trace made by hand."""
+"""`timeline`: what it prints and draws of a trace made by hand."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import pytest
 
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_command_line
-from megatron.training.flag_rows import MegatronFlags, Ruling
-from megatron.training.megatron_flags import MEGATRON_FLAGS
+from megatron.training.flag_answers import AnswerRow, Ruling, answer_rows
 from tests.helpers.doc_commands import DOCS, commands_in, section_of
 
 
@@ -23,26 +22,26 @@ def tables() -> str:
     return section_of("coming-from-megatron.md", "Every flag that is not here")
 
 
-def row_of(flags: MegatronFlags) -> str:
-    """A row of the table that shows these flags."""
-    names = " ".join(f"`{name}`" for name in flags.names)
-    values = " ".join(f"`{value}`" for value in flags.values)
-    names = f"{names} with {values}" if values else names
-    unless = f", unless `--{flags.unless.replace('_', '-')}` is given" if flags.unless else ""
-    middle = f" | `{flags.use}`" if flags.use else ""
-    return f"| {names}{unless}{middle} | {flags.why} |"
+def line_of(row: AnswerRow) -> str:
+    """The line of a table that shows a row."""
+    flags = " ".join(f"`{flag}`" for flag in row.flags)
+    values = " ".join(f"`{value}`" for value in row.values)
+    flags = f"{flags} with {values}" if values else flags
+    unless = f", unless `{row.unless}` is given" if row.unless else ""
+    middle = f" | `{row.use}`" if row.use else ""
+    return f"| {flags}{unless}{middle} | {row.why} |"
 
 
-def rows_of(ruling: Ruling) -> list[str]:
-    return [row_of(flags) for flags in MEGATRON_FLAGS if flags.ruling is ruling]
+def lines_of(ruling: Ruling) -> list[str]:
+    return [line_of(row) for row in answer_rows() if row.ruling is ruling]
 
 
 @pytest.mark.parametrize("ruling", Ruling)
 def test_the_tables_are_those_of_the_code(ruling):
     rows = [line for line in tables().splitlines() if line.startswith("| `--")]
-    shown = [row for row in rows if row in rows_of(ruling)]
-    assert shown == rows_of(ruling)
-    assert len(rows) == len(MEGATRON_FLAGS), "there are no other rows"
+    shown = [row for row in rows if row in lines_of(ruling)]
+    assert shown == lines_of(ruling)
+    assert len(rows) == len(answer_rows()), "there are no other rows"
 
 
 def test_the_commands_are_understood():
@@ -63,4 +62,4 @@ def test_the_commands_are_understood():
 
 if __name__ == "__main__":
     for ruling in Ruling:
-        print(f"{ruling.value}:", *rows_of(ruling), sep="\n")
+        print(f"{ruling.value}:", *lines_of(ruling), sep="\n")

@@ -266,7 +266,7 @@ def _small(folder: str) -> set[torch.dtype]:
     other.load(meta)
     assert differing(contents_of(other), expected.contents) == []
 
-    options = {"use_precision_aware_optimizer": True, "main_params_dtype": "bf16"}
+    options = {"main_params_dtype": "bf16"}
     parallel = DataParallelConfig(main_grads_dtype="bf16")
     on_device = OptimizerConfig(clip_grad=0.05, **options)
     in_bf16 = train(make(parallel, on_device, model=Scaled))

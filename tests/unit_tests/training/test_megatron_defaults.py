@@ -14,8 +14,7 @@ import yaml
 
 from megatron.core.options import Field
 from megatron.training.arguments import parse_config
-from megatron.training.megatron_flags import MEGATRON_FLAGS
-from megatron.training.megatron_switches import MEGATRON_SWITCHES
+from megatron.training.flag_answers import answer_rows, megatron_switches
 from tests.helpers.doc_commands import section_of
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(
@@ -90,8 +89,8 @@ def test_the_comparison_is_not_vacuous():
 
 
 def test_the_table_of_megatrons_flags_has_its_names():
-    for row in MEGATRON_FLAGS:
-        for name in row.names:
+    for row in answer_rows():
+        for name in row.flags:
             is_there = bool(fnmatch.filter(DEFAULTS, name))
             is_elsewhere = name in EARLIER | EXAMPLES
             assert is_there != is_elsewhere, f"{name} is none of its flags, or still one"
@@ -99,7 +98,7 @@ def test_the_table_of_megatrons_flags_has_its_names():
 
 def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
     ours = {flag for field in CONFIG.options() for flag in (field.flag, field.off_flag)}
-    names = {name for row in MEGATRON_FLAGS for name in row.names}
+    names = {name for row in answer_rows() for name in row.flags}
     strangers = [
         flag
         for flag in DEFAULTS
@@ -114,7 +113,7 @@ def test_the_switches_among_them_are_those_that_its_parser_has():
     theirs = {flag for flag, value in DEFAULTS.items() if value is False and flag not in ours}
     elsewhere = {
         flag
-        for flag in MEGATRON_SWITCHES - theirs
+        for flag in megatron_switches() - theirs
         if any(fnmatch.fnmatchcase(flag, name) for name in EARLIER | EXAMPLES)
     }
-    assert theirs | elsewhere == MEGATRON_SWITCHES
+    assert theirs | elsewhere == megatron_switches()

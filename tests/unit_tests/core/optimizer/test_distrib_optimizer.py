@@ -89,7 +89,6 @@ def test_the_constants_reach_both_sides():
         adam_beta2=0.7,
         adam_eps=1e-5,
         weight_decay=0.3,
-        use_precision_aware_optimizer=True,
         exp_avg_dtype="bf16",
         exp_avg_sq_dtype="bf16",
     )
@@ -112,7 +111,6 @@ def test_the_constants_reach_both_sides():
             adam_beta2=0.7,
             adam_eps=1e-5,
             weight_decay=0.3,
-            use_precision_aware_optimizer=True,
             exp_avg_dtype="bf16",
             exp_avg_sq_dtype="bf16",
         ),

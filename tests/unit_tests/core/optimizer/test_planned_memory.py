@@ -67,7 +67,6 @@ LATENT = TransformerConfig(
     v_head_dim=6,
 )
 BF16_MOMENTS = {
-    "use_precision_aware_optimizer": True,
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
 }
@@ -182,12 +181,9 @@ WIDE = {
     "ZeRO-2": Case(parallel=ZERO2),
     "ZeRO-2 on the host": Case(parallel=ZERO2).on_host(1.0),
     "not sharded": Case(parallel=NO_SHARD).on_host(0.5),
-    "bf16 main weights": Case().on_host(
-        0.5, use_precision_aware_optimizer=True, main_params_dtype="bf16"
-    ),
+    "bf16 main weights": Case().on_host(0.5, main_params_dtype="bf16"),
     "fp8 moments": Case(
         optimizer={
-            "use_precision_aware_optimizer": True,
             "exp_avg_dtype": "fp8",
             "exp_avg_sq_dtype": "fp16",
         }

@@ -48,9 +48,7 @@ OPTIMIZERS = {
         overlap_optimizer_with_forward=True,
     ),
     # Such a state is read into memory of its own, and then put into place as a whole.
-    "moments in fp8": OptimizerConfig(
-        use_precision_aware_optimizer=True, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"
-    ),
+    "moments in fp8": OptimizerConfig(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"),
 }
 
 

@@ -73,7 +73,6 @@ SECTIONS = {"linear_qkv": ("query", "key", "value"), "linear_fc1": ("gate", "up"
 def moments(exp_avg: str, exp_avg_sq: str) -> tuple[tuple[str, Any], ...]:
     """Fields of OptimizerConfig for the dtypes of Adam's states."""
     return (
-        ("use_precision_aware_optimizer", True),
         ("exp_avg_dtype", exp_avg),
         ("exp_avg_sq_dtype", exp_avg_sq),
     )

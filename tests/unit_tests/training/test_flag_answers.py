@@ -12,8 +12,7 @@ import pytest
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_command_line, parse_config, read_yaml
 from megatron.training.config import RunConfig
-from megatron.training.flag_rows import Given, Ruling
-from megatron.training.megatron_flags import MEGATRON_FLAGS, answer
+from megatron.training.flag_answers import Given, Ruling, answer, answer_rows
 from megatron_hybrid import pretrain_gpt
 
 MINIMAL = [
@@ -268,6 +267,11 @@ def test_quotes_around_a_split_are_those_of_a_bash_array(split):
     assert config.data.split_fractions == (0.99, 0.01, 0)
 
 
+def field_of(flag: str) -> str:
+    """The name of the field that a flag sets, as `answer` looks it up."""
+    return flag.lstrip("-").replace("-", "_")
+
+
 def test_no_answer_hides_a_flag_of_ours():
     """A pattern of the table must not match one, unless for values that only Megatron-LM has."""
     for field in parse_config(MINIMAL, 1).options():
@@ -280,7 +284,7 @@ def test_no_answer_hides_a_flag_of_ours():
 
 def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
     flags = {field.flag: field for field in parse_config(MINIMAL, 1).options()}
-    replacing = [row for row in MEGATRON_FLAGS if row.ruling is Ruling.REPLACE]
+    replacing = [row for row in answer_rows() if row.ruling is Ruling.REPLACE]
     assert replacing
     for row in replacing:
         words = row.use.split()
@@ -292,13 +296,13 @@ def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
 
 def test_every_answer_can_be_given():
     """No row stands behind one that covers all that it covers."""
-    for number, row in enumerate(MEGATRON_FLAGS):
+    for number, row in enumerate(answer_rows()):
         # A setting that an earlier row excludes leaves the flag to this one.
-        earlier = [other for other in MEGATRON_FLAGS[:number] if {*other.names} & {*row.names}]
-        settings = {other.unless: True for other in earlier if other.unless}
-        if row.unless is not None:
-            settings[row.unless] = False
-        for name in row.names:
+        earlier = [other for other in answer_rows()[:number] if {*other.flags} & {*row.flags}]
+        settings = {field_of(other.unless): True for other in earlier if other.unless}
+        if row.unless:
+            settings[field_of(row.unless)] = False
+        for name in row.flags:
             given = Given(name.replace("*", "x"), (row.values or ("7",))[:1])
             found = answer(given, settings, 1)
             assert found is not None
@@ -306,8 +310,10 @@ def test_every_answer_can_be_given():
 
 
 def test_options_of_the_configuration_are_what_the_table_speaks_of():
-    names = {field.name for section in _sections() for field in options_of(section)}
-    assert {row.unless for row in MEGATRON_FLAGS if row.unless} <= names
+    options = {(field.flag, field.name) for section in _sections() for field in options_of(section)}
+    named = {(row.unless, field_of(row.unless)) for row in answer_rows() if row.unless}
+    assert named
+    assert named <= options
 
 
 def _sections() -> list[type]:
