@@ -681,7 +681,11 @@ def test_the_first_call_after_an_error_raises_it(pool, disk, use):
     sink = FailingSink(0)
     writer = DataFileWriter(lambda: sink, pool, disk)
     writer.write_tensor(random_tensor(SMALL))
+    # On a busy machine the disk could fail before the call that sends it the buffer returns.
+    may_write = threading.Event()
+    disk.enqueue(may_write.wait)
     writer.write(b"which sends the full buffer to the disk")
+    may_write.set()
     disk.enqueue(lambda: None).synchronize()
     assert sink.num_failures == 1
     arguments = {
