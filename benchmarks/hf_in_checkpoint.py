@@ -44,8 +44,8 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.lanes import Event
 from megatron.core.mesh import build_mesh
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 
 BENCHMARK = Benchmark(
     name="hf_in_checkpoint",

@@ -33,11 +33,11 @@ from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import read_yaml, section_from_values
+from megatron.training.checkpoint.hf_config import has_tokenizer, read_folder
 from megatron.training.checkpoint.hf_files import CONFIG_FILE
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.checkpoint.run_state import named_checkpoint, place_of
-from megatron.training.hf_settings import has_tokenizer, read_folder
 from megatron.training.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,

@@ -1,8 +1,8 @@
 """The command line and YAML files, both generated from the fields of `RunConfig`.
 
-A flag given on the command line overrides the file of `--config`, which overrides the default. What
-the folder of `--hf-model` decides fills in for flags that are not given; a flag that contradicts it
-is refused (hf_settings.py). A file's keys are the flags' names without the dashes in front
+A flag given on the command line overrides the file of `--config`, which overrides the default. The
+directory of `--hf-model` sets flags that are not given; a flag that contradicts it is rejected
+(hf_config.py). A file's keys are the flags' names without the dashes in front
 (`lr-warmup-iters` or `lr_warmup_iters`). Whatever is wrong is a `ConfigError` before anything has
 been built.
 
@@ -28,10 +28,10 @@ from megatron.core.datasets.config import missing_files
 from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_config import read_folder, take_settings
 from megatron.training.config import RunConfig, section_classes
 from megatron.training.flag_answers import Answer, Given, Ruling, answer, meant_by
 from megatron.training.flag_report import RefusedSettings
-from megatron.training.hf_settings import read_folder, take_settings
 from megatron.training.settings_file import Setting, read_settings
 from megatron.training.tokenizer import TokenizerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.dist_checkpointing.format.manifest import Marker
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.host_memory import format_bytes
-from megatron.training.checkpoint.hf_in_checkpoint import HF_FOLDER
+from megatron.training.checkpoint.hf_weights import HF_FOLDER
 
 _PREFIX = f"{HF_FOLDER}/"
 

@@ -15,8 +15,8 @@ from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.core.models.hugging_face import hf_config
+from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
-from megatron.training.checkpoint.hf_extras import FolderExtras
 from megatron.training.checkpoint.hf_layout import MAX_SHARD_BYTES
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import Progress

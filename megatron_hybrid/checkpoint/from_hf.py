@@ -1,9 +1,9 @@
-"""A folder of the transformers library as a checkpoint that runs begin with, by one process without
-a model.
+"""Imports a directory of Hugging Face weights as an initial checkpoint, in one process without a
+model.
 
-Tensors go from file to file: the folder's files are mapped, and no more than one tensor of theirs
-is ever in memory. The checkpoint has fp32 main weights, as a run's own has, and says what a run
-would: the architecture, the tokenizer, and the folder.
+Tensors are copied from file to file: the weight files are mapped, and at most one of their tensors
+is in memory. Like a run's checkpoint, the result has fp32 main weights and records the
+architecture, the tokenizer and the directory in its settings.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from megatron.core.models.hugging_face import OwnModel, build_model
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import section_from_values
-from megatron.training.checkpoint.hf_files import WeightFiles
-from megatron.training.checkpoint.hf_weights import entries_to_load
-from megatron.training.checkpoint.run_info import FORMAT_VERSION
-from megatron.training.hf_settings import (
+from megatron.training.checkpoint.hf_config import (
     expect_model_folder,
     read_folder,
     take_settings,
 )
+from megatron.training.checkpoint.hf_files import WeightFiles
+from megatron.training.checkpoint.hf_weights import entries_to_load
+from megatron.training.checkpoint.run_info import FORMAT_VERSION
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
 from megatron_hybrid.checkpoint.from_file import expect_no_checkpoints, publish_import
 from megatron_hybrid.checkpoint.to_file import Progress
 
-_ITERATION = 0  # nothing has been trained here
+_ITERATION = 0  # before any training
 
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """A folder that has been checked, and where it is to go.
+    """A checked import that has not written anything yet.
 
     Attributes:
-        folder: of the transformers library.
-        store: the folder of checkpoints that is to be.
-        model: on meta.
-        config: a run's settings that the folder decides, by field name.
+        folder: the directory with the weights.
+        store: the store that the checkpoint is written to.
+        model: the model, on meta.
+        config: the settings of a run that starts from the checkpoint, by field name.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class Import:
 
     @property
     def num_bytes(self) -> int:
-        """Of the checkpoint's tensors."""
+        """The size of the checkpoint's tensors."""
         return sum(weight.numel() * 4 for weight in self.model.parameters())
 
     @property
@@ -75,21 +75,21 @@ def check_import(
     vocab_size: int | None = None,
     seq_length: int | None = None,
 ) -> Import:
-    """Checks the settings of a folder and of where it is to go. Writes nothing.
+    """Checks a directory and the target of its import. Writes nothing.
 
     Args:
-        folder: with config.json, weights and a tokenizer.
-        root: a folder of checkpoints that holds none, or its URL.
-        tokenizer_model: a tokenizer in the place of the folder's.
-        vocab_size: rows of the embedding, if there are to be more than the folder has.
-        seq_length: that the model is used with; default: all that it takes.
+        folder: a directory with config.json, weights and a tokenizer.
+        root: a store without checkpoints: a directory or a URL.
+        tokenizer_model: a tokenizer that replaces the directory's.
+        vocab_size: the number of embedding rows, if larger than in the files.
+        seq_length: the sequence length of runs; default: the model's maximum.
 
     Raises:
-        ConfigError: if no model here computes what the folder's config.json says, or the tokenizer
-            does not fit.
-        CheckpointError: if `root` holds checkpoints.
+        ConfigError: if no model here computes what config.json describes, or the tokenizer does not
+            fit.
+        CheckpointError: if `root` contains checkpoints.
     """
-    expect_model_folder(folder)  # as it was given: the path of a missing one says nothing
+    expect_model_folder(folder)  # before resolve(), so that the message has the user's spelling
     place = Path(folder).resolve()
     values: dict[str, Any] = {}
     if tokenizer_model is not None:
@@ -125,13 +125,13 @@ def _check_length(length: int | None, longest: int | None) -> None:
 
 
 def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
-    """Writes and publishes the checkpoint. Returns what was done, as plain data.
+    """Writes and publishes the checkpoint. Returns a summary as plain data.
 
     Raises:
-        CheckpointError: before anything is written, if the weights are not whole or not those of
-            the model; later, if they cannot be read or written. Nothing is left of it then.
+        CheckpointError: before anything is written, if the weights are damaged or of another model;
+            later, if they cannot be read or written. A failed import leaves no files.
     """
-    # Enough for --finetune, and for programs that look for a model.
+    # The fields that --finetune and the programs that load a model need.
     train_state = {
         "format_version": FORMAT_VERSION,
         "progress": {"iteration": _ITERATION},
@@ -140,7 +140,7 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
     with ExitStack() as stack:
         files = WeightFiles.open(checked.folder, stack)
         entries = [
-            _of_file(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
+            _from_files(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
         ]
         publish_import(checked.store, entries, train_state, progress)
     return {
@@ -151,20 +151,20 @@ def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _of_file(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:
-    """The entry of a model on meta with its values in a folder's files."""
+def _from_files(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:
+    """Returns the entry of a model on meta with values that are read from files."""
     values = _FileRows(entry.part_of(entry.values.stored), rows, files)
     return dataclasses.replace(entry, values=values, first_row=0)
 
 
 class _FileRows(Values):
-    """Rows of a tensor in a mapped file, in fp32."""
+    """Values that are rows of a tensor in a mapped file, converted to fp32.
+
+    Args:
+        like: a tensor on meta with the shape and dtype of the values.
+    """
 
     def __init__(self, like: torch.Tensor, rows: RowMap, files: WeightFiles) -> None:
-        """
-        Args:
-            like: what they are to be, on meta.
-        """
         super().__init__(like)
         self._rows = rows
         self._files = files
@@ -177,6 +177,6 @@ class _FileRows(Values):
             runs = self._rows.ranges(0, self.shape[0])
             parts = [whole.narrow(0, run.start, run.own_stop - run.own_start) for run in runs]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        # The product with a scale is made piece by piece, in fp32, while it is written: so other
-        # dtypes are converted without a second tensor. A product with 1 is exact.
+        # A save multiplies by the scale in fp32, piece by piece, and so converts other dtypes
+        # without a second tensor. Multiplication by 1 is exact.
         return Stored(whole, None if whole.dtype == torch.float32 else torch.ones(()))

@@ -21,8 +21,8 @@ from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_config
+from megatron.training.checkpoint.hf_config import expect_model_folder, has_tokenizer
 from megatron.training.config import RunConfig
-from megatron.training.hf_settings import expect_model_folder, has_tokenizer
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 OFFLOADING = (

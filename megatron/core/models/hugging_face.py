@@ -1,8 +1,8 @@
 """Our models under the names of the transformers library: the architecture that computes the same,
-its config, and the place of each weight.
+its config, and the rows of each weight.
 
-`families/` has a table for each architecture. One fits exactly or not at all. Dropout is left out,
-since it concerns training only.
+`families/` has a table for each architecture. A table fits exactly or not at all. Dropout is not
+compared, since it affects training only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OwnModel: TypeAlias = GPTModel | VisionLanguageModel
 
 
 def build_model(description: ModelDescription) -> OwnModel:
-    """The model, with initial weights. ConfigError for parts that do not fit together."""
+    """Returns the model with initial weights. ConfigError for parts that do not fit together."""
     config, vocab_size, vision = description
     if vision is None:
         return GPTModel(config, vocab_size)
@@ -41,16 +41,16 @@ def build_model(description: ModelDescription) -> OwnModel:
 
 
 def description_of(model: OwnModel) -> ModelDescription:
-    """What a model was built of."""
+    """Returns the description that a model was built from."""
     vision = model.vision if isinstance(model, VisionLanguageModel) else None
     return ModelDescription(model.config, model.vocab_size, vision)
 
 
 def hf_config(description: ModelDescription) -> dict[str, Any]:
-    """The content of config.json for a model.
+    """Returns the content of config.json for a model.
 
     Raises:
-        ConfigError: naming the flags, for a model that none of the architectures computes.
+        ConfigError: with the flags, if no architecture computes the same.
     """
     config, vocab_size, vision = description
     spec = model_spec(config)
@@ -61,14 +61,14 @@ def hf_config(description: ModelDescription) -> dict[str, Any]:
 
 
 def config_from_hf(content: Mapping[str, Any], source: str) -> ModelDescription:
-    """The model that a config.json describes.
+    """Returns the model that a config.json describes.
 
     Args:
         source: the file, for messages.
 
     Raises:
-        ConfigError: for other architectures, for missing fields, and, by name and value, for
-            whatever a model here does not have.
+        ConfigError: for other architectures, for missing fields, and for fields whose value no
+            model here implements.
     """
     if is_vision_config(content):
         return read_vision_config(content, source)
@@ -78,10 +78,9 @@ def config_from_hf(content: Mapping[str, Any], source: str) -> ModelDescription:
 def config_differences(
     content: Mapping[str, Any], source: str, description: ModelDescription
 ) -> list[str]:
-    """Where a config.json and a model differ, each difference as a clause.
+    """Returns the differences between a config.json and a model, as clauses.
 
-    Whether embeddings are tied is not compared, since a folder may hold a tied weight twice: the
-    weights tell.
+    Tied embeddings are not compared, since files may contain a tied weight twice.
 
     Args:
         source: the file, for messages.
@@ -108,15 +107,15 @@ def config_differences(
 def hf_rows(
     model: OwnModel, there: Collection[str] = (), architecture: str | None = None
 ) -> dict[str, RowMap]:
-    """Where the rows of all weights, sections of fused weights and buffers lie in the tensors of
-    the transformers library, by their names in our checkpoints without "model.". Several of ours
-    may lie in one of theirs.
+    """Returns the rows of all weights, sections of fused weights and buffers in the tensors of the
+    transformers library, by their names in our checkpoints without "model.". One of their tensors
+    may contain several of ours.
 
     Args:
-        there: the names of tensors in files to load, which may have experts in more than one form;
-            empty: the form that is written.
-        architecture: the files' model_type, which counts if several architectures compute what the
-            model does; None: the model's own.
+        there: the names of tensors in the files to load, which decide the form of experts; empty
+            for the form that is written.
+        architecture: the files' model_type, which is preferred if several architectures compute the
+            same as the model; None for the model's own.
 
     Raises:
         ConfigError: as `hf_config`.
@@ -140,7 +139,7 @@ def hf_rows(
 
 
 def tied_names(model: OwnModel) -> dict[str, list[str]]:
-    """Further names, in files, of a weight that is used twice, by the one that is written."""
+    """Returns the further names in files of a tied weight, by the name that is written."""
     text = model.language_model if isinstance(model, VisionLanguageModel) else model
     if text.output_layer is not None:
         return {}
@@ -150,11 +149,11 @@ def tied_names(model: OwnModel) -> dict[str, list[str]]:
 
 
 def ignored_prefixes(model: OwnModel, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of tensors in a folder begin that the transformers library does not load into
-    such a model either.
+    """Returns the prefixes of tensors that the transformers library does not load into such a model
+    either.
 
     Args:
-        content: of the folder's config.json; empty if it has none.
+        content: content of config.json; empty without one.
     """
     preferred = content.get("model_type") or model.config.hf_architecture
     if isinstance(model, VisionLanguageModel):
@@ -168,7 +167,7 @@ def ignored_prefixes(model: OwnModel, content: Mapping[str, Any]) -> tuple[str, 
 
 
 def saved_buffers(model: OwnModel) -> dict[str, Tensor]:
-    """The buffers that belong to a state dict, by name: biases of experts, fp32."""
+    """Returns the persistent buffers by name: biases of experts, in fp32."""
     return {
         f"{prefix}.{name}": buffer
         for prefix, module in model.named_modules()
@@ -178,7 +177,7 @@ def saved_buffers(model: OwnModel) -> dict[str, Tensor]:
 
 
 def section_names(name: str, fused: FusedWeight | None) -> list[str]:
-    """The names in our checkpoints, without "model.", of a parameter or of its sections."""
+    """Returns the names of a parameter or its sections in our checkpoints, without "model."."""
     if fused is None:
         return [name]
     module, _, kind = name.rpartition(".")

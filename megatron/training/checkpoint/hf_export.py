@@ -1,11 +1,11 @@
-"""A GPT's checkpoint as a folder of the transformers library, made by one process without a model.
+"""Exports a checkpoint to a directory of the transformers library, in one process without a model.
 
-Tensors go from file to file in pieces of a few MiB.
+Tensors are copied from file to file in pieces of a few MiB.
 
     checkpoint = open_checkpoint(store, "iter_0000500")
     export_hf(checkpoint, "exports/gpt", ModelDescription(config, vocab_size), tokenizer=tokenizer)
 
-The ranks of a run that still lives save such folders by `hf_weights.save_hf`.
+`hf_weights.save_hf` writes the same files from the ranks of a live run.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from megatron.core.models.hugging_face import (
     section_names,
 )
 from megatron.core.transformer.fused_weight import fused_weights
-from megatron.training.checkpoint.hf_draft import draft_path, prepare_target, publish_draft
-from megatron.training.checkpoint.hf_extras import FolderExtras
+from megatron.training.checkpoint.hf_config import FolderExtras, write_small_files
 from megatron.training.checkpoint.hf_files import (
-    sync_files,
-    write_json,
-    write_own_config,
+    make_files,
+    open_rows,
+    prepare_draft,
+    publish_draft,
+    write_rows,
 )
 from megatron.training.checkpoint.hf_layout import (
-    INDEX_FILE,
     MAX_SHARD_BYTES,
     FolderLayout,
     Part,
@@ -55,18 +55,12 @@ from megatron.training.checkpoint.hf_layout import (
     main_dtype,
     tensors_of_parts,
 )
-from megatron.training.checkpoint.hf_row_writer import (
-    check_files,
-    make_files,
-    open_rows,
-    write_rows,
-)
 
-_PIECE_BYTES = 8 << 20  # of a tensor that are in memory at once, in the checkpoint's dtype
+_PIECE_BYTES = 8 << 20  # read into memory at once, in the checkpoint's dtype
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """A summary of the written weights."""
 
     num_tensors: int
     num_bytes: int
@@ -84,67 +78,60 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], object] = lambda _num_bytes: None,
 ) -> Exported:
-    """Writes a checkpoint's weights into a folder that `from_pretrained` loads.
+    """Writes a checkpoint's weights into a directory that `from_pretrained` loads.
 
-    The folder appears once it is whole and on disk, or not at all.
+    The directory appears once it is complete and on disk, or not at all.
 
     Args:
-        checkpoint: of either format; other states in it are not read.
-        folder: absent or empty. Unfinished files of earlier exports to it are deleted.
-        model: what it is.
-        tokenizer, base_model_path, dtype: as for `save_hf`.
-        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-        progress: called with each number of bytes of the checkpoint's tensors that are done;
-            `bytes_to_export` says how many there are.
+        checkpoint: a checkpoint of either format. States of the optimizer are not read.
+        folder: a missing or empty directory. Unfinished files of earlier exports to it are deleted.
+        model: the description of the model.
+        tokenizer, base_model_path, dtype: as in `save_hf`.
+        max_shard_bytes: the limit of the tensors in one file; a larger tensor gets a separate file.
+        progress: called with the number of the checkpoint's bytes that each piece has. The sum is
+            `bytes_to_export`.
 
     Raises:
-        ConfigError: for a model that no architecture of the transformers library computes.
-        CheckpointError: if the weights are not those of this model or are damaged, `folder` holds
-            something or cannot be written, or for a tokenizer of another kind.
+        ConfigError: if no architecture of the transformers library computes the same as the model.
+        CheckpointError: for weights that are damaged or of another model, a `folder` that is not
+            empty or cannot be written, or a tokenizer that cannot be written.
     """
     if "://" in str(folder):
         raise CheckpointError(f"Expected a local folder to export to, got {folder}.")
-    # Through links: the folder that a link names is replaced, not the link.
+    # The directory that a link points to is replaced, not the link.
     target = Path(folder).resolve()
     extras = FolderExtras(tokenizer, base_model_path=base_model_path)
     extras.check()
     tensors = _tensors(checkpoint, model, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
-    written_dtype = main_dtype(layout.tensors)
     with _system_errors(target):
-        draft = draft_path(target, prepare_target(target))
+        draft = prepare_draft(target)
         try:
             draft.mkdir()
-            write_weights(draft, checkpoint, tensors, layout, progress)
-            ids = extras.save(draft)
-            write_own_config(draft, model, written_dtype, ids)
-            extras.copy_missing(draft, ids)
-
-            sync_files(draft)
-            check_files(draft, layout)
-            publish_draft(draft, target)
+            _write_weights(draft, checkpoint, tensors, layout, progress)
+            write_small_files(draft, model, layout, extras)
+            publish_draft(draft, layout, target)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    return Exported(
-        len(layout.tensors), sum(tensor.nbytes for tensor in layout.tensors), written_dtype
-    )
+    num_bytes = sum(tensor.nbytes for tensor in layout.tensors)
+    return Exported(len(layout.tensors), num_bytes, main_dtype(layout.tensors))
 
 
 def bytes_to_export(checkpoint: ReadableCheckpoint, model: ModelDescription) -> int:
-    """Of the checkpoint's tensors that `export_hf` reads. CheckpointError for another model's."""
+    """Returns the size of the tensors that `export_hf` reads. CheckpointError for another model."""
     tensors = _tensors(checkpoint, model, None)
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
-class StoredTensor(NamedTuple):
-    """One of our tensors in a checkpoint, with the place of its rows in one of theirs."""
+class _StoredTensor(NamedTuple):
+    """One of our tensors in a checkpoint, with its rows in a tensor of the files."""
 
     rows: RowMap
     key: str  # in the checkpoint
     entry: SavedTensor
-    file_dtype: torch.dtype  # in which it is written
-    section: tuple[int, int] | None = None  # its rows in a fused weight there; None: all
+    file_dtype: torch.dtype
+    section: tuple[int, int] | None = None  # its rows in the checkpoint's fused weight; None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -162,31 +149,27 @@ class StoredTensor(NamedTuple):
         return Part(self.rows, self.shape, self.file_dtype)
 
     def read(self, checkpoint: ReadableCheckpoint, box: Box) -> torch.Tensor:
-        """A box of it, in new memory."""
+        """Returns a copy of a box of the tensor."""
         if self.section is not None:
             box = Box((box.offsets[0] + self.section[0], *box.offsets[1:]), box.sizes)
         return read_piece(checkpoint, self.key, box)
 
 
-def write_weights(
+def _write_weights(
     folder: Path,
     checkpoint: ReadableCheckpoint,
-    tensors: Sequence[StoredTensor],
+    tensors: Sequence[_StoredTensor],
     layout: FolderLayout,
     progress: Callable[[int], object],
 ) -> None:
-    """Writes the tensors of a checkpoint into an empty folder, piece by piece.
-
-    Args:
-        layout: of all parts.
-        progress: as for `export_hf`.
+    """Writes the tensors of a checkpoint into an empty directory, piece by piece.
 
     Raises:
-        CheckpointError: if the file system lacks the room, and for a damaged checkpoint.
-        OSError: if the file system failed.
+        CheckpointError: if the file system has too little space, and for a damaged checkpoint.
+        OSError: if the file system fails.
     """
     make_files(folder, layout)
-    by_file: dict[str, list[StoredTensor]] = {}
+    by_file: dict[str, list[_StoredTensor]] = {}
     for tensor in tensors:
         by_file.setdefault(layout.places[tensor.rows.name].file, []).append(tensor)
 
@@ -195,7 +178,7 @@ def write_weights(
             for tensor in own:
                 place = layout.places[tensor.rows.name]
                 for box in pieces(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize):
-                    # No name for the piece: it would live on while the next one is read.
+                    # A variable would keep the piece in memory while the next one is read.
                     write_rows(
                         file,
                         tensor.rows,
@@ -205,18 +188,15 @@ def write_weights(
                     )
                     progress(math.prod(box.sizes) * tensor.dtype.itemsize)
 
-    if layout.index is not None:
-        write_json(folder / INDEX_FILE, layout.index)
-
 
 class _Part(NamedTuple):
-    """A tensor of the model as our checkpoints have it: a parameter, rows of one, or a buffer."""
+    """A tensor of the model in our checkpoints: a parameter, rows of a fused one, or a buffer."""
 
-    map: RowMap  # in theirs
-    own: str  # ours, of the section
+    map: RowMap  # its rows in a tensor of the files
+    own: str  # its name in our checkpoints
     parameter: str
     parameter_shape: tuple[int, ...]
-    rows: tuple[int, int] | None  # of a fused parameter; None: the parameter is not fused
+    rows: tuple[int, int] | None  # its rows in a fused parameter; None if it is not fused
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -244,8 +224,8 @@ def _tensors(
     checkpoint: ReadableCheckpoint,
     model: ModelDescription,
     dtype: torch.dtype | None,
-) -> list[StoredTensor]:
-    """The tensors to write, in the order of the model. CheckpointError for another model's."""
+) -> list[_StoredTensor]:
+    """Returns the tensors to write, in the model's order. CheckpointError for another model."""
     with torch.device("meta"):
         built = build_model(model)
     parts, in_fp32 = list(_parts(built)), {*names_in_fp32(built), *saved_buffers(built)}
@@ -255,19 +235,19 @@ def _tensors(
         parameters = [name for name, _ in built.named_parameters()]
         prefix = weights_prefix(parameters, list(stored), checkpoint.path)
 
-    found: list[StoredTensor] = []
+    found: list[_StoredTensor] = []
     problems, missing = [], []
     for part in parts:
         key, rows, shape = f"{prefix}{part.own}", None, part.shape
         if key not in stored and part.rows is not None:
-            # `torch_dcp` keeps fused weights as they are in the model.
+            # `torch_dcp` stores fused weights whole.
             key, rows, shape = f"{prefix}{part.parameter}", part.rows, part.parameter_shape
         if key not in stored:
             missing.append(f"{prefix}{part.own}")
             continue
 
         written = file_dtype(stored[key].dtype, dtype, stays_fp32=part.parameter in in_fp32)
-        tensor = StoredTensor(part.map, key, stored[key], written, rows)
+        tensor = _StoredTensor(part.map, key, stored[key], written, rows)
         found.append(tensor)
         if tensor.entry.shape != shape:
             problems.append(f"{key} has shape {tensor.entry.shape} where the model has {shape}")
@@ -286,7 +266,7 @@ def _tensors(
 
 
 def _is_weight(key: str, prefix: str) -> bool:
-    """Whether a key with this prefix of the model's weights belongs to the model."""
+    """Returns whether a key belongs to the model, whose keys have this prefix."""
     if prefix:
         return key.startswith(prefix)
     return not key.startswith(("optim.", "optimizer.", "rng."))
@@ -294,7 +274,7 @@ def _is_weight(key: str, prefix: str) -> bool:
 
 @contextlib.contextmanager
 def _system_errors(target: Path) -> Iterator[None]:
-    """CheckpointError for what the file system says."""
+    """Raises CheckpointError for errors of the file system."""
     try:
         yield
     except OSError as error:

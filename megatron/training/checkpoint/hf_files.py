@@ -1,18 +1,39 @@
-"""The files in a folder of weights of the transformers library: safetensors and JSON."""
+"""The files in a directory of Hugging Face weights: written by all ranks together, and read.
+
+Rank 0 creates the files with their headers, at their full sizes, in a hidden draft directory next
+to the target. Every rank computes all offsets (`hf_layout.py`) and which of the replicated rows it
+writes (`holdings.py`), so the ranks write in parallel without communication:
+
+    rows of this rank  ->  a buffer, in the file's dtype  ->  their offsets in the file
+                   this thread                        a lane for the disk
+
+Pieces of a few MiB are converted where they are; a device copies them in the file's dtype. Tensors
+in host memory that already have that dtype are written without a copy. Once everything is on disk,
+one rename publishes the draft:
+
+    .gpt.4f0c93aa.writing/    next to `gpt`, the directory that it becomes
+
+A save that is killed leaves its draft. The next save into the same directory deletes it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -20,18 +41,34 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     shown,
 )
-from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.load.small_files import system_errors
-from megatron.core.files import open_regular, read_regular, sync_folder, sync_stream
+from megatron.core.dist_checkpointing.save.data_file import BufferPool
+from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.files import (
+    open_regular,
+    read_regular,
+    remove_empty_folder,
+    sync_folder,
+    sync_stream,
+)
+from megatron.core.host_memory import format_bytes
 from megatron.core.json_reading import parse_json
+from megatron.core.lanes import Event, ThreadEvent
 from megatron.core.log import printable
-from megatron.core.models.description import ModelDescription
-from megatron.core.models.hugging_face import hf_config
+from megatron.core.models.families.row_map import RowMap
+from megatron.core.shared_file import SharedFile
 from megatron.training.checkpoint.hf_layout import (
     DTYPE_NAMES,
     INDEX_FILE,
     WEIGHTS_FILE,
     FileTensor,
+    FolderLayout,
+    OwnRows,
+    Place,
+    rows_in_file,
+    shifted,
 )
 from megatron.training.checkpoint.safetensors_files import open_safetensors
 
@@ -40,43 +77,237 @@ _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9
 _SHOWN = 80  # characters of a name in a message
 
 
-# The config of a model of ours
+# Drafts
 
 
-def write_own_config(
-    folder: Path,
-    description: ModelDescription,
-    dtype: torch.dtype | None,
-    ids: Mapping[str, Any],
-) -> None:
-    """Writes config.json.
+def prepare_draft(folder: Path) -> Path:
+    """Makes room for a directory: removes it if it is empty, and the drafts of killed saves.
 
-    Args:
-        dtype: of the weights.
-        ids: what `save_tokenizer` gave.
+    Returns:
+        The path of the new draft, which is not created yet.
 
     Raises:
-        ConfigError: for a model that no architecture of the transformers library computes.
+        CheckpointError: if `folder` exists and is not an empty directory.
+        OSError: if its parent directory cannot be created.
     """
-    name = str(dtype).removeprefix("torch.")
-    # Before version 4.56, transformers looked for torch_dtype.
-    content = hf_config(description) | {"dtype": name, "torch_dtype": name}
-    # Tokens are those of the decoder, which may be a section of the file.
-    content.get("text_config", content).update(ids)
-    write_json(folder / CONFIG_FILE, content)
+    remove_empty_folder(folder)
+    _expect_nothing(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    drafts = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.writing")
+    for name in LocalStore(folder.parent).folders():
+        if drafts.fullmatch(name):
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
+    return folder.parent / f".{folder.name}.{secrets.token_hex(4)}.writing"
 
 
-def sync_files(folder: Path) -> None:
-    """Brings all files and folders inside a folder to disk."""
-    for path in sorted(folder.rglob("*")):
+def publish_draft(draft: Path, layout: FolderLayout, folder: Path) -> None:
+    """Brings the files of a draft to disk, checks them and renames the draft to `folder`.
+
+    Raises:
+        CheckpointError: if a weight file is damaged, or if `folder` exists by now.
+        OSError: if the file system fails.
+    """
+    for path in draft.rglob("*"):
         if path.is_dir():
             sync_folder(path)
         else:
             with path.open("rb") as stream:
                 sync_stream(stream)
+    check_files(draft, layout)
+    _expect_nothing(folder)
+    LocalStore(folder.parent).publish(draft.name, folder.name)
 
 
-# Weights, read
+def _expect_nothing(folder: Path) -> None:
+    if not os.path.lexists(folder):
+        return
+
+    got = "a file" if folder.exists() else "a link to nothing"
+    if folder.is_dir():
+        inside = next(iter(sorted(folder.iterdir())), None)
+        got = "an empty one that cannot be replaced"
+        if inside is not None:
+            got = f"one that holds {printable(inside.name)}"
+    raise CheckpointError(
+        f"Expected an absent or empty folder at {folder}, got {got}. Weights are never overwritten."
+    )
+
+
+# Writing weights
+
+
+def make_files(folder: Path, layout: FolderLayout) -> None:
+    """Creates all weight files in an empty directory, at their full sizes, without the tensors.
+
+    Raises:
+        CheckpointError: if the file system has too little space.
+        OSError: if the file system fails.
+    """
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    # The files are sparse at first, so a full disk would fail gigabytes later. Some network file
+    # systems report no sizes.
+    if system.f_blocks and free < layout.nbytes:
+        raise CheckpointError(
+            f"Expected room for {format_bytes(layout.nbytes)} of weights in {folder.parent}, got "
+            f"{format_bytes(free)}: No space left on device."
+        )
+
+    for file in layout.files:
+        with (folder / file.name).open("xb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.nbytes)
+
+
+def check_files(folder: Path, layout: FolderLayout) -> None:
+    """Raises CheckpointError if the size or the header of a file changed since `make_files`.
+
+    An improperly shared file system may lose either while several machines write.
+    """
+    for file in layout.files:
+        path = folder / file.name
+        with path.open("rb") as stream:
+            header, size = stream.read(len(file.header)), os.fstat(stream.fileno()).st_size
+        if size != file.nbytes:
+            raise CheckpointError(f"Expected {path} to have {file.nbytes} bytes, got {size}.")
+        if header != file.header:
+            raise CheckpointError(f"Expected {path} to begin with its header, got other bytes.")
+
+
+def expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
+    """Raises CheckpointError unless the layout has the fingerprint of rank 0's layout."""
+    if layout.fingerprint != fingerprint:
+        raise CheckpointError(
+            "Expected the same tensors, dtypes and shard size on all ranks, got "
+            f"{layout.fingerprint} here and {fingerprint} on rank 0."
+        )
+
+
+def expect_all_bytes(written: int, layout: FolderLayout) -> None:
+    """Raises CheckpointError unless the ranks wrote all bytes of the tensors. Rows that no rank
+    holds would be zeros.
+    """
+    expected = sum(tensor.nbytes for tensor in layout.tensors)
+    if written != expected:
+        raise CheckpointError(
+            f"Expected the ranks to write {expected} bytes of weights, got {written}: some rows "
+            "are on no rank, or on several."
+        )
+
+
+def write_own_rows(folder: Path, shares: Sequence[OwnRows], device: Device) -> int:
+    """Writes this rank's rows into the files and syncs them. Returns the number of bytes.
+
+    Args:
+        folder: the directory of `make_files`, on a file system that all ranks share.
+        device: the device of the model. Its queued work is waited for.
+
+    Raises:
+        CheckpointError: if this rank does not see the files.
+        OSError: if the file system fails.
+    """
+    with ExitStack() as stack:
+        files = {}
+        for name in sorted({own.place.file for own in shares}):
+            files[name] = open_rows(folder / name)
+            stack.callback(files[name].abort)
+        with _Staging(device) as staging:
+            for own in shares:
+                _stage(own, files[own.place.file], staging)
+        for file in files.values():
+            file.close()
+    return sum(own.box.numel * own.place.tensor.dtype.itemsize for own in shares)
+
+
+def _stage(own: OwnRows, file: SharedFile, staging: _Staging) -> None:
+    """Queues the writes of a share, piece by piece."""
+    entry, rows, place, box = own
+    stored = entry.values.as_stored()
+    tensor = entry.part_of(stored.tensor)
+    if box.sizes:
+        tensor = tensor[box.within(entry.offsets).slices()]
+    source = TensorBytes(tensor, stored.scale, place.tensor.dtype)
+
+    begin = 0
+    in_place = source.in_host_memory()
+    for piece in pieces(box.sizes, staging.buffer_bytes // place.tensor.dtype.itemsize):
+        nbytes = piece.numel * place.tensor.dtype.itemsize
+        write = partial(write_rows, file, rows, shifted(piece, box.offsets), place)
+        if in_place is None:
+            staging.copy(source, begin, nbytes, write)
+        else:
+            staging.enqueue(partial(write, in_place[begin : begin + nbytes]))
+        begin += nbytes
+
+
+def write_rows(file: SharedFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
+    """Writes the bytes of a box of one of our tensors to their offsets.
+
+    Args:
+        rows: the rows of our tensor in the tensor at `place`.
+        content: the box in the file's dtype, row by row.
+    """
+    begin = 0
+    for part in rows_in_file(rows, box, place):
+        file.write_at(part.offset, content[begin : begin + part.nbytes])
+        begin += part.nbytes
+
+
+def open_rows(path: Path) -> SharedFile:
+    """Opens a file of `make_files` for writing. CheckpointError if this rank does not see it."""
+    try:
+        return SharedFile(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save to "
+            "a file system that all ranks share."
+        ) from error
+
+
+class _Staging:
+    """A ring of buffers between this thread and the disk's lane. Entered once."""
+
+    def __init__(self, device: Device) -> None:
+        device.event().synchronize()
+        self._pool = BufferPool(device)
+        self._disk = device.host_lane("rows to disk")
+        done: Event = ThreadEvent.done()
+        # (buffer, the event after which it is free)
+        self._buffers = deque((buffer, done) for buffer in self._pool.lend())
+        self._last = done  # the event after which all writes so far are done
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._pool.buffer_bytes
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a failure, too, the lane must not write once the files are closed.
+        self._disk.close()
+        if kind is None:
+            self._last.synchronize()
+
+    def copy(
+        self, source: TensorBytes, begin: int, nbytes: int, write: Callable[[memoryview], None]
+    ) -> None:
+        """Queues a write of some bytes of a tensor. They have been read when this returns.
+
+        Raises the error of an earlier write, if any.
+        """
+        buffer, is_free = self._buffers.popleft()
+        is_free.synchronize()
+        source.copy(begin, buffer[:nbytes], self._pool.d2h)
+        self.enqueue(partial(write, buffer[:nbytes]))
+        self._buffers.append((buffer, self._last))
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Queues a write. After a write fails, later ones are skipped."""
+        self._last = self._disk.enqueue(write)
+
+
+# Reading weights
 
 
 class WeightFile(NamedTuple):
@@ -84,25 +315,25 @@ class WeightFile(NamedTuple):
 
     path: Path
     num_bytes: int
-    tensors: Any  # of the safetensors library, which has mapped the file
+    tensors: Any  # the safetensors library's handle, which maps the file
 
     def slice(self, name: str) -> Any:
         return self.tensors.get_slice(name)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, in new memory."""
+        """Returns a copy of a box of a tensor."""
         self._check_size()
         read: torch.Tensor = self.slice(name)[box.slices()]
         return read
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor over the mapped file: it is read where it is used."""
+        """Returns a tensor over the mapped file, which is read when the tensor is used."""
         self._check_size()
         mapped: torch.Tensor = self.tensors.get_tensor(name)
         return mapped
 
     def _check_size(self) -> None:
-        # Reading a mapped page beyond the file's end kills the process, see [Note: a data file
+        # Reading a mapped page beyond the end of the file kills the process, see [Note: a data file
         # that shrinks].
         size = self.path.stat().st_size
         if size < self.num_bytes:
@@ -112,31 +343,31 @@ class WeightFile(NamedTuple):
 
 
 class WeightFiles:
-    """The open safetensors files of a folder.
+    """The open safetensors files of a directory.
 
     Attributes:
-        folder: where they are.
-        config: the content of config.json; empty if there is none.
-        names: of the tensors.
+        folder: the directory.
+        config: the content of config.json; empty without one.
+        names: the names of the tensors.
 
-    [Note: added rows] A vocabulary may get more rows than its files have: `add_rows`. Readers see
-    the tensors with these rows. Each is the mean of the rows in the file, which is also the mean of
-    those that the transformers library draws.
+    [Note: added rows] `add_rows` extends the tensors of a vocabulary. Each added row is the mean of
+    the rows in the file. The transformers library draws added rows from a distribution with the
+    same mean.
     """
 
     def __init__(self, folder: Path, files: dict[str, WeightFile], config: dict[str, Any]) -> None:
         self.folder = folder
         self.config = config
         self.names = list(files)
-        self._files = files  # by the name of the tensor
-        self._num_rows: dict[str, int] = {}  # of tensors with added rows
+        self._files = files  # by tensor name
+        self._num_rows: dict[str, int] = {}  # of the tensors with added rows
         self._means: dict[str, torch.Tensor] = {}
 
     @classmethod
     def open(cls, folder: Path, stack: ExitStack) -> WeightFiles:
-        """Opens the files until `stack` is closed. CheckpointError if one is missing or broken."""
-        # The tensors of each file; None: any. As in the transformers library, the single file goes
-        # before an index beside it.
+        """Opens the files until `stack` is closed. CheckpointError if one is missing or damaged."""
+        # The expected tensors of each file; None accepts any. As in the transformers library, a
+        # single file takes precedence over an index.
         listed: dict[str, list[str] | None] = {WEIGHTS_FILE: None}
         if not os.path.lexists(folder / WEIGHTS_FILE):
             if not os.path.lexists(folder / INDEX_FILE):
@@ -159,7 +390,7 @@ class WeightFiles:
         return cls(folder, found, read_json(path) if os.path.lexists(path) else {})
 
     def add_rows(self, names: Collection[str], num_rows: int) -> None:
-        """Shows matrices of the vocabulary with `num_rows` rows, see [Note: added rows]."""
+        """Extends matrices of the vocabulary to `num_rows` rows, see [Note: added rows]."""
         self._num_rows |= dict.fromkeys(names, num_rows)
         section = self.config.get("text_config", self.config)
         section["vocab_size"] = num_rows
@@ -169,12 +400,12 @@ class WeightFiles:
         return (self._num_rows[name], *there[1:]) if name in self._num_rows else there
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """A tensor's dtype; None for one that is unknown here."""
+        """Returns the dtype of a tensor; None for one that PyTorch lacks or we do not load."""
         wanted = self._files[name].slice(name).get_dtype()
         return next((dtype for dtype, own in DTYPE_NAMES.items() if own == wanted), None)
 
     def differences(self, name: str, own: FileTensor) -> list[str]:
-        """What keeps a tensor from being loaded into one of ours, as clauses."""
+        """Returns the differences that keep a tensor from being loaded into ours, as clauses."""
         found = []
         shape, dtype = self.shape(name), self.dtype(name)
         if shape != own.shape:
@@ -185,7 +416,7 @@ class WeightFiles:
         return found
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, in new memory."""
+        """Returns a copy of a box of a tensor."""
         with self._reading(name):
             file = self._files[name]
             there = file.slice(name).get_shape()[0] if name in self._num_rows else None
@@ -200,8 +431,8 @@ class WeightFiles:
             return torch.cat([file.read(name, Box(box.offsets, (num_kept, columns))), added])
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor over its mapped file, which must not change: it is read where it is used. One
-        with added rows is a copy.
+        """Returns a tensor over its mapped file, or a copy with the added rows. The file must not
+        change while the tensor is used.
         """
         if name in self._num_rows:
             shape = self.shape(name)
@@ -239,7 +470,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def _read_index(path: Path) -> dict[str, list[str] | None]:
-    """The names of the tensors in each file."""
+    """Returns the names of the tensors in each file."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         expected = "the files of tensors under 'weight_map'"
@@ -247,7 +478,7 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
 
     names: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        # Nothing outside of the folder may be read. `Path("..").name` is "..".
+        # An index must not name files outside of the directory. `Path("..").name` is "..".
         is_name = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
         if not is_name or not file.isprintable():
             got = f"{shown(file)} for {printable(name, _SHOWN)}"
@@ -271,11 +502,11 @@ def _open_weights(path: Path, stack: ExitStack) -> WeightFile:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file of one JSON object. CheckpointDamagedError if it is something else."""
+    """Reads a file of one JSON object. CheckpointDamagedError for any other content."""
     with system_errors(str(path)):
         text = read_regular(path, max_bytes=_MAX_JSON_BYTES, what="a JSON object")
     try:
-        # NaN and infinities are allowed: some models' limits are infinite.
+        # NaN and infinities are accepted: the limits of some models are infinite.
         content = parse_json(text, max_depth=100, allow_nan=True)
     except ValueError as error:
         raise CheckpointDamagedError(f"Expected a JSON object in {path}, got {error}.") from error
@@ -293,7 +524,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file, which must be a regular one, to a new one. OSError if that is impossible."""
+    """Copies a regular file to a new one. OSError if either cannot be opened."""
     target.parent.mkdir(exist_ok=True)
     with open_regular(source) as stream, target.open("xb") as copied:
         shutil.copyfileobj(stream, copied)

@@ -1,16 +1,16 @@
-"""Where every byte of a folder of safetensors files lies. Integers only: no files, no ranks.
+"""The byte offset of every tensor in a directory of safetensors files. Integer arithmetic only.
 
 A file is the length of its header in 8 bytes, the header in JSON, and the tensors end to end. The
-header ends in spaces, so that the tensors begin on a page. So names, shapes and dtypes alone say
-where each tensor begins, and whoever holds some of its rows can write them there. Two files of at
-most 40 bytes of tensors, and where rows 2 and 3 of `b` go:
+header is padded with spaces, so that the tensors start on a page. The offsets follow from names,
+shapes and dtypes alone, so a rank that holds some rows of a tensor can write them directly. Two
+files of at most 40 bytes of tensors, and the offset of rows 2 and 3 of `b`:
 
     tensors    a fp32 [2, 2]   b bf16 [4, 2]   c fp32 [5]
     files      |8|header|aaaaaaaaaaaaaaaa|bbbbbbbbBBBBBBBB|    |8|header|cccccccccccccccccccc|
                                                   ^ offset of b + 2 rows of 4 bytes
 
-One of their tensors may consist of several of ours, each of which has a `RowMap` that says where
-its rows go (`megatron/core/models/families/row_map.py`).
+A tensor in a file may consist of several of our tensors, each with a `RowMap` of its rows
+(`megatron/core/models/families/row_map.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,15 +28,17 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
+from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.dist_checkpointing.save.export import ExportedRows
+from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.models.families.row_map import RowMap
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9  # of the tensors in one file, unless something else is asked for
-_LENGTH_BYTES = 8  # before the header, which it is the length of
+MAX_SHARD_BYTES = 5 * 10**9  # default limit of the tensors in one file
+_LENGTH_BYTES = 8  # the header's length, at the start of a file
 
-# With the names of safetensors.
+# The dtypes of safetensors, with its names.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -56,14 +58,14 @@ DTYPE_NAMES = {
 def file_dtype(
     own: torch.dtype, asked: torch.dtype | None, *, stays_fp32: bool = False
 ) -> torch.dtype:
-    """The dtype in which a tensor is written.
+    """Returns the dtype in which a tensor is written.
 
     Args:
-        own: in which we keep it.
-        asked: of all floating-point tensors; None: bf16 for those in fp32, and the others as they
-            are.
-        stays_fp32: whether it belongs to an `Fp32Module`. The transformers library, too, writes
-            what its models keep in fp32 as fp32 among bf16.
+        own: the tensor's dtype in the model.
+        asked: the dtype of all floating-point tensors; None writes fp32 as bf16 and keeps other
+            dtypes.
+        stays_fp32: whether the tensor belongs to an `Fp32Module`. The transformers library also
+            keeps such weights in fp32 among bf16 weights.
     """
     if not own.is_floating_point or (stays_fp32 and own == torch.float32):
         return own
@@ -73,7 +75,7 @@ def file_dtype(
 
 
 def check_dtype(asked: torch.dtype | None) -> None:
-    """ValueError unless `file_dtype` can be asked for it."""
+    """Raises ValueError for a dtype that `file_dtype` does not accept as `asked`."""
     if asked is not None and not (asked.is_floating_point and asked in DTYPE_NAMES):
         raise ValueError(f"Expected a floating-point dtype that safetensors has, got {asked}.")
 
@@ -95,15 +97,15 @@ class FileTensor(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of our tensors, as rows of a tensor in a file. A scalar is a whole tensor."""
+    """One of our tensors as rows of a tensor in a file. A scalar is a whole tensor."""
 
     rows: RowMap
-    shape: tuple[int, ...]  # ours
+    shape: tuple[int, ...]  # of our tensor
     dtype: torch.dtype  # in the file
 
 
 def main_dtype(tensors: Iterable[FileTensor]) -> torch.dtype | None:
-    """The floating-point dtype of most elements; None if no tensor has one."""
+    """Returns the floating-point dtype with the most elements; None if no tensor has one."""
     numels: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
@@ -112,10 +114,10 @@ def main_dtype(tensors: Iterable[FileTensor]) -> torch.dtype | None:
 
 
 def tensors_of_parts(parts: Iterable[Part]) -> list[FileTensor]:
-    """The tensors that the parts make up, in the order of their first parts.
+    """Returns the tensors that consist of these parts, in the order of their first parts.
 
     Raises:
-        CheckpointError: for parts that do not cover each row of their tensor exactly once, or
+        CheckpointError: if the parts of a tensor do not cover each of its rows exactly once, or
             differ in dtype or in the other dims.
     """
     by_name: dict[str, list[Part]] = {}
@@ -125,7 +127,7 @@ def tensors_of_parts(parts: Iterable[Part]) -> list[FileTensor]:
 
 
 def _whole(name: str, parts: Sequence[Part]) -> FileTensor:
-    """The tensor that consists of these parts."""
+    """Returns the tensor that consists of these parts."""
     kinds = {(part.shape[1:], part.dtype, len(part.shape), part.rows.matrix_rows) for part in parts}
     if len(kinds) > 1:
         got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
@@ -155,16 +157,16 @@ def _whole(name: str, parts: Sequence[Part]) -> FileTensor:
 
 
 def _row_runs(part: Part) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) in the file's tensor."""
+    """Yields (first row, number of rows) in the file's tensor."""
     for run in part.rows.ranges(0, part.shape[0]):
         yield run.start, run.own_stop - run.own_start
 
 
 class Place(NamedTuple):
-    """Where a tensor lies."""
+    """The position of a tensor."""
 
-    file: str  # its name in the folder
-    offset: int  # bytes from the beginning of the file
+    file: str  # its name in the directory
+    offset: int  # bytes from the start of the file
     tensor: FileTensor
 
 
@@ -173,9 +175,9 @@ class FileLayout:
     """One file.
 
     Attributes:
-        name: in the folder.
+        name: file name in the directory.
         header: all bytes before the tensors.
-        tensors: in the order in which they lie.
+        tensors: the tensors by ascending offset.
     """
 
     name: str
@@ -189,11 +191,11 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """The files of weights of one folder.
+    """The weight files of one directory.
 
     Attributes:
-        files: in the order of their names.
-        tensors: all of them, in the order of the model.
+        files: the files in the order of their names.
+        tensors: the tensors of all files, in the order of the model.
     """
 
     files: tuple[FileLayout, ...]
@@ -201,7 +203,8 @@ class FolderLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[FileTensor], max_shard_bytes: int) -> FolderLayout:
-        """One file, or several of at most `max_shard_bytes` of tensors or a single larger one.
+        """Lays out one file, or several of at most `max_shard_bytes` of tensors each. A larger
+        tensor gets a separate file.
 
         Raises:
             CheckpointError: for a dtype that safetensors does not have.
@@ -222,7 +225,7 @@ class FolderLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all names, shapes, dtypes and offsets; for messages, too."""
+        """A digest of all names, shapes, dtypes and offsets, in a form for messages."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(file.header)
@@ -233,7 +236,7 @@ class FolderLayout:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """The content of the index file; None for a single file, which has none."""
+        """The content of the index file; None for a single file, which needs no index."""
         if len(self.files) == 1:
             return None
         return {
@@ -243,7 +246,7 @@ class FolderLayout:
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """By the names of the tensors."""
+        """The position of each tensor, by name."""
         found: dict[str, Place] = {}
         for file in self.files:
             offset = len(file.header)
@@ -254,7 +257,7 @@ class FolderLayout:
 
 
 def _shards(tensors: Sequence[FileTensor], max_bytes: int) -> Iterator[list[FileTensor]]:
-    """Runs of tensors with at most `max_bytes` together, or of a single larger one."""
+    """Yields runs of tensors with at most `max_bytes` together, or of a single larger one."""
     shard: list[FileTensor] = []
     nbytes = 0
     for tensor in tensors:
@@ -267,12 +270,12 @@ def _shards(tensors: Sequence[FileTensor], max_bytes: int) -> Iterator[list[File
 
 
 def _file(name: str, tensors: Iterable[FileTensor]) -> FileLayout:
-    # Whole pages first, as nearly all large tensors are: direct I/O can write those. Of the others,
-    # the largest elements first. So each tensor begins at a multiple of its elements' size.
+    # Tensors of whole pages come first, since direct I/O can write those; nearly all large tensors
+    # are. The others follow by descending element size, so that each tensor is aligned to it.
     ordered = tuple(
         sorted(tensors, key=lambda own: (own.nbytes % DATA_ALIGNMENT > 0, -own.dtype.itemsize))
     )
-    # Some readers insist on the name of the framework.
+    # Some readers require the name of the framework.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
 
     end = 0
@@ -294,16 +297,16 @@ def _file(name: str, tensors: Iterable[FileTensor]) -> FileLayout:
 
 
 def rows_in_file(rows: RowMap, box: Box, place: Place) -> Iterator[ExportedRows]:
-    """Where the elements of a box of one of our tensors go, in the order in which they lie in it.
+    """Yields the file ranges of a box of one of our tensors, in the order of its elements.
 
     Args:
-        rows: of our tensor, in the one at `place`.
-        box: of our tensor; it must have elements.
+        rows: the rows of our tensor in the tensor at `place`.
+        box: a box of our tensor that has elements.
     """
     file, begin, tensor = place
     for own, there in row_boxes(rows, box):
         for part in ranges(there, tensor.shape, max_span=there.numel, max_gap=0):
-            # A matrix of a stack has come with a dim of its own, of one index.
+            # In a stack of matrices the file's box has one dim more, of size 1.
             offsets, sizes = part.box.within(there.offsets)
             first = len(offsets) - len(own.offsets)
             yield ExportedRows(
@@ -317,7 +320,7 @@ def rows_in_file(rows: RowMap, box: Box, place: Place) -> Iterator[ExportedRows]
 
 
 def shifted(box: Box, by: Sequence[int]) -> Box:
-    """A box that is seen from `by`, seen from the beginning of the tensor."""
+    """Moves a box by these offsets."""
     return Box(tuple(a + b for a, b in zip(box.offsets, by, strict=True)), box.sizes)
 
 
@@ -325,7 +328,7 @@ def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:
     """Cuts a box of one of our tensors where its rows are not consecutive in the file.
 
     Yields:
-        (a box of our tensor, the same elements in the tensor in the file), in the order of rows.
+        (box of our tensor, box of the same elements in the file's tensor), in the order of rows.
         In a stack of matrices the second box has one dim more, of one matrix.
     """
     if not box.sizes:
@@ -341,3 +344,76 @@ def row_boxes(rows: RowMap, box: Box) -> Iterator[tuple[Box, Box]]:
         else:
             matrix = divmod(run.start, rows.matrix_rows)
             yield own, Box((*matrix, *there[1:]), (1, *sizes))
+
+
+class OwnRows(NamedTuple):
+    """A share of one of our tensors that this rank writes."""
+
+    entry: Entry
+    rows: RowMap  # of the whole entry
+    place: Place
+    box: Box  # of the entry's global tensor
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The offsets of the rows of all entries, the same on every rank. It holds no tensors.
+
+    Attributes:
+        layout: the layout of the directory.
+        row_maps: the rows of each entry in a tensor of the layout, by the entry's key.
+        is_exact: whether every entry is written in its own dtype.
+    """
+
+    layout: FolderLayout
+    row_maps: Mapping[str, RowMap]
+    is_exact: bool
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[Entry],
+        row_maps: Mapping[str, RowMap],
+        dtypes: Mapping[str, torch.dtype],
+        max_shard_bytes: int,
+    ) -> RowPlan:
+        """Plans the files of these entries without communication.
+
+        Args:
+            entries: the same entries on every rank.
+            row_maps: the rows of each entry in a tensor of the files, by key.
+            dtypes: the dtype of each entry in the files, by key.
+            max_shard_bytes: as in `FolderLayout.of`.
+
+        Raises:
+            CheckpointError: as `tensors_of_parts` and `FolderLayout.of`.
+        """
+        saved = [entry.saved_as for entry in entries]
+        parts = [Part(row_maps[own.key], own.shape, dtypes[own.key]) for own in saved]
+        layout = FolderLayout.of(tensors_of_parts(parts), max_shard_bytes)
+
+        is_exact = all(dtypes[own.key] == own.dtype for own in saved)
+        return cls(layout, {own.key: row_maps[own.key] for own in saved}, is_exact)
+
+    def rows(self, key: str, box: Box) -> Iterator[ExportedRows]:
+        """Yields the file ranges of a box of an entry; nothing for an entry of another plan."""
+        rows = self.row_maps.get(key)
+        if rows is not None:
+            yield from rows_in_file(rows, box, self.layout.places[rows.name])
+
+    def own_rows(self, entries: Sequence[Entry], rank: int) -> list[OwnRows]:
+        """Returns the rows that a rank writes. Replicated rows are divided among their ranks.
+
+        Args:
+            entries: the entries that the plan was made of.
+        """
+        places = [self.layout.places[self.row_maps[entry.key].name] for entry in entries]
+        held = [
+            (entry.saved_as.holdings, place.tensor.dtype.itemsize)
+            for entry, place in zip(entries, places, strict=True)
+        ]
+
+        return [
+            OwnRows(entries[i], self.row_maps[entries[i].key], places[i], box)
+            for i, box, _ in shares(held, rank)
+        ]

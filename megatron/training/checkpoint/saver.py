@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.store import Store, open_store
 from megatron.core.dtypes import DTYPES
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import CHECKPOINT
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
 from megatron.training.config import RunConfig

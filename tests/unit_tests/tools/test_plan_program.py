@@ -309,7 +309,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder, capsys):
         (["--gpus", "0"], "--gpus: expected a whole number from 1, got '0'."),
         (
             ["--hf-model", "nowhere/there"],
-            "Expected a local folder with config.json, got 'nowhere/there', where there is none. "
+            "Expected a local folder with config.json, got 'nowhere/there', which does not exist. "
             "Models of the Hub are downloaded first: `hf download nowhere/there --local-dir "
             "models/there`.",
         ),

@@ -187,10 +187,7 @@ def test_extras_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) ->
         made = engine()
         cases: list[tuple[dict[str, Any], str]] = [
             ({"processor": object()}, "Expected a processor with save_pretrained, got object"),
-            (
-                {"base_model_path": "org/model-7b"},
-                "Expected the folder of the model .* got 'org/model-7b', where there is none",
-            ),
+            ({"base_model_path": "org/model-7b"}, "base_model_path .* 'org/model-7b'"),
         ]
         for extras, message in cases:
             with pytest.raises(CheckpointError, match=message):

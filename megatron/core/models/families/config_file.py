@@ -1,6 +1,4 @@
-"""A config.json as others wrote it: each value is asked for by name, and refused by name and
-value.
-"""
+"""A config.json with checked access: errors have the name and the value of the field."""
 
 from __future__ import annotations
 
@@ -74,8 +72,8 @@ class ConfigFile:
         return value
 
     def num_layers(self) -> int:
-        """The number of layers. ConfigError for more than any model has: it is the length of lists
-        that are made before the model's options are checked.
+        """Returns the number of layers, which is bounded: lists of this length are created before
+        the model's options are checked.
         """
         count = self.integer("num_hidden_layers")
         if count > _MOST_LAYERS:
@@ -83,18 +81,18 @@ class ConfigFile:
         return count
 
     def error(self, name: str, expected: str, got: object) -> ConfigError:
-        """The error for a field with a value that is not admitted."""
+        """Returns the error for a field with an invalid value."""
         return ConfigError(f"Expected {name} in {self.source} to be {expected}, got {shown(got)}.")
 
     def refuse_others(self, content: Mapping[str, Any], known: Collection[str], owner: str) -> None:
-        """ConfigError for what may decide arithmetic that nothing here knows of.
+        """Raises ConfigError for unknown fields, which may affect the arithmetic.
 
-        An unknown switch that is off, or a value that is null or empty, asks for nothing.
+        Unknown fields that are false, null or empty have no effect and are accepted.
 
         Args:
             content: fields of the file, or of a section in it.
-            known: the fields that are read, and those that change nothing.
-            owner: whose fields they are, for messages.
+            known: the fields that are read, and those that have no effect.
+            owner: owner of the fields, for messages.
         """
         unknown = sorted(name for name, value in content.items() if name not in known and value)
         if unknown:

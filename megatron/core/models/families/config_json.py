@@ -163,28 +163,17 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
     )
 
 
-def config_differences(
-    content: Mapping[str, Any], source: str, spec: ModelSpec, vocab_size: int
-) -> list[str]:
-    """Where a config.json and a model differ, each difference as a clause.
-
-    Whether embeddings are tied is not compared, since files may hold a tied weight twice: the
-    weights tell.
-
-    Args:
-        source: the file, for messages.
-    """
-    try:
-        config, num_rows = read_config(content, source)
-    except ConfigError as error:
-        return [str(error).removesuffix(".")]
-    return clauses(config, num_rows, source, spec, vocab_size)
-
-
 def clauses(
     config: TransformerConfig, num_rows: int, source: str, spec: ModelSpec, vocab_size: int
 ) -> list[str]:
-    """What `config_differences` returns, from what a file says."""
+    """Returns the differences between a config.json and a model's spec, as clauses.
+
+    Tied embeddings are not compared, since files may contain a tied weight twice.
+
+    Args:
+        config, num_rows: the model that the file describes.
+        source: the file, for messages.
+    """
     differences = spec_differences(model_spec(config), spec, ignored=("is_tied",))
     found = [(one.name, one.expected, one.got) for one in differences]
     if num_rows != vocab_size:

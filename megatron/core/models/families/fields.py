@@ -1,12 +1,12 @@
-"""Fields of a config.json, each with the options of ours that it stands for.
+"""Fields of a config.json, each with the options of TransformerConfig that correspond to it.
 
-`Field.read` gives options of TransformerConfig, `Field.write` what the file says of a spec. `write`
-may ignore what it cannot express: `config_json.py` reads every file back and compares the specs
-before it is used.
+`Field.read` converts a file to options, and `Field.write` converts a spec to fields. `write` may
+drop values that a field cannot express: `config_json.py` reads every file back and compares the
+specs before it is used.
 
-A field that decides arithmetic must be in the file, since the transformers library's defaults have
-changed with its versions. `absent` is for those whose absence has meant the same in all of them;
-the tables give the reason.
+A field that affects the arithmetic must be in the file, since defaults differ between versions of
+the transformers library. `absent` is for fields whose default is the same in all versions; the
+tables give the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LATENT_WITHOUT_EXPERTS = (
     "--multi-latent-attention: expected --num-experts beside it, as in every architecture of the "
     "transformers library that has it here, got none."
 )
-# Several names of theirs are one formula; the first one is written.
+# Several names of the library are the same formula; the first one is written.
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -48,24 +48,24 @@ ACTIVATIONS = {
 
 
 class Field(abc.ABC):
-    """Some fields of a config.json that stand for some of our options."""
+    """Some fields of a config.json and the options that correspond to them."""
 
     @property
     @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The fields that are read."""
+        """The names of the fields that are read."""
 
     @abc.abstractmethod
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Options of TransformerConfig. ConfigError for what none of them stands for."""
+        """Returns options of TransformerConfig. ConfigError for values without an option."""
 
     @abc.abstractmethod
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """Fields of the file, as close to a spec as they can be."""
+        """Returns the fields of a file that describes a spec as closely as possible."""
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
-    """The attention of the first layer that has one. ConfigError if none has."""
+    """Returns the first layer's attention. ConfigError for a model without attention."""
     for layer in spec.layers:
         if isinstance(layer.mixer, AttentionSpec):
             return layer.mixer
@@ -78,7 +78,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
 
 
 def num_heads_of(spec: ModelSpec) -> int:
-    """The query heads of the first layer with attention of any kind. ConfigError if none has."""
+    """Returns the number of query heads. ConfigError for a model without attention."""
     for layer in spec.layers:
         if isinstance(layer.mixer, LatentAttentionSpec):
             return layer.mixer.num_heads
@@ -86,7 +86,7 @@ def num_heads_of(spec: ModelSpec) -> int:
 
 
 def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
-    """The gated delta net of the first layer that has one."""
+    """Returns the first gated delta net of the layers, if any."""
     for layer in spec.layers:
         if isinstance(layer.mixer, GatedDeltaNetSpec):
             return layer.mixer
@@ -94,7 +94,7 @@ def delta_net_of(spec: ModelSpec) -> GatedDeltaNetSpec | None:
 
 
 def mixture_of(spec: ModelSpec) -> MoeSpec | None:
-    """The mixture of experts of the first layer that has one."""
+    """Returns the first mixture of experts of the layers, if any."""
     for layer in spec.layers:
         if isinstance(layer.feed_forward, MoeSpec):
             return layer.feed_forward
@@ -102,22 +102,22 @@ def mixture_of(spec: ModelSpec) -> MoeSpec | None:
 
 
 def dense_of(spec: ModelSpec) -> DenseSpec:
-    """The dense network of the first layer that has one. An expert if all layers have experts."""
+    """Returns the first dense network of the layers, or an expert if all layers have experts."""
     for layer in spec.layers:
         if isinstance(layer.feed_forward, DenseSpec):
             return layer.feed_forward
     mixture = mixture_of(spec)
-    assert mixture is not None, "a model has layers, each with either"
+    assert mixture is not None, "each layer has either"
     return mixture.expert
 
 
 @dataclass(frozen=True)
 class Value(Field):
-    """A field whose value is that of an option.
+    """A field with the value of an option.
 
     Attributes:
-        option: of TransformerConfig, which checks the value.
-        of: what is written; None is left out.
+        option: the option of TransformerConfig, which checks the value.
+        of: returns the value to write for a spec; None omits the field.
         absent: the value of a field that is null or missing.
     """
 
@@ -145,7 +145,7 @@ SIZES_BUT_MLP: tuple[Field, ...] = (
     Value("hidden_size", "hidden_size", lambda spec: spec.hidden_size),
     Value("num_hidden_layers", "num_layers", lambda spec: len(spec.layers)),
     Value("num_attention_heads", "num_attention_heads", num_heads_of),
-    # These two say how long sequences may be and how training begins.
+    # These two do not affect the arithmetic.
     Value("max_position_embeddings", "max_position_embeddings", lambda s: s.max_length, None),
     Value("initializer_range", "init_method_std", lambda spec: spec.init_std, 0.02),
 )
@@ -156,17 +156,16 @@ SIZES: tuple[Field, ...] = (
 
 
 def norm_eps(name: str) -> Field:
-    """The epsilon of all norms."""
+    """Returns the field of the epsilon of all norms."""
     return Value(name, "norm_epsilon", lambda spec: spec.final_norm.eps)
 
 
 @dataclass(frozen=True)
 class KeyValueHeads(Field):
-    """The number of key heads, and of value heads.
+    """The number of key and value heads.
 
     Attributes:
-        may_be_null, may_be_absent: whether null, or a missing field as well, means as many as there
-            are query heads.
+        may_be_null, may_be_absent: whether null or a missing field means the number of query heads.
     """
 
     may_be_null: bool = False
@@ -218,7 +217,7 @@ class TiedEmbeddings(Field):
     """Whether the output layer reads the embedding's weight.
 
     Attributes:
-        absent: what a missing field means; None: it must be there.
+        absent: the value of a missing field; None if the field is required.
     """
 
     absent: bool | None = None
@@ -240,8 +239,8 @@ class HiddenActivation(Field):
     """The feed-forward network's activation.
 
     Attributes:
-        is_gated: whether the network is a gated one, which no field says.
-        only: the activation that it must be.
+        is_gated: whether the network is gated, for which the file has no field.
+        only: the only activation that is accepted; None accepts all.
     """
 
     name: str = "hidden_act"
@@ -269,7 +268,7 @@ class HiddenActivation(Field):
 
 
 class Biases(NamedTuple):
-    """The linear layers that have biases, as TransformerConfig can say it."""
+    """The linear layers that have biases, as options of TransformerConfig."""
 
     add_bias_linear: bool
     add_qkv_bias: bool
@@ -287,8 +286,8 @@ class BiasFields(Field):
     """Which linear layers have biases.
 
     Attributes:
-        choices: what the file says of each choice there is.
-        absent: what a missing switch means; None: it must be there.
+        choices: the fields of the file for each combination that it can express.
+        absent: the value of a missing field; None if the fields are required.
     """
 
     choices: Mapping[Biases, Mapping[str, bool]]
@@ -322,7 +321,7 @@ class BiasFields(Field):
 
 @dataclass(frozen=True)
 class ScaledEmbeddings(Field):
-    """Embeddings multiplied by the root of the hidden size, which no field says."""
+    """Embeddings multiplied by the root of the hidden size, for which the file has no field."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -331,13 +330,13 @@ class ScaledEmbeddings(Field):
     def read(self, file: ConfigFile) -> dict[str, Any]:
         return {"embedding_multiplier": math.sqrt(file.integer("hidden_size"))}
 
-    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002  nothing to say
+    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
 
 @dataclass(frozen=True)
 class QueryScalar(Field):
-    """The number whose root products of queries and keys are divided by."""
+    """The number whose square root divides the products of queries and keys."""
 
     name: str = "query_pre_attn_scalar"
 
@@ -370,5 +369,5 @@ class Always(Field):
             raise file.error(self.name, shown(self.value), got)
         return {}
 
-    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002  nothing to say
+    def write(self, spec: ModelSpec) -> dict[str, Any]:  # noqa: ARG002
         return {}

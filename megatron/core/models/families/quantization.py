@@ -1,5 +1,5 @@
-"""Folders whose weights are quantized, which are refused by name: nothing here computes with fewer
-than 16 bits, and numbers that were read without their scales would be wrong ones.
+"""Rejects quantized weights. No model here computes with fewer than 16 bits, and values without
+their scales would be wrong.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from megatron.core.log import printable
 from megatron.core.models.families.config_file import ConfigFile
 from megatron.core.options import ConfigError, shown
 
-# How the names of tensors end that hold the scales of others, by the method that writes them.
+# Suffixes of the names of tensors with scales, and the quantization methods that write them.
 _SCALES = {"_scales": "mxfp4", "_scale_inv": "fp8"}
 # The class with which the transformers library loads such weights in bf16.
 _DEQUANTIZING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 
 def refuse_quantized_config(file: ConfigFile) -> None:
-    """ConfigError, with what to do, for a config.json of quantized weights."""
+    """Raises ConfigError with a remedy for a config.json of quantized weights."""
     section = file.section("quantization_config")
     if section:
         method = section.get("quant_method")
@@ -28,7 +28,7 @@ def refuse_quantized_config(file: ConfigFile) -> None:
 
 
 def refuse_quantized_tensors(names: Collection[str], folder: str) -> None:
-    """The same for the tensors of a folder, whose config.json may say nothing."""
+    """Raises ConfigError for tensors with scales, which config.json may not mention."""
     for name in sorted(names):
         for end, method in _SCALES.items():
             if name.endswith(end):

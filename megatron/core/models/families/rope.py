@@ -1,13 +1,13 @@
 """The rotary embedding in a config.json.
 
-Transformers 5 writes one section,
+Version 5 of the transformers library writes one section,
 
     "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, ...}
 
-with one section in it for each kind of layer where these differ (Gemma 3). Earlier versions wrote
-`rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq` beside
-the other fields, and a section `rope_scaling`, whose kind was called `type` at first. Both forms
-are read and written. A file that contradicts itself is refused.
+with an inner section per kind of layer where these differ (Gemma 3). Earlier versions wrote
+`rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq` at the
+top level, and a section `rope_scaling`, whose `rope_type` was first named `type`. Both forms are
+read and written. A file whose forms contradict each other is rejected.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Scaling:
     """A `rope_type`.
 
     Attributes:
-        options: ours, by the names in the section.
-        given: options that the kind itself stands for.
-        may_be_absent: names whose absence, or null, has meant our default in all versions.
-        of: what the section says of a spec of this kind.
+        options: our options, by their names in the section.
+        given: options that follow from the kind.
+        may_be_absent: names for which null or absence means our default in all versions.
+        of: returns the section's parameters for the scaling of a spec.
     """
 
     options: Mapping[str, str]
@@ -100,7 +100,7 @@ _TYPES: dict[type, str] = {LinearScaling: "linear", Llama3Scaling: "llama3", Yar
 
 
 def _gathered(file: ConfigFile, places: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The parameters in all places together, null left out. ConfigError where they differ."""
+    """Merges the parameters of all places, without null. ConfigError where they differ."""
     found: dict[str, Any] = {}
     for place, parameters in places.items():
         for theirs, value in parameters.items():
@@ -118,7 +118,9 @@ def _gathered(file: ConfigFile, places: Mapping[str, Mapping[str, Any]]) -> dict
 def _scaling_options(
     file: ConfigFile, parameters: dict[str, Any], kinds: tuple[str, ...], ignored: frozenset[str]
 ) -> dict[str, Any]:
-    """Our options for a section's kind and its numbers, which leave `parameters`."""
+    """Returns our options for a section's kind and its numbers, and removes these from
+    `parameters`.
+    """
     kind = parameters.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in kinds:
         raise file.error("rope_type", f"one of {', '.join(kinds)}", kind)
@@ -138,14 +140,14 @@ def _scaling_options(
 
 
 def _written(rotary: RotarySpec, **more: Any) -> dict[str, Any]:
-    """A section for one kind of layer."""
+    """Returns the section for one kind of layer."""
     kind = _type_of(rotary)
     numbers = _SCALINGS[kind].of(rotary.scaling)
     return {"rope_type": kind, "rope_theta": rotary.base, **more, **numbers}
 
 
 def _legacy_scaling(rotary: RotarySpec) -> dict[str, Any]:
-    """The section `rope_scaling` of versions before 5."""
+    """Returns the section `rope_scaling` of versions before 5."""
     kind = _type_of(rotary)
     if kind == "default":
         return {}
@@ -157,7 +159,7 @@ def _type_of(rotary: RotarySpec) -> str:
 
 
 def _rotaries(spec: ModelSpec) -> list[tuple[RotarySpec, bool]]:
-    """Of each rotated layer: the rotation, and whether there is a window."""
+    """Returns (rotation, whether the layer has a window) for each rotated layer."""
     return [
         (layer.mixer.rotary, window is not None)
         for layer, window in zip(spec.layers, windows_of(spec), strict=True)
@@ -170,7 +172,7 @@ class Rope(Field):
     """One rotary embedding for all layers that have one.
 
     Attributes:
-        absent_base: the base where a file has none; None: it must be there.
+        absent_base: the base of a file without one; None if it is required.
         absent_share: the share of each head's channels that is rotated where a file says nothing;
             None: always all of them.
         ignored: parameters that change nothing for text.
@@ -187,7 +189,7 @@ class Rope(Field):
         return (*_SECTIONS, *_TOP_NAMES)
 
     def parameters(self, file: ConfigFile) -> dict[str, Any]:
-        """What a file says in all places together. ConfigError where they differ."""
+        """Returns the parameters in all places of a file. ConfigError where they differ."""
         places = {name: file.section(name) for name in _SECTIONS}
         top = {name: file.get(name) for name in _TOP_NAMES}
         return _gathered(file, {**places, "the file": top})
@@ -211,7 +213,7 @@ class Rope(Field):
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         rotaries = _rotaries(spec)
-        # Where nothing is rotated, a base still has to be there.
+        # The field is required even if no layer is rotated.
         rotary = rotaries[0][0] if rotaries else RotarySpec(0, _DEFAULT_BASE)
         top: dict[str, Any] = {"rope_theta": rotary.base}
         if self.absent_share is not None:
@@ -221,8 +223,8 @@ class Rope(Field):
 
 
 def _share(dim: int, head_dim: int) -> float:
-    """The share of `head_dim` channels that comes out as `dim` where its product is cut off."""
-    if dim == 0:  # nothing is rotated, and the share is not used
+    """Returns the share of `head_dim` channels whose product, truncated, is `dim`."""
+    if dim == 0:  # no channel is rotated, and the share is not used
         return 1.0
     share = dim / head_dim
     return share if int(head_dim * share) == dim else math.nextafter(share, 1.0)
@@ -230,10 +232,10 @@ def _share(dim: int, head_dim: int) -> float:
 
 @dataclass(frozen=True)
 class RopeByKind(Field):
-    """One rotary embedding for layers without a window, and one, not scaled, for those with one.
+    """One rotary embedding for layers without a window, and an unscaled one for those with one.
 
     Attributes:
-        windows: the field that says which layers have a window.
+        windows: the field of the layers with a window.
         kinds: the kinds of scaling there are for layers without a window.
     """
 
@@ -270,7 +272,7 @@ class RopeByKind(Field):
             options[names[kind]] = parameters.pop("rope_theta")
             options |= _scaling_options(file, parameters, kinds[kind], frozenset())
 
-        # Without a window the second base belongs to no layer.
+        # Without windows the second base is unused.
         if "window_size" not in self.windows.read(file):
             del options["window_rotary_base"]
         return options

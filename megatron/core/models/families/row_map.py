@@ -1,8 +1,8 @@
-"""Where the rows of our tensors lie in the tensors of the transformers library.
+"""The rows of our tensors in the tensors of the transformers library.
 
-A section of a fused weight here may be rows of a weight that is fused there, in another order. A
-projection with an output gate, say, keeps each head's gate behind its query. For two heads of four
-channels:
+A section of our fused weight may be rows of a weight that the library fuses in another order. For
+example, a projection with an output gate stores each head's gate after its query. For two heads of
+four channels:
 
     theirs, rows   0 .. 3    4 .. 7    8 .. 11   12 .. 15
                    query 0   gate 0    query 1   gate 1
@@ -10,8 +10,8 @@ channels:
     query: RowMap("q_proj.weight", start=0, block=4, stride=8)
     gate:  RowMap("q_proj.weight", start=4, block=4, stride=8)
 
-A tensor of theirs may also be a stack of matrices, one for each expert of a mixture. Its rows are
-counted through all of them. For two experts, whose gates and ups have three rows each:
+A tensor of the library may also be a stack of matrices, one per expert of a mixture. Its rows are
+numbered across all matrices. For two experts, whose gates and ups have three rows each:
 
     theirs [2, 6, columns]   matrix 0: gate 0, up 0   matrix 1: gate 1, up 1
     rows                     0 .. 2    3 .. 5         6 .. 8    9 .. 11
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of ours that are consecutive in theirs, too."""
+    """Consecutive rows of our tensor that are also consecutive in theirs."""
 
     own_start: int
     own_stop: int
@@ -36,18 +36,18 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class RowMap:
-    """The place of one of our tensors in one of theirs, along dim 0. Other dims are the same.
+    """The rows of one of our tensors in one of theirs, along dim 0. Other dims are the same.
 
     Attributes:
-        name: of their tensor.
+        name: name of their tensor.
         start: their row that is our first.
-        block: how many rows stay together; None: all of them.
-        stride: their rows from the beginning of one block to that of the next.
-        matrix_rows: rows of each matrix of a stack, which has one dim more than ours; None: theirs
-            is no stack.
+        block: number of rows that stay together; None for all rows.
+        stride: distance in their rows between the starts of two blocks.
+        matrix_rows: rows of each matrix of a stack, which has one dim more than ours; None if their
+            tensor is not a stack.
 
     Raises:
-        ValueError: blocks that would overlap, or matrices without rows.
+        ValueError: for blocks that overlap, or matrices without rows.
     """
 
     name: str
@@ -69,8 +69,8 @@ class RowMap:
             raise ValueError(f"Expected matrices of at least one row, got {self.matrix_rows}.")
 
     def ranges(self, own_start: int, own_stop: int) -> Iterator[RowRange]:
-        """The rows [own_start, own_stop) of ours in runs that are consecutive in theirs, and within
-        one matrix of a stack.
+        """Yields our rows [own_start, own_stop) in runs that are consecutive in their tensor and
+        within one matrix of a stack.
         """
         for run in self._blocks(own_start, own_stop):
             if self.matrix_rows is None:
@@ -79,7 +79,7 @@ class RowMap:
                 yield from _within_matrices(run, self.matrix_rows)
 
     def shape_of_rows(self, rows: int, others: tuple[int, ...]) -> tuple[int, ...]:
-        """Their shape, if it has so many rows, and our other dims."""
+        """Returns the shape of their tensor from its number of rows and our other dims."""
         if self.matrix_rows is None:
             return (rows, *others)
         return (rows // self.matrix_rows, self.matrix_rows, *others)
@@ -98,7 +98,7 @@ class RowMap:
 
 
 def _within_matrices(run: RowRange, matrix_rows: int) -> Iterator[RowRange]:
-    """A run, cut where a matrix of a stack ends."""
+    """Cuts a run at the ends of matrices of a stack."""
     own_start, own_stop, start = run
     while own_start < own_stop:
         stop = min(own_stop, own_start + matrix_rows - start % matrix_rows)

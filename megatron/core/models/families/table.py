@@ -1,6 +1,6 @@
-"""Family: what an architecture of the transformers library computes, and its names for it.
+"""Families: the arithmetic and the names of architectures of the transformers library.
 
-A family is a value. One more architecture is one more table, as long as its parts exist here:
+A family is a value. A new architecture is a new table, as long as its parts exist here:
 
     Family(
         model_type="llama",
@@ -12,8 +12,8 @@ A family is a value. One more architecture is one more table, as long as its par
         dense={"mlp.gate": "mlp.gate_proj", ...},
     )
 
-An architecture with mixtures of experts adds the names of a mixture's modules, and those of the
-experts' matrices, which files may have in several forms:
+An architecture with mixtures of experts adds the names of a mixture's modules and of the experts'
+matrices, which files may contain in several forms:
 
     Family(
         ...,
@@ -41,7 +41,7 @@ from megatron.core.transformer.spec import (
 
 _MixerT = TypeVar("_MixerT")
 
-# Names that all of these architectures have for what is in no layer.
+# Names outside of layers, the same in all of these architectures.
 _OUTER_NAMES = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",
@@ -74,19 +74,19 @@ SHARED_EXPERTS = {
 }
 PLAIN_MLP = {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
 
-_EXPERTS = "mlp.experts."  # before an expert's number
-_MOST_EXTRA_LAYERS = 2**10  # far beyond any use
+_EXPERTS = "mlp.experts."  # followed by an expert's number
+_MOST_EXTRA_LAYERS = 2**10  # far above any model's
 
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """Their names for one matrix of every expert.
+    """The library's name for one matrix of every expert.
 
     Attributes:
-        name: of the module in one expert, whose number takes the place of `{}`. Without that, of
-            one tensor [experts, rows, columns] of all experts, beside which `<name>_bias`
-            [experts, rows] has their biases.
-        part, num_parts: which of the equal parts of that tensor's rows are ours.
+        name: name of the module in one expert, with `{}` for the expert's number. Without `{}`, it
+            is the name of one tensor [experts, rows, columns] of all experts, whose biases are in
+            `<name>_bias` [experts, rows].
+        part, num_parts: our part of the tensor's rows, which has parts of equal size.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ExpertMatrix:
     num_parts: int = 1
 
     def rows(self, expert: int, kind: str, num_rows: int) -> RowMap:
-        """Where our matrix, or its bias, of `num_rows` rows lies."""
+        """Returns the rows of our matrix or its bias, which has `num_rows` rows."""
         if "{}" in self.name:
             return RowMap(f"{self.name.format(expert)}.{kind}")
         start = (expert * self.num_parts + self.part) * num_rows
@@ -102,8 +102,8 @@ class ExpertMatrix:
         return RowMap(name, start, matrix_rows=self.num_parts * num_rows)
 
 
-# As files of most architectures have them, and as the library does in memory. A folder has the
-# latter if the library has read such a one.
+# The form in the files of most architectures, and the library's form in memory, in which it saves
+# models that it loaded from that form.
 EXPERTS = {
     "gate": ExpertMatrix("mlp.experts.{}.gate_proj"),
     "up": ExpertMatrix("mlp.experts.{}.up_proj"),
@@ -121,23 +121,23 @@ class Family:
     """An architecture of the transformers library: a causal language model.
 
     Attributes:
-        model_type: in config.json.
-        class_name: of the model with its output layer.
-        options: of ours, that all of its models have.
-        fields: of config.json.
-        norms, attention, latent_attention, delta_net, dense: its names of modules of a layer, by
-            ours; a module that it does not have is missing. One of ours that is only some rows of
-            one of theirs has a function of the mixer, whose result names their module.
-        mixture: the same of a mixture's router and shared experts; a tensor of ours whose own name
-            is another one there stands here by itself.
-        experts: the forms in which files may have the matrices of experts, each by our names of
-            them. The first is written.
-        harmless: fields of its own that change nothing here.
-        ignored: how the names of tensors begin that files may have besides and the library does not
-            load either, with `{extra_layer}` in the place of the number of each layer that predicts
-            further tokens.
-        has_even_heads: whether the hidden size must be a multiple of the number of heads, though
-            heads may be of another width.
+        model_type: `model_type` in config.json.
+        class_name: class of the model with its output layer.
+        options: our options that all of its models share.
+        fields: fields of config.json.
+        norms, attention, latent_attention, delta_net, dense: the library's names of a layer's
+            modules, by our names, without modules that the architecture lacks. For a module of ours
+            that is only some rows of one of theirs, a function of the mixer returns the rows, named
+            after the module.
+        mixture: the same for a mixture's router and shared experts. A tensor whose last name
+            differs has a separate item.
+        experts: the forms in which files may contain the experts' matrices, by our names of the
+            matrices. The first form is written.
+        harmless: fields specific to the architecture that have no effect here.
+        ignored: prefixes of tensors that the library does not load either. `{extra_layer}` stands
+            for the number of each layer that predicts further tokens.
+        has_even_heads: whether the hidden size must be a multiple of the number of heads, although
+            heads may have another width.
     """
 
     model_type: str
@@ -160,8 +160,8 @@ class Family:
     has_even_heads: bool = False
 
     def as_in(self, names: Collection[str]) -> Family:
-        """The family with one form of experts: that of files with tensors of these names, or, where
-        they tell nothing, the one that is written.
+        """Returns the family with one form of experts: the form of files with these tensors or, by
+        default, the form that is written.
         """
         for form in self.experts:
             firsts = tuple(f".{matrix.rows(0, 'weight', 1).name}" for matrix in form.values())
@@ -170,16 +170,16 @@ class Family:
         return dataclasses.replace(self, experts=self.experts[:1])
 
     def rows_of(self, own: str, num_rows: int, layers: tuple[LayerSpec, ...]) -> RowMap:
-        """Where one of our tensors lies in theirs.
+        """Returns the rows of one of our tensors in theirs.
 
         Args:
-            own: a parameter, a section of one, or a buffer, as our checkpoints name it without
+            own: name of a parameter, a section of one, or a buffer in our checkpoints, without
                 "model.".
-            num_rows: of it.
-            layers: of the model.
+            num_rows: number of rows of the tensor.
+            layers: layers of the model.
 
         Raises:
-            KeyError: for a module that the family does not have.
+            KeyError: for a module that the family lacks.
         """
         module, _, kind = own.rpartition(".")
         if module in _OUTER_NAMES:
@@ -195,20 +195,20 @@ class Family:
         return dataclasses.replace(rows, name=f"{prefix}{rows.name}")
 
     def ignored_prefixes(self, num_layers: int, content: Mapping[str, Any]) -> tuple[str, ...]:
-        """How the names of tensors begin that the library does not load either.
+        """Returns the prefixes of tensors that the library does not load either.
 
         Args:
-            content: of config.json, which may say how many extra layers there are. The library
-                passes over one in any case.
+            content: content of config.json, which may have the number of extra layers. The library
+                always ignores at least one.
         """
         extra = content.get("num_nextn_predict_layers")
         count = extra if type(extra) is int and 0 < extra <= _MOST_EXTRA_LAYERS else 1
         numbers = range(num_layers, num_layers + count)
-        # Without a place for a number, all are the same.
+        # Prefixes without a number are the same for all layers.
         return tuple({p.format(extra_layer=n): None for n in numbers for p in self.ignored})
 
     def _module_rows(self, within: str, kind: str, mixer: Mixer) -> RowMap:
-        """Where a tensor of a module lies; the name is without that of the layer."""
+        """Returns the rows of a module's tensor; the name lacks the layer's prefix."""
         if (tensor := f"{within}.{kind}") in self.mixture:
             return RowMap(self.mixture[tensor])
 
@@ -216,7 +216,7 @@ class Family:
         return dataclasses.replace(place, name=f"{place.name}.{kind}")
 
     def _module_place(self, within: str, mixer: Mixer) -> RowMap:
-        """Where a module of a layer lies; the name is that of their module."""
+        """Returns the rows of a module of a layer, named after their module."""
         for names in (self.norms, self.dense, self.mixture):
             if within in names:
                 return RowMap(names[within])

@@ -1,6 +1,6 @@
-"""Architectures of the transformers library that read images and text: a decoder of one of the
-families behind a vision tower. Their config.json has a section for each, and the tokens that stand
-for images.
+"""Architectures of the transformers library that read images and text: a vision tower followed by a
+decoder of one of the families. Their config.json has a section for each, and the ids of image
+tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SECTION = {
     "initializer_range": "vision_init_method_std",
 }
 _DEEPSTACK = "deepstack_visual_indexes"
-_NORM_EPSILON = 1e-6  # of all of them; no file names it
-_ROTARY_BASE = 10000.0  # in all versions, where a file names none
+_NORM_EPSILON = 1e-6  # of all architectures; config.json has no field for it
+_ROTARY_BASE = 10000.0  # the default in all versions
 _SECTIONS = (11, 11, 10)  # of the decoder's planes, likewise
 _TEXT = "language_model."  # before the decoder's names, here and there
 

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 from megatron_hybrid.checkpoint.audit import Audit
 from tests.helpers.ranks import rank_device, run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (

@@ -36,8 +36,8 @@ from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.lanes import delays
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     DELAY,

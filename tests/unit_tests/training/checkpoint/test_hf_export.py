@@ -27,6 +27,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.training.checkpoint import hf_export
 from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
+from megatron.training.checkpoint.hf_files import publish_draft
 from megatron.training.checkpoint.hf_weights import save_hf
 from megatron.training.tokenizer import ByteTokenizer
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
@@ -206,9 +207,10 @@ def full_disk(*_arguments: Any) -> None:
 
 
 def fill(target: Path) -> Callable[..., None]:
-    def filled(_draft: Path) -> None:
+    def filled(*arguments: Any) -> None:
         target.mkdir()
         (target / "mine").touch()
+        publish_draft(*arguments)
 
     return filled
 
@@ -217,7 +219,7 @@ def test_whatever_fails_on_the_way_nothing_is_left(
     tmp_path: Path, checkpoint: ReadableCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "exports" / "gpt"
-    for step in ("write_weights", "write_own_config", "sync_files", "publish_draft"):
+    for step in ("_write_weights", "write_small_files", "publish_draft"):
         with monkeypatch.context() as patch:
             patch.setattr(hf_export, step, full_disk)
             with pytest.raises(CheckpointError, match=r"Expected to write .*No space left"):
@@ -225,7 +227,7 @@ def test_whatever_fails_on_the_way_nothing_is_left(
         assert names_in(target.parent) == []
 
     # Somebody else was faster.
-    monkeypatch.setattr(hf_export, "sync_files", fill(target))
+    monkeypatch.setattr(hf_export, "publish_draft", fill(target))
     with pytest.raises(CheckpointError, match="got one that holds mine"):
         export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
     assert names_in(target) == ["mine"]

@@ -27,10 +27,9 @@ from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_export import export_hf
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
-from megatron.training.checkpoint.hf_weights import load_hf, save_hf
+from megatron.training.checkpoint.hf_weights import HfExport, load_hf, save_hf
 from megatron.training.checkpoint.loading import load_weights
 from megatron.training.tokenizer import ByteTokenizer
 from megatron_hybrid.checkpoint import command
@@ -384,7 +383,7 @@ def test_what_hf_needs_is_made_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names of files .* got 'hf/a b\.json'"):
         HfExport.of(model, torch.bfloat16, FolderExtras(base_model_path=tmp_path / "base"))
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(CheckpointError, match="the folder of the model that training began with"):
+    with pytest.raises(CheckpointError, match="base_model_path"):
         HfExport.of(model, torch.bfloat16, FolderExtras(base_model_path=tmp_path / "base"))
 
 

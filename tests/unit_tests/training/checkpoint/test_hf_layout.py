@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
@@ -22,11 +23,13 @@ from megatron.core.dist_checkpointing.layout.holdings import (
     Replicated,
     shares,
 )
+from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.models.families.row_map import RowMap
 from megatron.training.checkpoint.hf_layout import (
     FileTensor,
     FolderLayout,
     Part,
+    RowPlan,
     check_dtype,
     file_dtype,
     main_dtype,
@@ -235,3 +238,14 @@ def test_rows_of_a_stack_are_cut_where_a_matrix_ends() -> None:
     ]
     with pytest.raises(ValueError, match="matrices of at least one row, got 0"):
         RowMap("a", matrix_rows=0)
+
+
+def test_each_of_the_ranks_that_hold_the_same_rows_writes_a_part_of_them() -> None:
+    model = nn.Linear(8, 300, bias=False)
+    rows = {"model.weight": RowMap("weight")}
+    numels = []
+    for rank in range(3):
+        entries = collect(model, rank=rank, world_size=3).entries
+        plan = RowPlan.of(entries, rows, {"model.weight": torch.bfloat16}, 10**9)
+        numels.append(sum(own.box.numel for own in plan.own_rows(entries, rank)))
+    assert numels == [800, 800, 800]

@@ -1,24 +1,298 @@
-"""Folders of DeepSeek-V3, GLM-4.5 and GPT-OSS."""
+"""Mixtures of experts in the transformers library's files: each expert by itself, or all of them in
+one tensor.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.save.manager import CheckpointManager
+from megatron.core.dist_checkpointing.state.collect import collect
+from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.distributed import megatron_fsdp
+from megatron.core.dtensors import local_tensor
+from megatron.core.materialize import materialize, seeded_reset
+from megatron.core.mesh import build_mesh
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.families import config_json
+from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import build_model
 from megatron.core.options import ConfigError
+from megatron.training.checkpoint.hf_config import read_folder
+from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
-from megatron.training.hf_settings import read_folder
+from megatron_hybrid import convert_hf
 from tests.helpers.hf_models import save_model
+from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.models import data_parallel
+from tests.unit_tests.training.helpers.hf_folders import (
+    ARCHITECTURES,
+    CPU,
+    QWEN3,
+    VOCAB,
+    change_config,
+    digests,
+    plain_gpt,
+)
 
 WEIGHTS = "model.safetensors"
+CONFIG = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Moe"], hf_architecture="qwen3_moe")
+save_exactly = partial(save_hf, dtype=torch.float32)
+
+
+def sharded_gpt(seed: int) -> GPTModel:
+    with torch.device("meta"):
+        model = GPTModel(CONFIG, VOCAB)
+    megatron_fsdp.shard_model(
+        model,
+        build_mesh("cpu", dist.get_world_size()),
+        CPU,
+        data_parallel("optim_grads_params"),
+        compute_dtype=torch.float32,
+        reset_parameters=seeded_reset(model, torch.device("cpu"), seed),
+    )
+    return model
+
+
+def whole_gpt(seed: int) -> GPTModel:
+    model = GPTModel(CONFIG, VOCAB)
+    materialize(model, "cpu", seed)
+    return model
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of all experts as one, as the library has them in memory and writes them again if
+    it has read them so.
+    """
+    pattern = re.compile(r"(.*mlp\.experts)\.(\d+)\.(\w+)\.weight")
+    kept = {name: tensor for name, tensor in tensors.items() if not pattern.fullmatch(name)}
+    experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := pattern.fullmatch(name):
+            prefix, number, part = match.groups()
+            experts.setdefault(prefix, {}).setdefault(part, {})[int(number)] = tensor
+
+    for prefix, parts in experts.items():
+        whole = {
+            part: torch.stack([own[number] for number in sorted(own)])
+            for part, own in parts.items()
+        }
+        kept[f"{prefix}.gate_up_proj"] = torch.cat((whole["gate_proj"], whole["up_proj"]), 1)
+        kept[f"{prefix}.down_proj"] = whole["down_proj"]
+    return kept
+
+
+def stack(folder: Path) -> None:
+    save_file(stacked(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+def are_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(
+        torch.equal(local_tensor(a), local_tensor(b))
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_exactly(whole_gpt(0), tmp_path / "gpt", CPU)
+    return tmp_path / "gpt"
+
+
+def in_either_form(monkeypatch: pytest.MonkeyPatch, is_stacked: bool) -> None:
+    """Has all experts of a layer written as one tensor."""
+    if is_stacked:
+        family = dataclasses.replace(QWEN3_MOE, experts=QWEN3_MOE.experts[::-1])
+        monkeypatch.setattr(config_json, "FAMILIES", (family,))
+
+
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["one by one", "stacked"])
+def test_ranks_write_the_files_that_one_writes_and_read_their_rows_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stacked: bool
+) -> None:
+    in_either_form(monkeypatch, is_stacked)
+    save_exactly(whole_gpt(0), tmp_path / "whole", CPU, max_shard_bytes=20000)
+
+    def save_and_load() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            in_either_form(patch, is_stacked)
+            save_exactly(sharded_gpt(0), tmp_path / "ranks", CPU, max_shard_bytes=20000)
+            model = sharded_gpt(1)
+            assert not are_equal(model, sharded_gpt(0))
+            load_hf(model, tmp_path / "ranks")
+            assert are_equal(model, sharded_gpt(0))
+
+    run_ranks(3, save_and_load)
+    assert digests(tmp_path / "ranks") == digests(tmp_path / "whole")
+    weights: dict[str, torch.Tensor] = {}
+    for path in tmp_path.glob("whole/*.safetensors"):
+        weights |= load_file(path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert (name in weights) == is_stacked
+    if is_stacked:
+        assert weights[name].shape == (5, 24, 24)
+
+
+def test_a_folder_has_experts_one_by_one_or_stacked(folder: Path) -> None:
+    before = load_file(folder / WEIGHTS)
+    stack(folder)
+    after = load_file(folder / WEIGHTS)
+    assert len(after) == len(before) - 3 * 5 + 2
+    model = whole_gpt(1)
+    load_hf(model, folder)
+    assert are_equal(model, whole_gpt(0))
+
+
+def test_a_stacked_folder_is_imported_and_exported_one_by_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, runs, out = (tmp_path / name for name in ("model", "runs", "out"))
+    save_model(model, "qwen3_moe")
+    tensors = load_file(model / WEIGHTS)
+    stack(model)
+    assert convert_hf.main(["import", str(model), str(runs)]) == 0
+    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    found = load_file(out / WEIGHTS)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+
+
+EXPERT = "model.layers.1.mlp.experts.3"
+ALL_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def narrow(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()})
+
+
+@pytest.mark.parametrize(
+    ("is_stacked", "spoil", "message"),
+    [
+        (False, without(f"{EXPERT}.up_proj.weight"), f"it lacks {EXPERT}.up_proj.weight$"),
+        (
+            False,
+            narrow(f"{EXPERT}.down_proj.weight"),
+            rf"{EXPERT}.down_proj.weight has shape \(23, 12\) where the model has \(24, 12\)$",
+        ),
+        (
+            False,
+            lambda tensors: tensors.update({"model.layers.1.mlp.experts.5.up_proj.weight": ONE}),
+            "nothing here takes model.layers.1.mlp.experts.5.up_proj.weight$",
+        ),
+        (
+            True,
+            narrow(ALL_UP),
+            rf"{ALL_UP} has shape \(4, 24, 24\) where the model has \(5, 24, 24\)$",
+        ),
+        (
+            True,
+            lambda tensors: tensors.update({ALL_UP: tensors[ALL_UP].flatten(0, 1)}),
+            rf"{ALL_UP} has shape \(120, 24\) where the model has \(5, 24, 24\)$",
+        ),
+        (
+            True,
+            lambda tensors: tensors.update({f"{EXPERT}.up_proj.weight": ONE}),
+            f"nothing here takes {EXPERT}.up_proj.weight$",
+        ),
+    ],
+)
+def test_an_expert_that_is_missing_too_many_or_of_another_shape_is_one_line(
+    folder: Path, is_stacked: bool, spoil: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    if is_stacked:
+        stack(folder)
+    tensors = load_file(folder / WEIGHTS)
+    spoil(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    model = whole_gpt(1)
+    with pytest.raises(CheckpointError, match=message.replace("$", r"\.?$")) as caught:
+        load_hf(model, folder)
+    assert "\n" not in str(caught.value)
+    assert are_equal(model, whole_gpt(1)), "nothing was touched"
+
+
+ONE = torch.ones(12, 24)
+
+
+def test_biases_of_experts_stay_fp32_in_files_of_bf16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They move by less than a step of bf16."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    family = dataclasses.replace(
+        QWEN3_MOE,
+        options={**QWEN3_MOE.options, "moe_router_enable_expert_bias": True},
+        mixture={
+            **QWEN3_MOE.mixture,
+            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        },
+    )
+    monkeypatch.setattr(config_json, "FAMILIES", (family,))
+    config = dataclasses.replace(CONFIG, moe_router_enable_expert_bias=True)
+    model, values = plain_gpt(config), torch.arange(5.0) / 1000 + 1
+    router = model.get_submodule("decoder.layers.1.mlp.router")
+    router.get_buffer("expert_bias").copy_(values)
+    save_hf(model, tmp_path / "saved", CPU)
+    with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "0" * 16) as manager:
+        manager.save(1, collect(model), {}, name="own")
+        manager.finish()
+    checkpoint = open_checkpoint(LocalStore(tmp_path), "own")
+    export_hf(checkpoint, tmp_path / "exported", ModelDescription(config, VOCAB))
+
+    assert digests(tmp_path / "saved") == digests(tmp_path / "exported")
+    tensors = load_file(tmp_path / "saved" / WEIGHTS)
+    assert {name for name, one in tensors.items() if one.dtype == torch.float32} == {bias}
+    assert torch.equal(tensors[bias], values)
+    other = plain_gpt(config, seed=1)
+    load_hf(other, tmp_path / "saved")
+    assert torch.equal(other.get_buffer("decoder.layers.1.mlp.router.expert_bias"), values)
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
+    config = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Next"])
+    model = plain_gpt(config)
+    save_exactly(model, tmp_path / "gpt", CPU)
+    tensors = load_file(tmp_path / "gpt" / WEIGHTS)
+    save_file(tensors | {"mtp.layers.0.mlp.gate.weight": ONE}, tmp_path / "gpt" / WEIGHTS)
+    other = plain_gpt(config, seed=1)
+    load_hf(other, tmp_path / "gpt")
+    assert are_equal(other, model)
+
+
+def test_a_folder_is_read_by_the_names_of_its_own_architecture(tmp_path: Path) -> None:
+    """Qwen3-Next and Qwen3.5 compute the same."""
+    same = {"moe_router_pre_softmax": False, "moe_router_norm_topk": True}
+    config = dataclasses.replace(QWEN3, **{**ARCHITECTURES["Qwen3Next"], **same})
+    model = plain_gpt(dataclasses.replace(config, hf_architecture="qwen3_5_moe_text"))
+    save_exactly(model, tmp_path / "gpt", CPU)
+    content = json.loads((tmp_path / "gpt" / "config.json").read_text())
+    assert content["model_type"] == "qwen3_5_moe_text"
+    assert "model.layers.0.linear_attn.in_proj_qkv.weight" in load_file(tmp_path / "gpt" / WEIGHTS)
+    other = plain_gpt(config, seed=1)
+    load_hf(other, tmp_path / "gpt")
+    assert are_equal(other, model)
+
+
+# DeepSeek-V3, GLM-4.5 and GPT-OSS
 
 
 def model_of(folder: Path) -> GPTModel:
@@ -31,16 +305,11 @@ def test_weights_come_back_to_the_bit(tmp_path: Path, family: str) -> None:
     folder = save_model(tmp_path / "theirs", family)
     model = model_of(folder)
     load_hf(model, folder)
-    save_hf(model, tmp_path / "ours", Device("cpu"), dtype=torch.float32)
+    save_hf(model, tmp_path / "ours", CPU, dtype=torch.float32)
 
     expected, found = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "ours"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def add_tensors(folder: Path, *names: str) -> None:

@@ -33,7 +33,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_plan, hf_row_writer
+from megatron.training.checkpoint import hf_layout, hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -60,6 +60,7 @@ from tests.unit_tests.training.helpers.hf_folders import (
     CPU,
     QWEN3,
     VOCAB,
+    change_config,
     digests,
     names_in,
     plain_gpt,
@@ -419,11 +420,6 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     )
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    content = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(content))
-
-
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -760,7 +756,7 @@ def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
             return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
 
         with (
-            mock.patch.object(hf_row_writer, "shares", without_the_first),
+            mock.patch.object(hf_layout, "shares", without_the_first),
             pytest.raises(CheckpointError) as caught,
         ):
             save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
@@ -801,7 +797,7 @@ def stacked_rows(model: GPTModel, *_there: Any) -> dict[str, RowMap]:
 def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
     def check() -> None:
         model = sharded_gpt("megatron_fsdp")
-        with mock.patch.object(hf_plan, "hf_rows", stacked_rows):
+        with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
             save_exactly(model, tmp_path / "gpt", CPU)
             expected = local_weights(model)
             other = sharded_gpt("megatron_fsdp", seed=1)
@@ -820,7 +816,7 @@ def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
         assert torch.equal(own, torch.stack(pairs, 1).flatten(0, 2))
 
     # A part that the files do not have room for.
-    with mock.patch.object(hf_plan, "hf_rows", stacked_rows):
+    with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
         wider = dataclasses.replace(QWEN3, ffn_hidden_size=12)
         with pytest.raises(
             CheckpointError, match=r"gate_up_proj.weight has shape \(20, 24\) where"

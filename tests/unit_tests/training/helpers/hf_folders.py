@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -118,6 +120,11 @@ def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.training.checkpoint.hf_extras import FolderExtras
-from megatron.training.checkpoint.hf_in_checkpoint import HfExport
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 from megatron.training.tokenizer import ByteTokenizer
 from megatron_hybrid.checkpoint.audit import Audit
 from tests.helpers.checkpoints import install_param_groups

@@ -32,13 +32,8 @@ from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
-from megatron.training.checkpoint.hf_layout import FileTensor, FolderLayout, file_dtype
-from megatron.training.checkpoint.hf_row_writer import (
-    RowPlan,
-    check_files,
-    make_files,
-    write_own_rows,
-)
+from megatron.training.checkpoint.hf_files import make_files, write_own_rows
+from megatron.training.checkpoint.hf_layout import RowPlan, file_dtype
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
@@ -215,12 +210,12 @@ def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
 
     entries = collect(model, rank=rank, world_size=world_size).entries
     dtypes = {entry.key: file_dtype(entry.saved_as.dtype, dtype) for entry in entries}
-    plan = RowPlan.of(entries, ROWS, dtypes, rank, max_shard_bytes=300)
+    plan = RowPlan.of(entries, ROWS, dtypes, max_shard_bytes=300)
     if rank == 0:
         folder.mkdir()
         make_files(folder, plan.layout)
     dist.barrier()
-    write_own_rows(folder, plan, CPU)
+    write_own_rows(folder, plan.own_rows(entries, rank), CPU)
     dist.barrier()
 
 
@@ -244,34 +239,7 @@ def test_rows_go_where_their_map_says(tmp_path: Path, dtype: torch.dtype) -> Non
                 assert found[name].dtype == tensor.dtype
 
 
-def test_each_of_the_ranks_that_hold_the_same_rows_writes_a_part_of_them() -> None:
-    model = nn.Linear(8, 300, bias=False)
-    rows = {"model.weight": RowMap("weight")}
-    numels = []
-    for rank in range(3):
-        entries = collect(model, rank=rank, world_size=3).entries
-        plan = RowPlan.of(entries, rows, {"model.weight": torch.bfloat16}, rank, 10**9)
-        numels.append(sum(own.box.numel for own in plan.own))
-    assert numels == [800, 800, 800]
-
-
 # What cannot be done
-
-
-def test_files_that_lost_their_size_or_header_meanwhile_are_found(tmp_path: Path) -> None:
-    layout = FolderLayout.of([FileTensor("a", (3,), torch.float32)], 10**9)
-    make_files(tmp_path, layout)
-    check_files(tmp_path, layout)
-
-    path, (file,) = tmp_path / layout.files[0].name, layout.files
-    os.truncate(path, file.nbytes - 1)
-    with pytest.raises(
-        CheckpointError, match=f"to have {file.nbytes} bytes, got {file.nbytes - 1}"
-    ):
-        check_files(tmp_path, layout)
-    path.write_bytes(bytes(file.nbytes))
-    with pytest.raises(CheckpointError, match="to begin with its header, got other bytes"):
-        check_files(tmp_path, layout)
 
 
 @contextmanager

@@ -1,0 +1,506 @@
+"""Settings that a directory of the transformers library decides (`--hf-model`), its config.json
+compared with a model, and the small files that a save writes: the tokenizer, and files of the base
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.models.description import ModelDescription
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import hf_config
+from megatron.core.options import ConfigError
+from megatron.training.arguments import parse_config, read_yaml
+from megatron.training.checkpoint.hf_config import (
+    FolderExtras,
+    config_problems,
+    read_folder,
+    take_settings,
+)
+from megatron.training.config import RunConfig
+from megatron.training.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+    train_bpe,
+)
+from tests.helpers.hf_models import TEXT, VOCAB, save_model
+from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
+from tests.unit_tests.training.helpers.hf_folders import QWEN3
+
+SPECIAL = ["<bos>", "<turn_end>", "<fill>", "</s>"]
+BOS, TURN_END, FILL, EOS = range(256, 260)
+CONFIG = {
+    "add_bos_token": True,
+    "bos_token": {"content": "<bos>", "__type": "AddedToken"},
+    "eos_token": "<turn_end>",
+    "pad_token": "<fill>",
+    "model_max_length": 77,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+FILES = {
+    "tokenizer_config.json": json.dumps(CONFIG),
+    "special_tokens_map.json": '{"eos_token": "<turn_end>"}',
+    "added_tokens.json": '{"<fill>": 258}',
+    "chat_template.jinja": "{{ bos_token }}{% for m in messages %}{{ m.content }}!{% endfor %}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "tokenization_own.py": "raise RuntimeError",
+}
+OTHERS = {
+    "README.md": "x",
+    "model.safetensors": "x",
+    "data.json": "{}",
+    "notes/tokenizer.json": "x",
+}
+REST = (
+    "--mock-data --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --num-workers 0"
+).split()
+
+
+# Settings of a run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+def config_of(folder: Path, *flags: object) -> RunConfig:
+    return parse_config(["--hf-model", str(folder), *REST, *map(str, flags)], world_size=1)
+
+
+def refused(folder: Path, *flags: object) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        config_of(folder, *flags)
+    return list(caught.value.lines)
+
+
+def changed(folder: Path, target: Path, **changes: Any) -> Path:
+    """A copy with another config.json; a value of None takes a field away."""
+    target.mkdir()
+    content = json.loads((folder / "config.json").read_text()) | changes
+    content = {name: value for name, value in content.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(content))
+    (target / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+    return target
+
+
+def test_the_folder_alone_says_what_the_model_and_the_tokenizer_are(folder):
+    config = config_of(folder)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.head_dim) == (2, 24, 8)
+    assert config.model.num_key_value_heads == 2
+    assert config.model.qk_layernorm
+    assert not config.model.untie_embeddings_and_output_weights
+    assert config.model.max_position_embeddings == 64
+    tokenizer = build_tokenizer(config.tokenizer)
+    assert tokenizer.vocab_size < VOCAB
+    assert padded_vocab_size(config.tokenizer, tokenizer) == VOCAB, "the folder's, to the row"
+
+
+def test_what_concerns_training_is_the_users(folder):
+    assert config_of(folder).model.hidden_dropout == 0.0
+    flags = "--hidden-dropout 0.25 --recompute-granularity full --init-method-std 0.5".split()
+    config = config_of(folder, *flags, "--num-layers", 2, "--hf-init-random").model
+    assert (config.hidden_dropout, config.recompute_granularity) == (0.25, "full")
+    assert config.init_method_std == 0.5
+    assert config.attention_dropout == 0.0
+
+
+def test_how_experts_are_balanced_is_the_users_and_how_they_are_chosen_is_not(tmp_path):
+    model = read_folder(save_model(tmp_path / "model", "qwen3_moe", router_aux_loss_coef=0.01))
+    values: dict[str, object] = {}
+    assert take_settings(values, model) == []
+    assert (values["moe_aux_loss_coeff"], values["moe_router_topk"]) == (0.01, 2)
+
+    given = {
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.1,
+        "moe_router_dtype": "fp32",
+        "moe_expert_capacity_factor": 2.0,
+    }
+    values = dict(given)
+    assert take_settings(values, model) == []
+    assert {name: values[name] for name in given} == given
+    file = f"{tmp_path}/model/config.json"
+    assert take_settings({"moe_router_topk": 3}, model) == [
+        f"--moe-router-topk: expected 2, as {file} says, got 3."
+    ]
+
+
+def test_contradictions_are_refused_by_name_with_both_values_and_all_at_once(folder, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num-layers: 3\nseq-length: 32\nnormalization: RMSNorm\n")
+    lines = refused(folder, "--config", file, "--hidden-size", 32, "--no-qk-layernorm")
+    says = f"as {folder}/config.json says"
+    assert lines == [
+        f"--num-layers: expected 2, {says}, got 3.",
+        f"--hidden-size: expected 24, {says}, got 32.",
+        f"--qk-layernorm: expected True, {says}, got False.",
+    ]
+    # A flag that overrides the file is what counts.
+    assert config_of(folder, "--config", file, "--num-layers", 2).model.num_layers == 2
+
+
+def test_the_rows_of_the_embedding_are_not_padded(folder):
+    assert refused(folder, "--make-vocab-size-divisible-by", 128) == [
+        f"--make-vocab-size-divisible-by: expected a divisor of the {VOCAB} rows that the "
+        f"embedding in {folder} has, got 128."
+    ]
+    (line,) = refused(folder, "--vocab-size", 300)
+    assert line.startswith(f"--vocab-size: expected {VOCAB}, as ")
+    config = config_of(folder, "--make-vocab-size-divisible-by", 7)
+    assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
+
+
+def test_rows_are_added_by_the_size_of_the_vocabulary(folder):
+    for kind, flags, expected in (
+        ("HuggingFaceTokenizer", (), VOCAB + 1),
+        ("HuggingFaceTokenizer", ("--make-vocab-size-divisible-by", 8), 304),
+        ("NullTokenizer", (), VOCAB + 2),
+    ):
+        more = ("--vocab-size", VOCAB + 1, "--tokenizer-type", kind, *flags)
+        settings = config_of(folder, *more).tokenizer
+        assert padded_vocab_size(settings, build_tokenizer(settings)) == expected
+
+
+def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_path):
+    train_bpe([TEXT], 280, tmp_path / "small.json")
+    config = config_of(folder, "--tokenizer-model", tmp_path / "small.json")
+    assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
+    for kind in ("ByteTokenizer", "NullTokenizer"):
+        config = config_of(folder, "--tokenizer-type", kind)
+        assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
+
+    bare = changed(folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    (line,) = refused(bare)
+    assert line.startswith(f"--tokenizer-model: expected a tokenizer's files in {bare}")
+    assert config_of(bare, "--tokenizer-type", "ByteTokenizer").model.num_layers == 2
+    (bare / "tokenizer.model").touch()
+    (line,) = refused(bare)
+    assert line.endswith(
+        "got tokenizer.model alone, which must be converted to tokenizer.json first."
+    )
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder, tmp_path):
+    small = config_of(changed(folder, tmp_path / "small", vocab_size=200)).tokenizer
+    message = "--tokenizer-model: expected at most 200 ids, as many as the embedding in small has "
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_tokenizer(small, rows_of="small")
+    # The way out that is named is one.
+    (added,) = re.findall(r"--vocab-size \d+", str(caught.value))
+    more = config_of(tmp_path / "small", *added.split()).tokenizer
+    assert build_tokenizer(more).vocab_size == more.vocab_size
+    for flags in ((), ("--tokenizer-type", "ByteTokenizer"), ("--tokenizer-type", "NullTokenizer")):
+        config = config_of(folder, *flags)
+        build_tokenizer(config.tokenizer, rows_of=str(folder))
+
+
+def test_a_sequence_is_no_longer_than_the_folder_says(folder, tmp_path):
+    (line,) = refused(folder, "--seq-length", 65)
+    assert line == "--seq-length: expected at most --max-position-embeddings 64, got 65."
+    endless = changed(folder, tmp_path / "endless", max_position_embeddings=None)
+    assert config_of(endless, "--seq-length", 65).model.max_position_embeddings is None
+    assert config_of(endless, "--max-position-embeddings", 99).model.max_position_embeddings == 99
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt_neo"}, "a model_type of llama, "),
+        ({"attn_surprise": 2.0}, "attn_surprise 2.0"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "rope"),
+    ],
+)
+def test_a_folder_that_no_gpt_here_computes_is_one_line(folder, tmp_path, changes, message):
+    (line,) = refused(changed(folder, tmp_path / "other", **changes))
+    assert line.startswith("--hf-model: ")
+    assert message in line
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
+    (line,) = refused(Path("meta-llama/Llama-3.2-1B"))
+    expected = "--hf-model: Expected a local folder with config.json, got "
+    assert line.startswith(f"{expected}'meta-llama/Llama-3.2-1B', ")
+    assert "`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`" in line
+
+    file, snapshot = tmp_path / "model.gguf", tmp_path / "hub" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in (file, snapshot / "config.json"):
+        path.touch()
+    for path, got in (
+        (tmp_path / "none", ""),
+        (file, "file"),
+        (tmp_path / "hub", str(snapshot)),
+    ):
+        (line,) = refused(path)
+        assert line.startswith(f"{expected}'{path}', ")
+        assert got in line.removeprefix(f"{expected}'{path}'")
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--hf-model", "", *REST], world_size=1)
+    assert caught.value.lines == ("--hf-model: expected a non-empty string, got ''.",)
+    (tmp_path / "config.json").write_text("[")
+    (line,) = refused(tmp_path)
+    assert "Expected a JSON object" in line
+    with pytest.raises(ConfigError, match=r"--hf-model: expected a folder, since --hf-init-random"):
+        parse_config(["--hf-init-random", "--num-layers=1", *REST], world_size=1)
+
+
+def test_a_file_of_settings_may_name_the_folder(folder, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"hf-model: {folder}\nseq-length: 16\n")
+    assert read_yaml(str(tmp_path / "run.yaml"))["hidden_size"] == 24
+    (tmp_path / "run.yaml").write_text(f"hf-model: {folder}\nhidden-size: 16\n")
+    with pytest.raises(ConfigError, match="--hidden-size: expected 24, as "):
+        read_yaml(str(tmp_path / "run.yaml"))
+
+
+# config.json compared with a model
+
+
+def their_model(**options: Any) -> torch.nn.Module:
+    """A module with a config of the transformers library."""
+    transformers = pytest.importorskip("transformers")
+    kind = {"llama": transformers.LlamaConfig, "stablelm": transformers.StableLmConfig}
+    model = torch.nn.Module()
+    model_type = options.pop("model_type", "llama")
+    model.config = kind[model_type](hidden_size=16, num_attention_heads=2, **options)
+    return model
+
+
+def test_a_config_is_compared_in_the_form_that_its_library_gives_it():
+    """Files of version 4, fields with default values, and fields that decide no arithmetic."""
+    model = their_model(rope_theta=500.0)
+    heads = {"hidden_size": 16, "num_attention_heads": 2}
+    for same in (
+        {},
+        heads | {"rope_theta": 500.0, "rope_scaling": None, "hidden_act": "silu"},
+        heads | {"model_type": "llama", "rope_theta": 500, "use_cache": False, "vocab_size": 7},
+    ):
+        assert config_problems(model, same) == []
+    scaled = their_model(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
+    for key in ("type", "rope_type"):
+        scaling = {"rope_theta": 500.0, "rope_scaling": {key: "linear", "factor": 2.0}}
+        assert config_problems(scaled, heads | scaling) == []
+        (problem,) = config_problems(model, heads | scaling)
+        assert "linear" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"num_key_value_heads": 1}, ("num_key_value_heads 1", "2")),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, ("num_attention_heads 4", "2")),
+        ({"hidden_act": "relu"}, ("hidden_act relu", "silu")),
+        ({"rms_norm_eps": 0.5}, ("rms_norm_eps 0.5", "1e-06")),
+        ({"rope_theta": 7.0}, ("7.0", "10000.0")),
+        ({"model_type": "qwen2"}, ("model_type qwen2", "llama")),
+    ],
+)
+def test_another_arithmetic_is_a_difference_with_both_values(changes, values):
+    content = {"hidden_size": 16, "num_attention_heads": 2} | changes
+    problem = config_problems(their_model(), content)[0]
+    assert all(value in problem for value in values)
+
+
+def test_a_share_of_rotated_channels_is_compared_where_the_architecture_has_one():
+    model = their_model(model_type="stablelm", partial_rotary_factor=0.5)
+    content = {"hidden_size": 16, "num_attention_heads": 2}
+    assert config_problems(model, content | {"partial_rotary_factor": 0.5}) == []
+    (problem,) = config_problems(model, content | {"partial_rotary_factor": 0.25})
+    assert "0.25" in problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": [1]},
+        {"rope_scaling": "yarn"},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "x\n" + "y" * 10**6},
+    ],
+)
+def test_a_config_that_its_library_rejects_is_one_bounded_error(changes):
+    with pytest.raises(CheckpointDamagedError, match="LlamaConfig") as caught:
+        config_problems(their_model(), changes)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_config_is_shown_bounded_and_on_one_line():
+    nested: list[Any] = []
+    for _ in range(40):
+        nested = [nested, nested]
+    hostile = {
+        "model_type": "x\n\x1b[2J" + "y" * 10**6,
+        "head_dim": nested,
+        "num_attention_heads": 10**4000,
+    }
+    problems = config_problems(their_model(), {"model_type": hostile["model_type"]})
+    problems += config_problems(their_model(), {"rope_theta": "x\n" + "y" * 10**6})
+    # A GPT's config.json is read whole, up to the first problem.
+    with torch.device("meta"):
+        gpt = GPTModel(QWEN3, 16)
+    content = hf_config(ModelDescription(gpt.config, gpt.vocab_size))
+    for name, value in {**hostile, "x\n" + "y" * 10**6: nested}.items():
+        found = config_problems(gpt, content | {name: value})
+        assert len(found) == 1
+        problems += found
+    for problem in problems:
+        assert problem.isprintable()
+        assert len(problem) < 1200
+
+
+# Tokenizers and files of the base model
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def tokenizer_folder(folder: Path, files: dict[str, str] | None = None) -> Path:
+    folder.mkdir()
+    make_tokenizer(folder, SPECIAL)
+    return write(folder, FILES if files is None else files)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def saved(folder: Path, extras: FolderExtras) -> dict[str, Any]:
+    """The ids that a config.json gets."""
+    folder.mkdir()
+    extras.check()
+    ids = extras.save(folder)
+    (folder / "config.json").write_text("{}")
+    extras.copy_missing(folder, ids)
+    return ids
+
+
+def test_of_a_file_among_others_only_what_describes_it_is_copied(tmp_path: Path) -> None:
+    """`--tokenizer-model data/mine.json`: data has models and vocabularies of other things."""
+    data = tokenizer_folder(tmp_path / "data", {})
+    write(data, {"lid.model": "x", "vocab.de.txt": "y", "tokenizer (old).json": "{}"})
+    own = (data / "tokenizer.json").rename(data / "mine.json")
+    config = {"eos_token": SPECIAL[0]}
+    write(data, {"tokenizer_config.json": json.dumps(config)})
+    saved(tmp_path / "saved", FolderExtras.of_model(HuggingFaceTokenizer(own), str(own), None))
+    found = contents(tmp_path / "saved")
+    assert set(found) == {
+        "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json",
+    }  # fmt: skip
+    assert found["tokenizer.json"] == own.read_text()
+
+
+@pytest.mark.parametrize("of_base", ["nothing", "another tokenizer"])
+def test_the_tokenizers_own_files_are_copied_and_no_others(tmp_path: Path, of_base: str) -> None:
+    own = tokenizer_folder(tmp_path / "own")
+    write(own, OTHERS)
+    base = None
+    if of_base != "nothing":
+        base = tokenizer_folder(tmp_path / "base", {"merges.txt": "a b", "vocab.json": "{}"})
+        write(base, {"generation_config.json": '{"top_p": 0.5, "eos_token_id": [1, 2]}'})
+        write(base, {"additional_chat_templates/rag.jinja": "x", "preprocessor.json": "{}"})
+    extras = FolderExtras.of_model(
+        HuggingFaceTokenizer(own), str(own), None if base is None else str(base)
+    )
+    ids = saved(tmp_path / "saved", extras)
+    assert ids == {"bos_token_id": BOS, "eos_token_id": TURN_END, "pad_token_id": FILL}
+
+    found = contents(tmp_path / "saved")
+    generation = json.loads(found.pop("generation_config.json"))
+    assert generation == (ids if base is None else {"top_p": 0.5} | ids)
+    del found["config.json"]
+    assert found.pop("preprocessor.json", None) == (None if base is None else "{}")
+    assert found == {"tokenizer.json": (own / "tokenizer.json").read_text(), **FILES}
+
+
+def test_the_base_models_own_tokenizer_is_copied_with_its_further_templates(
+    tmp_path: Path,
+) -> None:
+    base = tokenizer_folder(tmp_path / "base")
+    ids = {"bos_token_id": 3, "eos_token_id": [4, 5]}
+    write(base, {"config.json": json.dumps({"text_config": ids, "pad_token_id": None})})
+    write(base, {"generation_config.json": '{"eos_token_id": [4, 5]}'})
+    extras = FolderExtras.of_model(HuggingFaceTokenizer(base), str(base), str(base))
+    assert saved(tmp_path / "saved", extras) == ids
+    found = contents(tmp_path / "saved")
+    del found["config.json"]
+    expected = contents(base)
+    del expected["config.json"]
+    assert found == expected
+
+
+def test_a_processor_without_a_tokenizer_leaves_the_base_models(tmp_path: Path) -> None:
+    class Processor:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "preprocessor_config.json").write_text("{}")
+
+    base = tokenizer_folder(tmp_path / "base")
+    saved(tmp_path / "saved", FolderExtras(processor=Processor(), base_model_path=base))
+    assert contents(tmp_path / "saved").keys() >= {"tokenizer.json", *FILES}
+
+
+@pytest.mark.parametrize("form", ["a file of another name", "a folder", "a folder with a config"])
+def test_an_end_of_document_that_no_file_names_is_named_in_the_copy(
+    tmp_path: Path, form: str
+) -> None:
+    own = tokenizer_folder(tmp_path / "own", {})
+    path = own
+    if form == "a file of another name":
+        path = (own / "tokenizer.json").rename(own / "mine.json")
+        tokenizer_folder(tmp_path / "other")
+    if form == "a folder with a config":
+        write(own, {"tokenizer_config.json": '{"pad_token": "<fill>", "eos_token": null}'})
+    ids = saved(tmp_path / "saved", FolderExtras(HuggingFaceTokenizer(path)))
+    has_pad = form == "a folder with a config"
+    assert ids == {"eos_token_id": EOS} | ({"pad_token_id": FILL} if has_pad else {})
+
+    found = HuggingFaceTokenizer(tmp_path / "saved")
+    assert found.eod == EOS
+    assert found.tokenize("a<bos>b") == HuggingFaceTokenizer(path).tokenize("a<bos>b")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (EOS, FILL if has_pad else None)
+    assert theirs("a<bos>b")["input_ids"] == found.tokenize("a<bos>b")
+
+
+def test_a_tokenizer_without_files_leaves_its_id_alone(tmp_path: Path) -> None:
+    assert saved(tmp_path / "null", FolderExtras(NullTokenizer(5))) == {"eos_token_id": 5}
+    assert contents(tmp_path / "null").keys() == {"config.json", "generation_config.json"}
+    assert saved(tmp_path / "bytes", FolderExtras(ByteTokenizer())) == {"eos_token_id": 256}
+    assert HuggingFaceTokenizer(tmp_path / "bytes").eod == 256
+
+
+def test_files_are_found_from_another_folder_and_missed_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tokenizer_folder(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = HuggingFaceTokenizer("own")
+    monkeypatch.chdir("own")
+    saved(tmp_path / "saved", FolderExtras(tokenizer))
+    own.rename(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=f"{own}.* removed"):
+        FolderExtras(tokenizer).check()
