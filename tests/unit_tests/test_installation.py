@@ -115,6 +115,7 @@ def test_one_wheel_serves_every_python_and_has_two_packages_and_a_script(wheel: 
         (info,) = (top for top in tops if top.endswith(".dist-info"))
         metadata = archive.read(f"{info}/METADATA").decode()
         scripts = archive.read(f"{info}/entry_points.txt").decode()
+        assert "megatron_hybrid/report/page.html.jinja" in archive.namelist()
 
     assert tops == {"megatron", "megatron_hybrid", info}
     assert "megatron-hybrid = megatron_hybrid.command_line:main" in scripts

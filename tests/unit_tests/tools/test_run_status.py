@@ -434,11 +434,17 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
         run.write("inject", spec="kill:rank=1,step=5", iteration=5)
         run.start(iteration=0)
     run.write("skip", iteration=9, grad_norm=None)
-    assert run.lines()[4] == (
-        "trouble: 2 starts that ended without a word, 2 skipped iterations (last 9), "
-        "1 nan iteration (last 4), 1 damaged checkpoint (last runs/a/iter_0000010), "
-        "signals SIGTERM, 2 injected faults (last kill:rank=1,step=5)"
-    )
+    assert run.status()["trouble"] == {
+        "lost": [],
+        "hung": [],
+        "skipped": [3, 9],
+        "nan": [4],
+        "damaged": ["runs/a/iter_0000010"],
+        "signals": ["SIGTERM", "SIGTERM"],
+        "injected": ["kill:rank=1,step=5"] * 2,
+        "silent": 2,
+    }
+    assert "2 skipped iterations (last 9), 1 nan iteration (last 4)" in run.lines()[4]
 
 
 def test_what_strikes_in_an_iteration_says_that_those_before_have_been_made(run):
@@ -497,9 +503,9 @@ def test_a_folder_without_a_run_is_an_error(run, make, capsys):
     assert run_status.main([str(run.folder)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == (
-        f"run_status.py: expected a run's folder, got {run.folder} without events or checkpoints\n"
-    )
+    (line,) = printed.err.splitlines()
+    assert line.startswith("run_status.py: ")
+    assert str(run.folder) in line
 
 
 def test_a_torn_line_is_passed_over(run):
