@@ -100,7 +100,7 @@ def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[tuple[o
     Args:
         is_running: Whether the last one has not ended.
     """
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for number, session in enumerate(sessions):
         if session.events:
             time = number_in(session.start or session.events[0], "time")

@@ -519,68 +519,22 @@ def test_a_torn_line_is_passed_over(run):
 
 
 KINDS = [
-    *(
-        "start",
-        "resume",
-        "damaged",
-        "step",
-        "save_begun",
-        "save_published",
-        "save_failed",
-        "signal",
-        "skip",
-        "nan",
-    )
+    *"start resume damaged step save_begun save_published save_failed signal skip nan lost".split(),
+    *"hang inject evaluation exit".split(),
+    *("of a later version", None, 3, []),
 ]
-KINDS += ["lost", "hang", "inject", "evaluation", "exit", "of a later version", None, 3, []]
-KEYS = [
-    *(
-        "time",
-        "rank",
-        "restart",
-        "iteration",
-        "train_iters",
-        "world_size",
-        "pid",
-        "host",
-        "checkpoint",
-        "seconds",
-    )
-]
-KEYS += [
-    "reason",
-    "cause",
-    "code",
-    "name",
-    "spec",
-    "signal",
-    "phase",
-    "loss",
-    "ms_per_iteration",
-    "ranks",
-]
+KEYS = (
+    "time rank restart iteration train_iters world_size pid host checkpoint seconds reason cause "
+    "code name spec signal phase loss ms_per_iteration ranks"
+).split()
+TEXTS = [HERE, "FINISHED", "HANG", "LOST_RANK", "a\nb", "\ud800", "s3://a/b", "\0"]
 VALUES = (
     st.none()
     | st.booleans()
     | st.integers(-3, 10)
     | st.integers()
     | st.floats(allow_nan=True)
-    | st.sampled_from(
-        [
-            math.nan,
-            math.inf,
-            10**400,
-            1e300,
-            HERE,
-            "FINISHED",
-            "HANG",
-            "LOST_RANK",
-            "a\nb",
-            "\ud800",
-            "s3://a/b",
-            "\0",
-        ]
-    )
+    | st.sampled_from([math.nan, math.inf, 10**400, 1e300, *TEXTS])
     | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.text(max_size=1), st.integers(), max_size=1)
@@ -614,13 +568,8 @@ def test_whatever_stands_in_the_files_it_is_five_lines(events, heartbeat, has_ch
             assert heartbeat is None
             return
         lines = run_status.lines_of(status)
-        assert [line.partition(":")[0] for line in lines] == [
-            "state",
-            "progress",
-            "checkpoint",
-            "restarts",
-            "trouble",
-        ]
+        names = [line.partition(":")[0] for line in lines]
+        assert names == ["state", "progress", "checkpoint", "restarts", "trouble"]
         assert all(line.isprintable() for line in lines)
         assert len("\n".join(lines).encode().splitlines()) == 5
         json.loads(json.dumps(status))
@@ -665,18 +614,8 @@ def test_the_help_says_what_the_states_and_the_exit_codes_mean(capsys):
     with pytest.raises(SystemExit):
         run_status.main(["--help"])
     text = capsys.readouterr().out
-    for word in (
-        "running",
-        "saving",
-        "finished",
-        "stopped",
-        "preempted",
-        "failed",
-        "hung",
-        "dead",
-        "unknown",
-        "Exit code",
-    ):
+    states = "running saving finished stopped preempted failed hung dead unknown".split()
+    for word in (*states, "Exit code"):
         assert word in text
 
 
