@@ -1,65 +1,73 @@
-"""What the files of a run say: its starts, whether its processes are alive, its newest checkpoint.
+"""The history of a run from its files: starts, checkpoints, whether its processes are alive.
 
-The files may be torn, or written by anybody, so every value is checked before it is used.
+The files may be torn, or written by anyone, so every value is checked before it is used.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.training.health.events import STOPPED, EventKind
 
 Event = dict[str, Any]
 
-# For whatever is counted here, seconds too; infinity and NaN are not below it either.
-_TOO_MUCH = 1e15
+_MOST = 1e15  # of any number in a file, seconds too; NaN is not below it either
 
 
 @dataclass
 class Session:
-    """One start of the run and what was logged until the next."""
+    """One start of the run and the events until the next."""
 
-    start: Event = field(default_factory=dict)  # the event `start`; empty if there is none
+    start: Event = field(default_factory=dict)  # the event `start`, or empty
     events: list[Event] = field(default_factory=list)  # all of them, in the order of the file
 
     @property
     def restart(self) -> float:
-        """How often the launcher had restarted the job; the same for all events of a session."""
+        """How often the launcher had restarted the job; the same in all events of a session."""
         return next((number_in(event, "restart") or 0.0 for event in self.events), 0.0)
+
+    @property
+    def world_size(self) -> int | None:
+        resume = self.last(EventKind.RESUME) or {}
+        return as_whole(number_in(resume, "world_size") or number_in(self.start, "world_size"))
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The iteration of the checkpoint that was loaded."""
+        return as_whole(number_in(self.last(EventKind.RESUME) or {}, "iteration"))
 
     def last(self, *kinds: EventKind) -> Event | None:
         """The last event of one of these kinds."""
         return next((event for event in reversed(self.events) if is_kind(event, *kinds)), None)
 
     def end(self) -> Event | None:
-        """The event that says how it ended. A rank that has lost another one knows least."""
+        """The event of its end. An event of a rank that lost another rank counts least."""
         ends = [event for event in self.events if is_kind(event, EventKind.EXIT)]
         others = [event for event in ends if event.get("name") != "LOST_RANK"]
-        return others[-1] if others else ends[-1] if ends else None
+        return next(reversed(others or ends), None)
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """Whether the processes of a run that has not ended are there."""
 
     seen: float | None  # unix seconds of the last sign of life
-    why_dead: str | None  # None: they are
+    why_dead: str | None  # None: they are alive
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """The newest checkpoint."""
 
     iteration: int
     time: float | None  # unix seconds
-    is_on_disk: bool  # or known from the log alone
+    is_on_disk: bool  # False: known from the log alone
 
 
 def is_kind(event: Event, *kinds: EventKind) -> bool:
@@ -68,10 +76,10 @@ def is_kind(event: Event, *kinds: EventKind) -> bool:
 
 
 def split_sessions(events: Iterable[Event]) -> list[Session]:
-    """The run's starts, in order; one at least, which may be empty.
+    """The run's starts, in order. There is at least one, which may be empty.
 
-    The number of restarts tells whose a line is: a rank may outlive its session a little and write
-    into the next one's, or have something to say before rank 0 has written the start.
+    An event belongs to the session with its number of restarts: a rank may outlive its session a
+    little and write into the next one's, or write before rank 0 has written the start.
     """
     sessions = [Session()]
     for event in events:
@@ -88,53 +96,52 @@ def split_sessions(events: Iterable[Event]) -> list[Session]:
                 earlier[-1].events.append(event)
                 continue
             sessions.append(Session())
-
         sessions[-1].events.append(event)
     return sessions
 
 
 def is_relaunch(sessions: Sequence[Session], number: int) -> bool:
-    """Whether the launcher has made a start again, which counts; else somebody has."""
+    """Whether the launcher made this start, rather than somebody by hand."""
     return number > 0 and sessions[number].restart > sessions[number - 1].restart
 
 
 def newest_checkpoint(folder: Path, events: Sequence[Event]) -> Published | None:
-    """The newest published checkpoint: in the folder, or where the log says that the run saves."""
+    """The newest published checkpoint: in the directory, or where the log has the run save."""
     found = checkpoint_folders(folder, events)
     if found:
         iteration, newest = found[-1]
         times = [number_in(event, "time") for event in publications(events, iteration)]
         return Published(iteration, times[-1] if times else newest.stat().st_mtime, True)
 
-    published = [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
-    logged = published[-1] if published else {}
+    logged = next(reversed(_publications(events)), {})
     known = as_whole(number_in(logged, "iteration"))
     return None if known is None else Published(known, number_in(logged, "time"), False)
 
 
 def checkpoint_folders(folder: Path, events: Sequence[Event]) -> list[tuple[int, Path]]:
-    """The published checkpoints by iteration, ascending: those in the folder, or those where the
-    log says that the run saves.
+    """The published checkpoints by iteration, ascending: in the directory, or where the log has
+    the run save.
     """
-    published = [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
-    path = published[-1].get("checkpoint") if published else None
-    # A URL is not absolute; and a relative path is one from where the run was started.
     found = _folders(folder)
+    path = next(reversed(_publications(events)), {}).get("checkpoint")
+    # A URL is not absolute, and a relative path depends on where the run was started.
     if not found and isinstance(path, str) and Path(path).is_absolute():
-        # The log may be of another machine, or of anybody: a path that cannot be read is none.
-        with suppress(OSError):
+        with suppress(OSError):  # the path may be of another machine
             found = _folders(Path(path).parent)
     return sorted(found)
 
 
 def publications(events: Sequence[Event], iteration: int | None) -> list[Event]:
-    """What the log says of the saves of an iteration that went well."""
-    published = (event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED))
-    return [event for event in published if number_in(event, "iteration") == iteration]
+    """The events of successful saves of an iteration."""
+    return [each for each in _publications(events) if number_in(each, "iteration") == iteration]
+
+
+def _publications(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if is_kind(event, EventKind.SAVE_PUBLISHED)]
 
 
 def _folders(place: Path) -> list[tuple[int, Path]]:
-    """Published checkpoints in a folder, with their iterations. They get their names last."""
+    """Published checkpoints in a directory, with their iterations. Saving renames them last."""
     if not place.is_dir():
         return []
     found = [(iteration_of(path.name), path) for path in place.iterdir()]
@@ -142,7 +149,7 @@ def _folders(place: Path) -> list[tuple[int, Path]]:
 
 
 def is_of(heartbeat: Event, session: Session) -> bool:
-    """Whether a heartbeat is of this session; fields that either lacks do not count."""
+    """Whether a heartbeat is of this session, by the fields that both have."""
     known: Event = {"restart": session.restart} if session.events else {}
     for key in ("pid", "host"):
         if session.start.get(key) is not None:
@@ -151,26 +158,26 @@ def is_of(heartbeat: Event, session: Session) -> bool:
 
 
 def restarts_left(session: Session) -> int | None:
-    """How often torchrun may start the job again; None without it."""
+    """How often torchrun may start the job again; None without torchrun."""
     limit = as_whole(number_in(session.start, "max_restarts"))
     return None if limit is None else max(0, limit - int(session.restart))
 
 
 def save_in_flight(session: Session) -> Event | None:
-    """The save that was begun last, unless it has come to an end."""
+    """The start of the last save, if it has not ended."""
     ended = []
     for event in reversed(session.events):
         if is_kind(event, EventKind.SAVE_PUBLISHED, EventKind.SAVE_FAILED):
             ended.append(event.get("iteration"))
         elif is_kind(event, EventKind.SAVE_BEGUN):
-            # The outcome of the save before may come when this one has begun. An outcome without an
-            # iteration may be of either.
+            # The previous save may end after the start of this one. An end without an iteration
+            # may be of either.
             return None if None in ended or event.get("iteration") in ended else event
     return None
 
 
 def life_of(session: Session, heartbeat: Event | None, now: float, stale_seconds: float) -> Life:
-    """Whether rank 0's process is there, on this machine; and the age of what was written last."""
+    """Whether rank 0's process is on this machine, or has written something recently."""
     process = heartbeat or session.start
     times = [number_in(event, "time") for event in (*session.events[-1:], process)]
     seen = max((each for each in times if each is not None), default=None)
@@ -179,11 +186,9 @@ def life_of(session: Session, heartbeat: Event | None, now: float, stale_seconds
     is_here = process.get("host") == socket.gethostname()
     if is_here and isinstance(pid, int) and not _is_process(pid):
         return Life(seen, f"process {pid} is gone and left no exit event")
-
     # A clock that went back, or another machine's that is ahead, does not make a run dead.
-    if seen is None or now - seen > stale_seconds:
-        return Life(seen, "no exit event, and no heartbeat since")
-    return Life(seen, None)
+    is_stale = seen is None or now - seen > stale_seconds
+    return Life(seen, "no exit event, and no heartbeat since" if is_stale else None)
 
 
 def _is_process(pid: int) -> bool:
@@ -201,7 +206,7 @@ def _is_process(pid: int) -> bool:
 
 
 def is_under_way(event: Event) -> bool:
-    """Whether the iteration that an event names is one that is being made."""
+    """Whether the iteration of an event was unfinished at that moment."""
     if is_kind(event, EventKind.EXIT):
         return event.get("name") not in ("FINISHED", STOPPED, "PREEMPTED")
     return is_kind(event, EventKind.INJECT, EventKind.SIGNAL)
@@ -211,7 +216,6 @@ def cause_of(session: Session) -> str:
     """Why a session ended, in the words of the rank that found out first."""
     found = [event for event in session.events if is_kind(event, EventKind.LOST, EventKind.HANG)]
     first, end = found[0] if found else {}, session.end() or {}
-
     for event, key in ((first, "cause"), (end, "reason"), (end, "name")):
         if event.get(key):
             name = str(event.get("name"))
@@ -224,7 +228,7 @@ def number_in(event: Event, key: str) -> float | None:
     value = event.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if abs(value) < _TOO_MUCH else None
+    return value if abs(value) < _MOST else None
 
 
 def as_whole(value: float | None) -> int | None:
@@ -234,3 +238,18 @@ def as_whole(value: float | None) -> int | None:
 def age_of(now: float, moment: float | None) -> float | None:
     """Seconds since then; 0 if the clock went back in between."""
     return None if moment is None else max(0.0, now - moment)
+
+
+def date_text(moment: float) -> str:
+    """In local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def duration_text(seconds: float) -> str:
+    """The two largest units: "12 s", "4 min 2 s", "3 d 1 h"."""
+    total = int(seconds)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for size, name, smaller, smaller_name in units:
+        if total >= size:
+            return f"{total // size} {name} {total % size // smaller} {smaller_name}"
+    return f"{total} s"

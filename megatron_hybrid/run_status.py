@@ -1,5 +1,4 @@
-"""Says in five lines how a run is doing, from the files that it leaves: events, heartbeat and
-checkpoints.
+"""Prints the status of a run in five lines, from its files: events, heartbeat and checkpoints.
 
     python -m megatron_hybrid status runs/gpt_cpu
     python -m megatron_hybrid status runs/gpt_cpu --json
@@ -13,7 +12,7 @@ checkpoints.
     killed in iteration 217 (forward)
     trouble: 1 lost rank (last 1)
 
-DIR is the folder of --events-dir, or of --save without it. The state is one of
+DIR is the directory of --events-dir, or of --save without it. The state is one of
 
     running     and so is its heartbeat
     saving      the same, and a save is in flight
@@ -25,28 +24,27 @@ DIR is the folder of --events-dir, or of --save without it. The state is one of
     dead        left no exit event, and its process is gone or its heartbeat is too old
     unknown     there are checkpoints, but no events: of a run that wrote none
 
-A run that is started again goes on with the same files: state and progress are those of its last
-start.
+A run that is started again appends to the same files. State and progress describe its last start.
 
 --html writes a page that needs no other file and no network: these lines, and curves of the loss,
 speed, memory, lanes and experts, events, checkpoints, settings. --watch looks again until the run
 has ended, and rewrites both; a browser loads the page again by itself as long as the run is live.
 
 Exit code: that of the run if it has ended (docs/recovery.md lists them); 0 while it runs, and if it
-is unknown; 1 if it is dead; 2 if the folder holds no run.
+is unknown; 1 if it is dead; 2 if the directory has no run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from megatron.core.files import Sync, published
 from megatron.core.help_format import ProgramParser
 from megatron.core.log import counted, printable
 from megatron.training.health.events import STOPPED, EventKind, read_events, read_heartbeat
@@ -58,6 +56,8 @@ from megatron_hybrid.run_history import (
     age_of,
     as_whole,
     cause_of,
+    date_text,
+    duration_text,
     is_kind,
     is_of,
     is_relaunch,
@@ -70,21 +70,20 @@ from megatron_hybrid.run_history import (
     save_in_flight,
     split_sessions,
 )
-from megatron_hybrid.run_watch import View, watch
 
 if TYPE_CHECKING:
-    from megatron_hybrid.report.writer import PageWriter
+    from megatron_hybrid.report.page import RunPage
 
 EXIT_DEAD, EXIT_NO_RUN, EXIT_INTERRUPTED = 1, 2, 130
 WATCH_SECONDS = 10.0  # between two looks
 # A heartbeat is written every few seconds, but a slow file system may hold one back.
 STALE_SECONDS = 60.0
-# For so long a launcher that has restarts left may take to start the next ranks.
-_RELAUNCH_SECONDS = 300.0
+_RELAUNCH_SECONDS = 300.0  # that a launcher may need to start ranks again
 _MOST_WATCH_SECONDS = 86400.0
-_MOST_CHARACTERS = 1000  # of a line: what the files say may be of any length
-# By name of `ExitCode`, whose module imports torch: that would take two seconds. A signal that is
-# not handled gives its own name; all others are failures.
+_MOST_CHARACTERS = 1000  # of a line, since texts in the files may have any length
+_CLEAR = "\x1b[H\x1b[2J"
+# By name of `ExitCode`, whose module takes two seconds to import torch. Names of signals count as
+# preempted, all others as failed.
 _ENDS = {
     "FINISHED": "finished",
     STOPPED: "stopped",
@@ -92,82 +91,110 @@ _ENDS = {
     "PREEMPTED_UNSAVED": "preempted",
     "HANG": "hung",
 }
-_LOSSES = (EventKind.LOST, EventKind.HANG)
-# What goes wrong, by name: the event, and its field that is told.
+# By name of the trouble: the event, the field that is told, and a noun for the values.
 _TROUBLES = {
-    "skipped": (EventKind.SKIP, "iteration"),
-    "nan": (EventKind.NAN, "iteration"),
-    "damaged": (EventKind.DAMAGED, "checkpoint"),
-    "signals": (EventKind.SIGNAL, "signal"),
-    "injected": (EventKind.INJECT, "spec"),
+    "lost": (EventKind.LOST, "ranks", "lost rank"),
+    "hung": (EventKind.HANG, "ranks", "hung rank"),
+    "skipped": (EventKind.SKIP, "iteration", "skipped iteration"),
+    "nan": (EventKind.NAN, "iteration", "nan iteration"),
+    "damaged": (EventKind.DAMAGED, "checkpoint", "damaged checkpoint"),
+    "signals": (EventKind.SIGNAL, "signal", "signal"),
+    "injected": (EventKind.INJECT, "spec", "injected fault"),
 }
+_REPEATABLE = ("lost", "hung", "signals", "injected")  # others happen again when a run resumes
+
+
+class View(NamedTuple):
+    """The printed lines of a moment."""
+
+    lines: Sequence[str]
+    is_live: bool
+    exit_code: int
 
 
 def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> int:
-    """Prints the status, and writes the page; returns the exit code.
+    """Prints the status and writes the page; returns the exit code.
 
     Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
+        argv: Arguments; default: those of the command line.
+        program: The name at the start of error messages.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    look = _Look(arguments)
+    look = _looks_of(arguments)
     try:
         with one_line_errors(program, (OSError,)):
-            if arguments.watch is None:
-                view = look()
-                print("\n".join(view.lines))
-                return view.exit_code
-            return watch(look, sys.stdout, arguments.watch)
+            if arguments.watch is not None:
+                return watch(look, sys.stdout, arguments.watch, time.sleep)
+            view = look()
+            print("\n".join(view.lines))
+            return view.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return EXIT_NO_RUN
 
 
-class _Look:
-    """Looks at the run that the arguments name, and writes its page if they ask for one."""
+def watch(
+    look: Callable[[], View], stream: TextIO, seconds: float, sleep: Callable[[float], None]
+) -> int:
+    """Shows views until one is of a run that has ended; returns that one's exit code.
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._folder = Path(arguments.dir)
-        self._page: PageWriter | None = None
-        if arguments.html is not None:
-            # Not at the top: the page needs numpy, whose import takes longer than the five lines.
-            from megatron_hybrid.report.writer import PageWriter
+    On a terminal, each view replaces the one before. A look that fails is shown too: a file system
+    may be away for a moment, or a disk full. OSError if the first look fails.
+    """
+    clear = _CLEAR if stream.isatty() else ""
+    view, error = look(), ""
+    while True:
+        shown = [*view.lines, error] if error else view.lines
+        print(clear + "\n".join(shown), end="\n\n", file=stream, flush=True)
+        if not view.is_live:
+            return view.exit_code
+        sleep(seconds)
+        try:
+            view, error = look(), ""
+        except OSError as caught:
+            error = f"not seen: {caught}"
 
-            self._page = PageWriter(
-                self._folder,
-                arguments.html,
-                refresh_seconds=arguments.watch or WATCH_SECONDS,
-                date=date_text,
-                duration=duration_text,
-            )
 
-    def __call__(self) -> View:
-        """OSError if there is no run, or its files cannot be read, or the page not written."""
-        now, arguments = time.time(), self._arguments
-        status = run_status(self._folder, now=now, stale_seconds=arguments.stale_seconds)
+def _looks_of(arguments: argparse.Namespace) -> Callable[[], View]:
+    """A function that looks at the run, and writes its page if the arguments ask for one.
+
+    It raises OSError if there is no run, its files cannot be read, or the page cannot be written.
+    """
+    folder, is_watched = Path(arguments.dir), arguments.watch is not None
+    page: RunPage | None = None
+    if arguments.html is not None:
+        # Not at the top: importing numpy takes longer than printing the five lines.
+        from megatron_hybrid.report.page import RunPage
+
+        page = RunPage(folder, arguments.watch or WATCH_SECONDS)
+
+    def look() -> View:
+        now = time.time()
+        status = run_status(folder, now=now, stale_seconds=arguments.stale_seconds)
         if status is None:
-            got = f"got {self._folder} without events or checkpoints"
-            raise FileNotFoundError(f"expected a run's folder, {got}")
-
+            got = f"got {folder} without events or checkpoints"
+            raise FileNotFoundError(f"expected a run's directory, {got}")
         lines = lines_of(status)
-        if self._page is not None:
-            self._page.write(status, lines, now)
+        if page is not None:
+            text = page.html(status, lines, now)
+            # A page can be made again, so it need not survive a crash.
+            with published(arguments.html, Sync.NOTHING) as stream:
+                stream.write(text.encode())
         if arguments.json:
-            # One line each time, if there are several.
-            lines = [json.dumps(status, indent=1 if arguments.watch is None else None)]
+            lines = [json.dumps(status, indent=None if is_watched else 1)]
         return View(lines, bool(status["is_live"]), int(status["exit_code"]))
+
+    return look
 
 
 def run_status(
     folder: Path, *, now: float, stale_seconds: float = STALE_SECONDS
 ) -> dict[str, Any] | None:
-    """All that is known of the run in a folder as plain data, or None if there is no run.
+    """The status of the run in a directory as plain data, or None without a run.
 
     Args:
-        now: unix seconds.
-        stale_seconds: age from which on a heartbeat says that its run is dead.
+        now: Unix seconds.
+        stale_seconds: Age of a heartbeat from which on a run is dead.
     """
     events, heartbeat = read_events(folder), read_heartbeat(folder)
     checkpoint = newest_checkpoint(folder, events)
@@ -187,7 +214,7 @@ def run_status(
         "progress": progress,
         "checkpoint": _checkpoint(checkpoint, events, now),
         "restarts": _restarts(sessions, has_failed=has_failed),
-        "trouble": _trouble(events) | _lost(sessions, is_over=has_failed),
+        "trouble": {**_trouble(events), "silent": _num_silent(sessions, is_over=has_failed)},
     }
 
 
@@ -206,7 +233,7 @@ def lines_of(status: dict[str, Any]) -> list[str]:
 def _state(
     session: Session, heartbeat: Event | None, now: float, stale_seconds: float
 ) -> dict[str, Any]:
-    """What the first line says."""
+    """The state of the run, for the first line."""
     if not session.events and heartbeat is None:
         return _state_of("unknown", 0, None, now, "no events here")
 
@@ -258,9 +285,9 @@ def _is_live(state: dict[str, Any], session: Session) -> bool:
 
 
 def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) -> dict[str, Any]:
-    """How far the session has come, by whatever says most."""
+    """How far the session has come, by the source that is furthest ahead."""
     beat = heartbeat or {}
-    # Until a checkpoint is loaded, heartbeat and exit do not know where the run is.
+    # Until a checkpoint is loaded, heartbeat and exit do not have the run's iteration.
     is_known = not session.events or session.last(EventKind.RESUME, EventKind.STEP) is not None
     sources = [
         event
@@ -268,7 +295,7 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
         if is_known or event.get("event") not in (None, EventKind.EXIT)
     ]
 
-    # A fault, a signal or an error comes in the iteration after those that have been made.
+    # A fault, a signal or an error belongs to the iteration after the last complete one.
     known = [
         max(0.0, iteration - is_under_way(event))
         for event in sources
@@ -318,50 +345,35 @@ def _checkpoint(
 def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any]:
     """How often the run was started again, by whom, and why it last ended before its time."""
     relaunches = sum(is_relaunch(sessions, number) for number in range(len(sessions)))
-    session = sessions[-1]
-    resume = session.last(EventKind.RESUME) or {}
-    world_size = number_in(resume, "world_size") or number_in(session.start, "world_size")
-    ended = [session] if has_failed else sessions[-2:-1]
+    ended = sessions[-1:] if has_failed else sessions[-2:-1]
     return {
         "count": relaunches,
         "by_hand": len(sessions) - 1 - relaunches,
-        "iteration": as_whole(number_in(resume, "iteration")),
-        "world_size": as_whole(world_size),
+        "iteration": sessions[-1].resumed_at,
+        "world_size": sessions[-1].world_size,
         "last_end": cause_of(ended[0]) if ended else None,
     }
 
 
-def _trouble(events: Iterable[Event]) -> dict[str, Any]:
-    """What went wrong since the run began. An iteration that was made again counts once."""
-    trouble: dict[str, list[Any]] = {name: [] for name in _TROUBLES}
+def _trouble(events: Iterable[Event]) -> dict[str, list[int | str]]:
+    """Everything that went wrong in the run. An iteration that was made again counts once."""
+    trouble: dict[str, list[int | str]] = {name: [] for name in _TROUBLES}
     for event in events:
-        for name, (kind, key) in _TROUBLES.items():
-            value = event.get(key)
-            if is_kind(event, kind) and isinstance(value, (int, str)):
-                is_repeated = name not in ("signals", "injected") and value in trouble[name]
-                trouble[name] += [] if is_repeated else [value]
+        for name, (kind, key, _) in _TROUBLES.items():
+            if is_kind(event, kind):
+                value = event.get(key)
+                for each in value if isinstance(value, list) else [value]:
+                    is_new = name in _REPEATABLE or each not in trouble[name]
+                    if isinstance(each, (int, str)) and is_new:
+                        trouble[name].append(each)
     return trouble
 
 
-def _lost(sessions: Sequence[Session], *, is_over: bool) -> dict[str, Any]:
-    """The ranks that were lost or hung, and the starts of which nobody could say how they ended.
-
-    Args:
-        is_over: whether the last start has ended.
-    """
-    lost: list[Any] = []
-    hung: list[Any] = []
-    silent = 0
-    for session in sessions:
-        named = [event for event in session.events if is_kind(event, *_LOSSES)]
-        for event in named:
-            ranks, found = event.get("ranks"), lost if is_kind(event, EventKind.LOST) else hung
-            known = ranks if isinstance(ranks, list) else []
-            found += [rank for rank in known if isinstance(rank, int)]
-        has_ended = is_over or session is not sessions[-1]
-        is_silent = bool(session.events) and not named and session.end() is None
-        silent += has_ended and is_silent
-    return {"lost": lost, "hung": hung, "silent": silent}
+def _num_silent(sessions: Sequence[Session], *, is_over: bool) -> int:
+    """The number of starts that ended without an event. `is_over`: the last one has ended."""
+    ended = sessions if is_over else sessions[:-1]
+    kinds = (EventKind.LOST, EventKind.HANG, EventKind.EXIT)
+    return sum(bool(session.events) and session.last(*kinds) is None for session in ended)
 
 
 def _state_line(status: dict[str, Any]) -> str:
@@ -376,78 +388,58 @@ def _progress_line(progress: dict[str, Any]) -> str:
     if progress["iteration"] is None:
         return "none yet"
     total = "" if progress["train_iters"] is None else f"/{progress['train_iters']}"
-    parts = [f"iteration {progress['iteration']}{total}"]
-    if progress["loss"] is not None:
-        where = progress["loss_iteration"]
-        suffix = "" if where == progress["iteration"] else f" in {where}"
-        parts.append(f"loss {progress['loss']:.4g}{suffix}")
-    if progress["ms_per_iteration"] is not None:
-        parts.append(f"mean {progress['ms_per_iteration']:.1f} ms per iteration")
-    if progress["seconds_left"] is not None:
-        parts.append(f"{duration_text(progress['seconds_left'])} left")
-    return ", ".join(parts)
+    where, left = progress["loss_iteration"], progress["seconds_left"]
+    suffix = "" if where == progress["iteration"] else f" in {where}"
+    return _known(
+        (f"iteration {{}}{total}", progress["iteration"]),
+        (f"loss {{:.4g}}{suffix}", progress["loss"]),
+        ("mean {:.1f} ms per iteration", progress["ms_per_iteration"]),
+        ("{} left", None if left is None else duration_text(left)),
+    )
 
 
 def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
     if checkpoint is None:
         return "none"
-    parts = ["none" if checkpoint["iteration"] is None else f"iteration {checkpoint['iteration']}"]
-    if checkpoint["age_seconds"] is not None:
-        parts.append(f"{duration_text(checkpoint['age_seconds'])} ago")
-    if checkpoint["save_seconds"] is not None:
-        parts.append(f"took {checkpoint['save_seconds']:.2f} s")
-    if checkpoint["iteration"] is not None and not checkpoint["is_on_disk"]:
-        parts.append("by the log alone")
-
+    iteration, age = checkpoint["iteration"], checkpoint["age_seconds"]
+    is_logged = iteration is not None and not checkpoint["is_on_disk"]
+    saved = _known(
+        ("iteration {}", iteration),
+        ("{} ago", None if age is None else duration_text(age)),
+        ("took {:.2f} s", checkpoint["save_seconds"]),
+        ("{}", "by the log alone" if is_logged else None),
+    )
     number, failed = checkpoint["failed_since"], "no save failed since"
     if number:
         failed = f"{counted(number, 'save')} failed since: {checkpoint['failure']}"
-    return f"{', '.join(parts)}; {failed}"
+    return f"{saved or 'none'}; {failed}"
 
 
 def _restarts_line(restarts: dict[str, Any]) -> str:
-    kinds = ((restarts["count"], "by the launcher"), (restarts["by_hand"], "by hand"))
-    made = [f"{number} {by}" for number, by in kinds if number]
-    text = ", ".join(made) or "none"
-    if made and restarts["iteration"] is not None:
-        text += f", the last from iteration {restarts['iteration']}"
-    if restarts["world_size"] is not None:
-        text += f", with {counted(restarts['world_size'], 'rank')}"
+    count, by_hand, size = restarts["count"], restarts["by_hand"], restarts["world_size"]
+    made = _known(("{} by the launcher", count or None), ("{} by hand", by_hand or None))
+    text = _known(
+        ("{}", made or "none"),
+        ("the last from iteration {}", restarts["iteration"] if made else None),
+        ("with {}", None if size is None else counted(size, "rank")),
+    )
     return text + ("" if restarts["last_end"] is None else f"; last end: {restarts['last_end']}")
 
 
 def _trouble_line(trouble: dict[str, Any]) -> str:
-    def told(name: str, noun: str) -> list[str]:
-        found = trouble[name]
-        return [f"{counted(len(found), noun)} (last {found[-1]})"] if found else []
-
-    parts = told("lost", "lost rank") + told("hung", "hung rank")
-    if trouble["silent"]:
-        parts.append(f"{counted(trouble['silent'], 'start')} that ended without a word")
-    parts += told("skipped", "skipped iteration") + told("nan", "nan iteration")
-    parts += told("damaged", "damaged checkpoint")
-    if trouble["signals"]:
-        parts.append(f"signals {' '.join(dict.fromkeys(map(str, trouble['signals'])))}")
-    parts += told("injected", "injected fault")
+    parts = [
+        f"{counted(len(trouble[name]), noun)} (last {trouble[name][-1]})"
+        for name, (_, _, noun) in _TROUBLES.items()
+        if trouble[name]
+    ]
+    silent = trouble["silent"]
+    parts += [f"{counted(silent, 'start')} that ended without a word"] if silent else []
     return ", ".join(parts) or "none"
 
 
-def date_text(moment: float) -> str:
-    """In local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-
-
-def duration_text(seconds: float) -> str:
-    """Its two largest units: "12 s", "4 min 2 s", "3 d 1 h"."""
-    total = int(seconds)
-    for size, name, smaller, smaller_name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if total >= size:
-            return f"{total // size} {name} {total % size // smaller} {smaller_name}"
-    return f"{total} s"
+def _known(*parts: tuple[str, Any]) -> str:
+    """Every part whose value is known, formatted with its value."""
+    return ", ".join(text.format(value) for text, value in parts if value is not None)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -465,36 +457,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--html",
-        type=_page_path,
+        type=Path,
         metavar="FILE",
         help="also write a page about the run into this .html file",
     )
     parser.add_argument(
         "--watch",
-        type=_interval,
+        type=float,
         nargs="?",
         const=WATCH_SECONDS,
         metavar="SECONDS",
         help="repeat until the run has ended, every so many seconds (default: "
         f"{WATCH_SECONDS:.0f})",
     )
-    return parser.parse_args(argv)
-
-
-def _page_path(text: str) -> Path:
-    """Only a name of a page: `--html runs/gpt/events.jsonl` would end a run's history."""
-    path = Path(text)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .html, got {text!r}")
-    return path
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= _MOST_WATCH_SECONDS:
-        limits = f"from 0.1 to {_MOST_WATCH_SECONDS:.0f}"
-        raise argparse.ArgumentTypeError(f"expected seconds {limits}, got {text!r}")
-    return seconds
+    arguments = parser.parse_args(argv)
+    page, seconds = arguments.html, arguments.watch
+    # `--html runs/gpt/events.jsonl` would overwrite a run's history.
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        parser.error(f"--html: expected a name that ends in .html, got {page}")
+    if seconds is not None and not 0.1 <= seconds <= _MOST_WATCH_SECONDS:
+        parser.error(f"--watch: expected 0.1 to {_MOST_WATCH_SECONDS:.0f} seconds, got {seconds}")
+    return arguments

@@ -5,51 +5,51 @@
 
 The computation computes in its phases forward, backward, norm, step and evaluate, except while it
 waits. A lane is busy while it works on something. The hidden share of a lane is the part of its
-busy time during which the computation computes: 1 costs nothing, and what is missing to 1 either
-held up the computation or ran beside a wait for something else.
+busy time during which the computation computes. A lane with a share of 1 costs nothing; the rest
+either held up the computation or ran while it waited for something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.trace_file import COMPUTE, PHASE, ROWS, WAIT, WORK, Slice, Trace
 
 COMPUTING = ("forward", "backward", "norm", "step", "evaluate")
-_WAIT_FOR = "wait for "
 
 Interval = tuple[float, float]
 
 
 class LaneShare(NamedTuple):
-    """What a lane did in an iteration, in seconds."""
+    """The work of a lane in an iteration."""
 
     lane: str
-    busy: float
-    hidden: float  # of it, beside the computation
-    waited: float  # by the computation, for the lane
-    nbytes: int  # of what began in the iteration
+    busy_seconds: float
+    hidden_seconds: float
+    waited_seconds: float  # by the computation, for this lane
+    bytes: int  # of work that started in the iteration
 
     @property
     def hidden_share(self) -> float | None:
         """None for a lane that was never busy."""
-        return self.hidden / self.busy if self.busy else None
+        return self.hidden_seconds / self.busy_seconds if self.busy_seconds else None
 
 
 class StepShares(NamedTuple):
-    """What a rank did in an iteration, in seconds."""
+    """The times of a rank in an iteration."""
 
     seconds: float
-    computing: float
-    waiting: float
-    phases: dict[str, float]  # by name, waits included
+    computing_seconds: float
+    waiting_seconds: float
+    waited_for_ranks_seconds: float  # in collectives that no lane runs
+    phases_seconds: dict[str, float]  # by name, waits included
     lanes: tuple[LaneShare, ...]
-    waited_for_ranks: float  # in collectives of the computation's own
 
 
 def united(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals that are apart, in order."""
+    """The same moments as disjoint intervals, in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -59,29 +59,18 @@ def united(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def shared(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """The moments that are in both."""
-    one, other = united(first), united(second)
-    found, i, j = list[Interval](), 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
+def near(intervals: Sequence[Interval], begin: float, end: float) -> Sequence[Interval]:
+    """The intervals that overlap [begin, end), of disjoint ones in order."""
+    first = bisect_right(intervals, begin, key=lambda interval: interval[1])
+    stop = bisect_left(intervals, end, key=lambda interval: interval[0])
+    return intervals[first:stop]
 
 
 def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
     """The moments of the first that are not in the second."""
-    holes = united(second)
-    found: list[Interval] = []
+    holes, found = united(second), list[Interval]()
     for begin, end in united(first):
-        for hole_begin, hole_end in holes:
-            if hole_end <= begin or end <= hole_begin:
-                continue
+        for hole_begin, hole_end in near(holes, begin, end):
             if begin < hole_begin:
                 found.append((begin, hole_begin))
             begin = max(begin, hole_end)
@@ -91,7 +80,7 @@ def without(first: Iterable[Interval], second: Iterable[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all moments, each counted once."""
+    """The time that intervals cover, overlaps counted once."""
     return sum(end - begin for begin, end in united(intervals))
 
 
@@ -103,7 +92,7 @@ def computing_in(slices: Iterable[Slice]) -> list[Interval]:
 
 
 def within(slices: Iterable[Slice], whole: Slice) -> list[Slice]:
-    """The parts of slices that lie within another."""
+    """The parts of slices during another slice."""
     return [
         one._replace(begin=max(one.begin, whole.begin), end=min(one.end, whole.end))
         for one in slices
@@ -112,36 +101,30 @@ def within(slices: Iterable[Slice], whole: Slice) -> list[Slice]:
 
 
 def shares_of(trace: Trace, iteration: int) -> StepShares:
-    """What a rank did between the beginning and the end of an iteration, whatever it was for."""
+    """The times between the start and the end of an iteration, of work for any iteration."""
     whole = trace.iterations[iteration]
     slices = within(trace.slices, whole)
     computing = computing_in(slices)
     waits = [one for one in slices if one.kind == WAIT]
 
     def waited(what: str) -> float:
-        return length(_times(one) for one in waits if one.name == _WAIT_FOR + what)
+        return length(_times(one) for one in waits if one.name == f"wait for {what}")
 
     lanes = []
     for row in ROWS:
         own = [one for one in slices if one.row == row and one.kind == WORK]
-        busy = united(map(_times, own))
-        hidden = length(shared(busy, computing))
-        nbytes = sum(one.nbytes for one in own if one.iteration == iteration)
-        if own:
-            lanes.append(LaneShare(row, length(busy), hidden, waited(row), nbytes))
+        busy = length(map(_times, own))
+        hidden = busy - length(without(map(_times, own), computing))
+        num_bytes = sum(one.nbytes for one in own if one.iteration == iteration)
+        lanes += [LaneShare(row, busy, hidden, waited(row), num_bytes)] if own else []
 
     phases: dict[str, float] = {}
     for one in slices:
         if one.kind == PHASE:
             phases[one.name] = phases.get(one.name, 0.0) + one.end - one.begin
-    return StepShares(
-        whole.end - whole.begin,
-        length(computing),
-        length(map(_times, waits)),
-        phases,
-        tuple(lanes),
-        waited("ranks"),
-    )
+    computing_seconds, waiting = length(computing), length(map(_times, waits))
+    seconds, for_ranks = whole.end - whole.begin, waited("ranks")
+    return StepShares(seconds, computing_seconds, waiting, for_ranks, phases, tuple(lanes))
 
 
 def _times(one: Slice) -> Interval:

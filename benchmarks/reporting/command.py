@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with_contents
-from benchmarks.reporting.contents import PICTURES, Contents, pictures
+from benchmarks.reporting.contents import PICTURES, pictures
+from benchmarks.reporting.drawing import svg_of
 from benchmarks.reporting.peers import peers_block, read_comparison
 from benchmarks.reporting.stored import ResultFileError, StoredResult, stored_results
-from benchmarks.reporting.svg_file import file_names, is_generated, why_stale, with_note
-from benchmarks.reporting.tables import benchmark_block, picture_block, results_block
+from benchmarks.reporting.tables import benchmark_block, file_names, picture_block, results_block
 from benchmarks.runner.places import RESULTS, ROOT
 from benchmarks.runner.registry import registered
 from megatron.core.files import published
@@ -24,6 +23,7 @@ COMMAND = "python -m benchmarks report"
 # Blocks without which a page is incomplete.
 REQUIRED = {"README.md": ("peers",), "docs/benchmarks.md": ("results",)}
 _PICTURE = "picture-"
+_GENERATED = "<!-- Written by python -m benchmarks report -->"  # the first line of a picture
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,18 @@ class Report:
         """The directory of the pictures."""
         return self.root / "docs" / "img"
 
-    def pictures(self) -> dict[str, Contents]:
-        return pictures(self.results)
+    def pictures(self) -> dict[Path, str]:
+        """The SVG of every picture by its path."""
+        return {
+            self.folder / file: f"{_GENERATED}\n{svg_of(contents, theme)}"
+            for name, contents in pictures(self.results).items()
+            for theme, file in file_names(name).items()
+        }
+
+    def unwanted(self) -> list[Path]:
+        """Pictures drawn by this command whose results no longer exist."""
+        others = set(self.folder.glob("*.svg")) - self.pictures().keys()
+        return sorted(path for path in others if path.read_text().startswith(_GENERATED))
 
     def block(self, name: str, page: Path) -> str:
         """The content of a block. MarkerError for an unknown name."""
@@ -62,7 +72,7 @@ class Report:
             return results_block(self.names, self.results, root)
         if name.removeprefix(_PICTURE) in PICTURES and name.startswith(_PICTURE):
             picture = name.removeprefix(_PICTURE)
-            return picture_block(picture, is_drawn=picture in self.pictures(), root=root)
+            return picture_block(picture, is_drawn=picture in pictures(self.results), root=root)
         if name in self.names:
             return benchmark_block(self.results.get(name), root)
         raise MarkerError(
@@ -130,14 +140,13 @@ def stale_blocks(report: Report) -> Iterator[str]:
 
 def stale_pictures(report: Report) -> Iterator[str]:
     """Yields a line for each picture that is stale or no longer wanted."""
-    wanted = report.pictures()
-    for name, contents in wanted.items():
-        for theme, file in file_names(name).items():
-            why = why_stale(report.folder / file, contents, theme)
-            if why is not None:
-                yield f"docs/img/{file}: {why}"
-    for file in _unwanted(report, wanted):
-        yield f"docs/img/{file}: no result stands behind it"
+    for path, svg in report.pictures().items():
+        if not path.is_file():
+            yield f"docs/img/{path.name}: it does not exist"
+        elif path.read_text(encoding="utf-8") != svg:
+            yield f"docs/img/{path.name}: the stored results would be drawn differently"
+    for path in report.unwanted():
+        yield f"docs/img/{path.name}: it has no results"
 
 
 def write(report: Report) -> int:
@@ -145,7 +154,7 @@ def write(report: Report) -> int:
     written.
     """
     contents = {page: _page_text(report, page) for page in report.pages}
-    contents.update(_drawn(report))
+    contents.update(report.pictures())
     changed = [
         path
         for path, text in contents.items()
@@ -157,9 +166,9 @@ def write(report: Report) -> int:
         with published(path) as stream:
             stream.write(contents[path].encode())
         print(f"wrote {path.relative_to(report.root)}")
-    for file in _unwanted(report, report.pictures()):
-        (report.folder / file).unlink()
-        print(f"removed docs/img/{file}")
+    for path in report.unwanted():
+        path.unlink()
+        print(f"removed {path.relative_to(report.root)}")
     if not changed:
         print("Nothing has changed.")
     return 0
@@ -168,26 +177,3 @@ def write(report: Report) -> int:
 def _page_text(report: Report, page: Path) -> str:
     name = str(page.relative_to(report.root))
     return with_contents(name, page.read_text(encoding="utf-8"), report.renderer(page))
-
-
-def _drawn(report: Report) -> dict[Path, str]:
-    """The text of each stale picture. Another version of matplotlib does not make one stale."""
-    found = {}
-    for name, contents in report.pictures().items():
-        for theme, file in file_names(name).items():
-            path = report.folder / file
-            if why_stale(path, contents, theme) is not None:
-                # Imported only to draw: blocks and --check do not need matplotlib.
-                drawing = importlib.import_module("benchmarks.reporting.drawing.svg")
-                found[path] = with_note(drawing.svg_of(contents, theme), contents, theme)
-    return found
-
-
-def _unwanted(report: Report, wanted: Mapping[str, Contents]) -> list[str]:
-    """Files drawn by this command whose results no longer exist."""
-    expected = {file for name in wanted for file in file_names(name).values()}
-    return sorted(
-        path.name
-        for path in report.folder.glob("*.svg")
-        if path.name not in expected and is_generated(path)
-    )

@@ -1,8 +1,4 @@
-"""What each picture shows, as values: taken from results here, drawn in `drawing`.
-
-A picture's contents are all that its drawing depends on, so their digest says whether a stored
-picture is still right.
-"""
+"""The contents of each picture: taken from results here, drawn by `drawing`."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class SideBar:
-    """The median of a side, and between what the middle half of its rounds lies."""
+    """The median of a side, and the quartiles of its rounds."""
 
     side: str
     median: float
@@ -104,7 +100,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """What lies in one place."""
+    """The memory of a side in one place."""
 
     side: str
     place: str  # "device" or "host"
@@ -175,7 +171,7 @@ GROWN = (
     ),
 )
 
-# What a picture says to those who do not see it.
+# Alternative texts.
 PICTURES = {
     "ratios": "Every ratio that has a stated bar, and how far it is on the right side of it",
     "end_to_end": "The same training run by this project and by others: speed, memory, stalls",

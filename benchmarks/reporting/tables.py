@@ -8,7 +8,6 @@ from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.contents import PICTURES
 from benchmarks.reporting.rounding import bar, figure, ratio, spread
 from benchmarks.reporting.stored import StoredResult, provenance
-from benchmarks.reporting.svg_file import file_names
 
 NOT_MEASURED = "not measured"
 
@@ -19,7 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def measured_on(results: Sequence[StoredResult]) -> list[str]:
-    """What stands below a table: a line a machine, or that there is none."""
+    """The lines below a table: one for each machine, or a note without results."""
     lines = provenance(results)
     if not lines:
         return ["No result has been stored yet."]
@@ -68,6 +67,11 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
     link = f"([result]({root}benchmarks/results/{result.file}))"
     *above, last = measured_on([result])
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
+
+
+def file_names(picture: str) -> dict[str, str]:
+    """The names of a picture's files by theme."""
+    return {theme: f"{picture}_{theme}.svg" for theme in ("light", "dark")}
 
 
 def picture_block(name: str, *, is_drawn: bool, root: str) -> str:

@@ -65,8 +65,7 @@ from megatron.training.tokenizer import (
 )
 from megatron_hybrid import run_status
 from megatron_hybrid.checkpoint import command as checkpoint_tool
-from megatron_hybrid.report.collect import Collector
-from megatron_hybrid.report.page import page_of
+from megatron_hybrid.report.page import RunPage
 from tests.fuzzing.target import Target
 
 ITERATION = 3
@@ -468,8 +467,7 @@ def _scripts_of_page(folder: Path) -> int:
     found = run_status.run_status(folder, now=1_800_000_000.0)
     if found is None:
         return 0
-    report = Collector(folder).collect(found, run_status.lines_of(found), 1_800_000_000.0)
-    page = page_of(report, refresh_seconds=10.0, date=str, duration=str)
+    page = RunPage(folder, 10.0).html(found, run_status.lines_of(found), 1_800_000_000.0)
     scripts = page.count("<script")
     assert scripts == page.count("<figure") + 1, "the numbers of each chart, and the script"
     return scripts

@@ -117,7 +117,11 @@ def test_one_wheel_serves_every_python_and_has_two_packages_with_their_data(whee
         metadata = archive.read(f"{info}/METADATA").decode()
 
     assert tops == {"megatron", "megatron_hybrid", info}
-    assert {"megatron/py.typed", "megatron/training/flag_answers.yaml"} <= {*names}
+    assert {
+        "megatron/py.typed",
+        "megatron/training/flag_answers.yaml",
+        "megatron_hybrid/report/page.html.jinja",
+    } <= {*names}
     assert "\nObsoletes: megatron.core\n" in metadata
 
 

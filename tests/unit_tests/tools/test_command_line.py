@@ -70,7 +70,7 @@ def test_every_flag_of_a_command_says_what_it_takes_and_does(
 @pytest.mark.parametrize(
     ("argv", "code", "line"),
     [
-        (["status", "."], 2, "status: expected a run's folder, got . without events"),
+        (["status", "."], 2, "status: expected a run's directory, got . without events"),
         (["checkpoint", "list", "none"], 2, "checkpoint: Expected a folder of checkpoints"),
         (["generate", "--load", "none"], 2, "generate: Expected a checkpoint in none, got none."),
         (["preprocess", "--input", "none", "--output-prefix", "x"], 1, "preprocess: error: --inp"),

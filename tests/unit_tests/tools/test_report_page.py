@@ -7,7 +7,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from megatron.training.health.events import EVENTS_FILE, METRICS_FILE
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.jsonl import JsonLines
 from megatron_hybrid import run_status
-from megatron_hybrid.run_watch import watch
 from tests.unit_tests.tools.helpers.run_files import BEGIN, Run
 
 
@@ -55,7 +53,7 @@ class Page(HTMLParser):
         if "script" in self._open or "style" in self._open:
             return
         self.words.append(data)
-        if "tr" in self._open:
+        if "td" in self._open or "th" in self._open:
             self.rows[-1].append(data)
 
     @property
@@ -144,7 +142,7 @@ def test_what_happened_is_in_the_table_latest_first_and_on_the_curves(run):
     assert kinds[:4] == ["signal", "nan iteration", "skipped iteration", "damaged checkpoint"]
     for kind in ("resume", "start", "exit", "rank lost", "injected fault", "save"):
         assert kind in kinds
-    marks = Counter(value for value in page.values("g", "class") if value.startswith("mark"))
+    marks = Counter(value for value in page.values("path", "class") if value.startswith("mark"))
     charts = page.tags["figure"]
     # A nan and a skipped iteration share a pixel; so do the fault and the end that it brought.
     assert marks["mark skip"] == charts + 1, "and one in the legend"
@@ -158,7 +156,7 @@ def test_an_iteration_that_is_made_again_is_drawn_as_it_was_made_last(run):
     run.metrics([1, 2, 3])
     run.metrics([2], loss=9.5)
     text = page_text(run.folder)
-    data = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text)
+    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
     loss = json.loads(data[0])["lines"][0]
     assert loss["at"] == [1, 2], "iteration 3 is yet to be made again"
     assert loss["text"][1] == "9.500"
@@ -327,7 +325,8 @@ def test_only_a_page_is_overwritten(run, capsys):
     for path in (run.folder / EVENTS_FILE, run.folder / "heartbeat"):
         with pytest.raises(SystemExit):
             run_status.main([str(run.folder), "--html", str(path)])
-        assert "expected a name that ends in .html" in capsys.readouterr().err
+        assert str(path) in capsys.readouterr().err
+        assert (run.folder / EVENTS_FILE).stat().st_size > 0
     missing = run.folder / "missing" / "report.html"
     assert run_status.main([str(run.folder), "--html", str(missing)]) == run_status.EXIT_NO_RUN
     (line,) = capsys.readouterr().err.splitlines()
@@ -339,7 +338,7 @@ def test_only_a_plausible_interval_is_watched(run, capsys, seconds):
     run.start()
     with pytest.raises(SystemExit):
         run_status.main([str(run.folder), "--watch", seconds])
-    assert "expected seconds from 0.1 to 86400" in capsys.readouterr().err
+    assert "--watch" in capsys.readouterr().err
 
 
 def test_watching_rewrites_the_page_until_the_run_has_ended(run, tmp_path, capsys, monkeypatch):
@@ -359,7 +358,7 @@ def test_watching_rewrites_the_page_until_the_run_has_ended(run, tmp_path, capsy
         else:
             run.exit(ExitCode.FINISHED, "trained to the end", 20)
 
-    monkeypatch.setattr(run_status, "watch", partial(watch, sleep=nap))
+    monkeypatch.setattr(time, "sleep", nap)
     code = run_status.main([str(run.folder), "--html", str(path), "--watch", "7"])
     assert (code, naps) == (0, [7.0, 7.0])
     assert capsys.readouterr().out.count("state: ") == 3

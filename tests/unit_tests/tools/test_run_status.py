@@ -434,11 +434,17 @@ def test_trouble_is_counted_over_all_starts_and_an_iteration_made_again_counts_o
         run.write("inject", spec="kill:rank=1,step=5", iteration=5)
         run.start(iteration=0)
     run.write("skip", iteration=9, grad_norm=None)
-    assert run.lines()[4] == (
-        "trouble: 2 starts that ended without a word, 2 skipped iterations (last 9), "
-        "1 nan iteration (last 4), 1 damaged checkpoint (last runs/a/iter_0000010), "
-        "signals SIGTERM, 2 injected faults (last kill:rank=1,step=5)"
-    )
+    assert run.status()["trouble"] == {
+        "lost": [],
+        "hung": [],
+        "skipped": [3, 9],
+        "nan": [4],
+        "damaged": ["runs/a/iter_0000010"],
+        "signals": ["SIGTERM", "SIGTERM"],
+        "injected": ["kill:rank=1,step=5"] * 2,
+        "silent": 2,
+    }
+    assert "2 skipped iterations (last 9), 1 nan iteration (last 4)" in run.lines()[4]
 
 
 def test_what_strikes_in_an_iteration_says_that_those_before_have_been_made(run):
@@ -497,9 +503,9 @@ def test_a_folder_without_a_run_is_an_error(run, make, capsys):
     assert run_status.main([str(run.folder)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == (
-        f"run_status.py: expected a run's folder, got {run.folder} without events or checkpoints\n"
-    )
+    (line,) = printed.err.splitlines()
+    assert line.startswith("run_status.py: ")
+    assert str(run.folder) in line
 
 
 def test_a_torn_line_is_passed_over(run):
@@ -513,68 +519,22 @@ def test_a_torn_line_is_passed_over(run):
 
 
 KINDS = [
-    *(
-        "start",
-        "resume",
-        "damaged",
-        "step",
-        "save_begun",
-        "save_published",
-        "save_failed",
-        "signal",
-        "skip",
-        "nan",
-    )
+    *"start resume damaged step save_begun save_published save_failed signal skip nan lost".split(),
+    *"hang inject evaluation exit".split(),
+    *("of a later version", None, 3, []),
 ]
-KINDS += ["lost", "hang", "inject", "evaluation", "exit", "of a later version", None, 3, []]
-KEYS = [
-    *(
-        "time",
-        "rank",
-        "restart",
-        "iteration",
-        "train_iters",
-        "world_size",
-        "pid",
-        "host",
-        "checkpoint",
-        "seconds",
-    )
-]
-KEYS += [
-    "reason",
-    "cause",
-    "code",
-    "name",
-    "spec",
-    "signal",
-    "phase",
-    "loss",
-    "ms_per_iteration",
-    "ranks",
-]
+KEYS = (
+    "time rank restart iteration train_iters world_size pid host checkpoint seconds reason cause "
+    "code name spec signal phase loss ms_per_iteration ranks"
+).split()
+TEXTS = [HERE, "FINISHED", "HANG", "LOST_RANK", "a\nb", "\ud800", "s3://a/b", "\0"]
 VALUES = (
     st.none()
     | st.booleans()
     | st.integers(-3, 10)
     | st.integers()
     | st.floats(allow_nan=True)
-    | st.sampled_from(
-        [
-            math.nan,
-            math.inf,
-            10**400,
-            1e300,
-            HERE,
-            "FINISHED",
-            "HANG",
-            "LOST_RANK",
-            "a\nb",
-            "\ud800",
-            "s3://a/b",
-            "\0",
-        ]
-    )
+    | st.sampled_from([math.nan, math.inf, 10**400, 1e300, *TEXTS])
     | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.text(max_size=1), st.integers(), max_size=1)
@@ -608,13 +568,8 @@ def test_whatever_stands_in_the_files_it_is_five_lines(events, heartbeat, has_ch
             assert heartbeat is None
             return
         lines = run_status.lines_of(status)
-        assert [line.partition(":")[0] for line in lines] == [
-            "state",
-            "progress",
-            "checkpoint",
-            "restarts",
-            "trouble",
-        ]
+        names = [line.partition(":")[0] for line in lines]
+        assert names == ["state", "progress", "checkpoint", "restarts", "trouble"]
         assert all(line.isprintable() for line in lines)
         assert len("\n".join(lines).encode().splitlines()) == 5
         json.loads(json.dumps(status))
@@ -659,18 +614,8 @@ def test_the_help_says_what_the_states_and_the_exit_codes_mean(capsys):
     with pytest.raises(SystemExit):
         run_status.main(["--help"])
     text = capsys.readouterr().out
-    for word in (
-        "running",
-        "saving",
-        "finished",
-        "stopped",
-        "preempted",
-        "failed",
-        "hung",
-        "dead",
-        "unknown",
-        "Exit code",
-    ):
+    states = "running saving finished stopped preempted failed hung dead unknown".split()
+    for word in (*states, "Exit code"):
         assert word in text
 
 

@@ -17,7 +17,7 @@ from megatron.core.trace_file import (
     Slice,
     Trace,
 )
-from megatron_hybrid.timeline_shares import length, shared, shares_of, united, without
+from megatron_hybrid.timeline_shares import length, shares_of, united, without
 
 CELLS = 24
 intervals = st.lists(
@@ -34,7 +34,6 @@ def cells(spans) -> set[int]:
 def test_intervals_are_sets_of_moments(first, second):
     for found, expected in (
         (united(first), cells(first)),
-        (shared(first, second), cells(first) & cells(second)),
         (without(first, second), cells(first) - cells(second)),
     ):
         assert cells(found) == expected
@@ -68,17 +67,17 @@ def test_a_hidden_share_is_the_part_of_a_lanes_busy_time_during_which_the_comput
     shares = shares_of(trace, 7)
     inside = set(range(*whole))
     computing = (cells(phases) - cells(waits)) & inside
-    assert (shares.seconds, shares.computing) == (16, len(computing))
-    assert shares.waiting == len(cells(waits) & inside)
+    assert (shares.seconds, shares.computing_seconds) == (16, len(computing))
+    assert shares.waiting_seconds == len(cells(waits) & inside)
 
     seen = [(begin, end) for begin, end in busy if begin < 20 and end > 4]
     assert [lane.lane for lane in shares.lanes] == ([GATHER] if seen else [])
     for lane in shares.lanes:
-        assert lane.busy == len(cells(busy) & inside)
-        assert lane.hidden == len(cells(busy) & computing)
-        assert lane.waited == shares.waiting
-        if lane.busy:
-            assert lane.hidden_share == pytest.approx(lane.hidden / lane.busy)
+        assert lane.busy_seconds == len(cells(busy) & inside)
+        assert lane.hidden_seconds == len(cells(busy) & computing)
+        assert lane.waited_seconds == shares.waiting_seconds
+        if lane.busy_seconds:
+            assert lane.hidden_share == pytest.approx(lane.hidden_seconds / lane.busy_seconds)
             assert 0 <= lane.hidden_share <= 1
 
 
@@ -98,6 +97,6 @@ def test_work_of_another_iteration_counts_where_it_is_done_and_its_bytes_where_i
         ),
     )
     (first,), (second,) = (shares_of(trace, number).lanes for number in (1, 2))
-    assert (first.busy, first.hidden, first.nbytes) == (2.0, 2.0, 100)
-    assert (second.busy, second.hidden, second.nbytes) == (3.0, 2.0, 0)
+    assert (first.busy_seconds, first.hidden_seconds, first.bytes) == (2.0, 2.0, 100)
+    assert (second.busy_seconds, second.hidden_seconds, second.bytes) == (3.0, 2.0, 0)
     assert second.hidden_share == pytest.approx(2 / 3)

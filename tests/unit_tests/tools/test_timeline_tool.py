@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megatron.core.trace_file import (
     COMPUTE,
@@ -23,10 +25,11 @@ from megatron.core.trace_file import (
     Trace,
 )
 from megatron_hybrid import timeline
+from megatron_hybrid.charts import blended
 from megatron_hybrid.command_line import COMMANDS
+from megatron_hybrid.timeline_picture import draw
 
 ROOT = Path(__file__).resolve().parents[3]
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def trace_of(rank: int, iterations: tuple[int, ...] = (20, 21)) -> Trace:
@@ -145,85 +148,74 @@ def test_only_whole_recordings_are_merged(
 ):
     other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
     message = refused(capsys, recording, other, "--merge", merged)
-    assert "--merge: expected each rank once, got the ranks 0, 1, 1." in message
+    assert "0, 1, 1" in message
     message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
-    assert "--merge: expected no other option" in message
-    assert "got --rank and --json." in message
+    assert "--merge" in message
     assert not merged.exists()
 
 
-@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_picture_shows_rows_shares_and_what_it_is_of(
     recording: Path, tmp_path: Path, theme: str, capsys: pytest.CaptureFixture[str]
 ):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "step.svg"
     shown(capsys, recording, "--output", path, "--theme", theme)
-    svg = path.read_text()
-    # Texts are drawn as outlines, and matplotlib says in a comment what they are.
-    for text in (
-        "Iteration 21, rank 0 of 2",
-        "a machine, 2 cores  ·  2023-11-14 22:13 UTC  ·  100 ms in all",
-        "60% computing",
-        "83% hidden",
-        "of 30.0 ms, 5.0 ms exposed",
-        "layers.1",
-        *("compute", "gather", "host", "forward", "backward", "waiting"),
-    ):
-        assert f"<!-- {text} -->" in svg, text
-    assert "<!-- checkpoint disk -->" not in svg, "a row without work is left out"
-    assert "#0d1117" in svg if theme == "dark" else "#ffffff" in svg
+    texts = texts_of(path)
+    assert {"compute", "gather", "host", "forward", "backward", "waiting", "layers.1"} <= texts
+    assert {"60% computing", "83% hidden", "of 30.0 ms, 5.0 ms exposed"} <= texts
+    assert any("a machine, 2 cores" in text for text in texts)
+    assert "checkpoint disk" not in texts, "a row without work is left out"
+    assert ("#0d1117" if theme == "dark" else "#ffffff") in path.read_text()
 
     shown(capsys, recording, "--output", tmp_path / "again.svg", "--theme", theme)
     assert (tmp_path / "again.svg").read_bytes() == path.read_bytes()
 
 
-def test_a_row_of_thousands_is_drawn_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    axes = pytest.importorskip("matplotlib.axes")
-    from megatron_hybrid.timeline_picture import draw
-
-    def calls() -> int:
-        counted, bars = [], axes.Axes.broken_barh
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                axes.Axes, "broken_barh", lambda *given, **all: counted.append(bars(*given, **all))
-            )
-            draw(trace, 20, tmp_path / "step.svg")
-        return len(counted)
-
+def test_names_in_a_file_are_text_of_the_picture_and_never_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     trace = trace_of(0, (20,))
-    few = calls()
-    pieces = [
-        Slice(GATHER, WORK, "layers.1", 0.05 + n / 1e5, 0.05 + (n + 1) / 1e5, 20) for n in range(99)
-    ]
-    trace = replace(trace, slices=(*trace.slices, *pieces))
-    assert calls() == few
+    hostile = "<a>&\x00\ud800"
+    slices = [one._replace(name=hostile) if one.row == GATHER else one for one in trace.slices]
+    file = tmp_path / "trace_rank0.json"
+    file.write_bytes(replace(trace, machine=hostile, slices=tuple(slices)).to_json())
+    shown(capsys, file, "--output", tmp_path / "step.svg")
+    assert r"<a>&\x00\ud800" in texts_of(tmp_path / "step.svg")
+    shown(capsys, file, "--output", tmp_path / "step.png")
+
+
+def texts_of(path: Path) -> set[str]:
+    elements = ET.fromstring(path.read_text()).iter("{http://www.w3.org/2000/svg}text")
+    return {element.text or "" for element in elements}
+
+
+def test_exposed_work_is_hatched_and_paler_than_hidden_work(tmp_path: Path):
+    path = tmp_path / "step.svg"
+    draw(trace_of(0, (20,)), 20, path)
+    rects = list(ET.fromstring(path.read_text()).iter("{http://www.w3.org/2000/svg}rect"))
+    hidden = [one for one in rects if one.get("fill") == "#2a9d74"]
+    pale = [one for one in rects if one.get("fill") == blended("#2a9d74", "#ffffff", 0.55)]
+    # Of 15 to 45 ms, the first 5 are beside a wait.
+    widths = [sum(float(one.get("width") or 0) for one in some) for some in (hidden, pale)]
+    assert widths[1] / sum(widths) == pytest.approx(5 / 30, abs=0.01)
 
 
 def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    pytest.importorskip("matplotlib")
     slices = (
         Slice(COMPUTE, ITERATION, "iteration 1", 0.0, 1e-6, 1),
         Slice(DISK, WORK, "write", 0.0, 0.0, 1),
     )
     file = tmp_path / "trace_rank0.json"
     file.write_bytes(Trace(0, 1, 0.0, "a machine", slices).to_json())
-    shown(capsys, file, "--output", tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(PNG)
-
-
-def test_without_matplotlib_drawing_is_one_error_and_shares_are_printed(
-    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "megatron_hybrid.timeline_picture", raising=False)
-    message = refused(capsys, recording, "--output", tmp_path / "step.svg")
-    assert "expected the package matplotlib (pip install '.[bench]' in the clone)" in message
-    assert not (tmp_path / "step.svg").exists()
-    assert "gather" in shown(capsys, recording)
+    path = tmp_path / "step.png"
+    shown(capsys, file, "--output", path, "--theme", "dark")
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        colors = image.convert("RGB").getcolors(1 << 24) or []
+    assert max(colors)[1] == (0x0D, 0x11, 0x17), "the background"
+    assert len(colors) > 10, "and text on it"
 
 
 def test_the_program_has_its_command_and_its_script(recording: Path):

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.contents import Memory, Peers, Ratios, Scaling, pictures
-from benchmarks.reporting.drawing.style import THEMES, side_colors
-from benchmarks.reporting.drawing.svg import svg_of
+from benchmarks.reporting.drawing import side_colors, svg_of
 from benchmarks.reporting.stored import stored_results
-from benchmarks.reporting.svg_file import contents_digest, why_stale, with_note
+from megatron_hybrid.charts import THEMES
 from tests.helpers.result_files import write_result_file
 
 SIDES = ("FSDP2 + CPUOffloadPolicy", "ours", "DeepSpeed ZeRO-3 offload")
@@ -126,14 +125,14 @@ def test_pictures_say_their_machine_and_date_and_are_drawn_the_same_each_time(
     folder: Path,
 ) -> None:
     for contents in pictures(stored_results(folder)).values():
-        light, dark = (with_note(svg_of(contents, theme), contents, theme) for theme in THEMES)
+        light, dark = (svg_of(contents, theme) for theme in THEMES)
         assert "A CPU, 2 cores, 24 GiB, torch 2.13.0 · 2026-05-03 · commit 0123456" in texts_of(
             light
         )
         assert texts_of(light) == texts_of(dark)
         assert light != dark
         assert len(light.encode()) < 60_000
-        assert with_note(svg_of(contents, "light"), contents, "light") == light
+        assert svg_of(contents, "light") == light
 
 
 def test_what_missed_its_bar_is_said_in_words(folder: Path) -> None:
@@ -150,29 +149,6 @@ def test_a_peer_keeps_its_colour_and_ours_is_its_own() -> None:
         assert few["ours"] == many["ours"] == theme.ours
         assert few["FSDP2"] == many["FSDP2 + CPUOffloadPolicy"]
         assert len({*many.values()}) == len(many)
-
-
-def test_a_stored_picture_is_stale_once_figures_or_the_drawing_change(folder: Path) -> None:
-    contents = pictures(stored_results(folder))["memory"]
-    path = folder / "memory_light.svg"
-    assert why_stale(path, contents, "light") == "it does not exist"
-    path.write_text(with_note(svg_of(contents, "light"), contents, "light"))
-    assert why_stale(path, contents, "light") is None
-    # Another matplotlib draws other digits; what was drawn is still right.
-    moved = with_note(svg_of(contents, "light") + "\n", contents, "light")
-    path.write_text(moved)
-    assert why_stale(path, contents, "light") is None
-
-    path.write_text(moved.replace("exp_avg", "exp_sum"))
-    assert why_stale(path, contents, "light") == "it has been edited by hand"
-    path.write_text(svg_of(contents, "light"))
-    assert why_stale(path, contents, "light") == "it does not say what it was drawn from"
-
-    path.write_text(moved)
-    write_results(folder, [1.5, 0.5, 3.1, 40.0, 0.0, 2.0, 1.0, 4.0])
-    changed = pictures(stored_results(folder))["memory"]
-    assert "have changed" in (why_stale(path, changed, "light") or "")
-    assert contents_digest(changed, "light") != contents_digest(changed, "dark")
 
 
 # Of which sums are finite, too.

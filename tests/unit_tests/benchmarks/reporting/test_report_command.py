@@ -73,9 +73,9 @@ def test_another_figure_makes_its_blocks_and_pictures_stale(
     results, one, light, dark = lines
     assert results.startswith("docs/benchmarks.md:1: the block results")
     assert "the block one is stale" in one
-    assert light.startswith("docs/img/ratios_light.svg: its results")
-    assert dark.startswith("docs/img/ratios_dark.svg: its results")
-    assert last == "4 would change. Run `python -m benchmarks report` and commit what it writes."
+    assert light.startswith("docs/img/ratios_light.svg: ")
+    assert dark.startswith("docs/img/ratios_dark.svg: ")
+    assert last.startswith("4 would change.")
 
     assert write(report_of(root)) == 0
     assert check(report_of(root)) == 0
@@ -88,6 +88,17 @@ def test_a_block_edited_by_hand_is_stale(root: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert check(report_of(root)) == 1
     assert "the block results is stale" in capsys.readouterr().out
+
+
+def test_a_picture_edited_by_hand_is_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = root / "docs" / "img" / "ratios_light.svg"
+    drawn = picture.read_text()
+    picture.write_text(drawn.replace("2.00", "3.00"))
+    capsys.readouterr()
+    assert check(report_of(root)) == 1
+    assert "docs/img/ratios_light.svg: " in capsys.readouterr().out
+    assert write(report_of(root)) == 0
+    assert picture.read_text() == drawn
 
 
 def test_a_page_without_the_markers_it_must_have_is_named(
@@ -107,7 +118,7 @@ def test_a_picture_without_results_goes_and_others_stay(
     (root / "results" / "one.json").unlink()
     capsys.readouterr()
     assert check(report_of(root)) == 1
-    assert "docs/img/ratios_dark.svg: no result stands behind it" in capsys.readouterr().out
+    assert "docs/img/ratios_dark.svg: " in capsys.readouterr().out
     assert write(report_of(root)) == 0
     assert [path.name for path in (root / "docs" / "img").iterdir()] == ["timeline_light.svg"]
     assert check(report_of(root)) == 0
@@ -153,9 +164,9 @@ def test_results_are_linked_in_generated_blocks_only() -> None:
     assert [page.name for page, text in written.items() if link.search(text)] == []
 
 
-def test_a_check_takes_neither_matplotlib_nor_torch() -> None:
+def test_a_check_does_not_import_torch() -> None:
     program = (
         "import sys; from benchmarks.reporting.command import main; main(['--check']); "
-        "assert not {'matplotlib', 'torch'} & {*sys.modules}"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)

@@ -1,1 +1,0 @@
-"""Drawing with matplotlib. No other package of the report imports it."""
