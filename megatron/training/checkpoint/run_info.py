@@ -99,7 +99,7 @@ class RecoverInfo:
         _check(isinstance(schedule, dict), "schedule", "an object", schedule, source)
         assert isinstance(schedule, dict), "as just checked"
 
-        dicts = {name: plain.get(name) for name in _DICTS}
+        dicts: dict[str, Any] = {name: plain.get(name) for name in _DICTS}
         for name, value in dicts.items():
             _check(isinstance(value, dict), name, "an object", value, source)
         scaler, world_size = plain.get("loss_scaler"), plain.get("world_size")
@@ -107,6 +107,7 @@ class RecoverInfo:
         _check(is_state, "loss_scaler", "an object", scaler, source)
         is_number = type(world_size) is int and 0 < world_size <= _MAX_COUNT
         _check(is_number, "world_size", "a number of ranks", world_size, source)
+        assert isinstance(world_size, int), "as just checked"
         return cls(StepInfo(**progress), schedule, scaler, world_size=world_size, **dicts)
 
 
