@@ -7,7 +7,6 @@
     python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
     python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
-    python -m megatron_hybrid checkpoint upgrade runs/of_version_1 runs/of_version_2
     python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
 One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
@@ -38,8 +37,6 @@ from megatron.core.dist_checkpointing.format.names import (
     iteration_of,
     parse_folder,
     path_of,
-    published_iterations,
-    track,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
@@ -55,7 +52,6 @@ from megatron.core.dist_checkpointing.load.small_files import (
 )
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
-    LocalStore,
     Store,
     expect_folder,
     open_store,
@@ -72,7 +68,6 @@ from megatron_hybrid.checkpoint.from_dcp import add_import_flags, import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
-from megatron_hybrid.checkpoint.upgrade import upgrade_checkpoint
 from megatron_hybrid.endings import one_line_errors
 
 _MAX_WIDTH = 200
@@ -101,8 +96,6 @@ _PLACES = {
     "b": "directory of another checkpoint",
     "source": "directory of one checkpoint, or a .safetensors or torch.save file",
     "target": "file to write, or iter_NNNNNNN to write a checkpoint",
-    "old": "a checkpoint of format version 1, or a directory of them",
-    "new": "directory to write",
     "run": "directory of a run's checkpoints, or one checkpoint",
     "out": "directory to write, absent or empty",
     "path": "directory that torch.distributed.checkpoint saved",
@@ -391,28 +384,6 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
     return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
 
 
-def upgrade(arguments: argparse.Namespace) -> int:
-    """Makes a checkpoint of format version 1, or a folder of them, one of the present version."""
-    source, target = Path(arguments.old).resolve(), Path(arguments.new).resolve()
-    if iteration_of(source.name) is not None:
-        if source.name != target.name:
-            raise CheckpointError(f"Expected {source.name} as the new name, got {target.name}.")
-        source, names, target = source.parent, [source.name], target.parent
-    else:
-        names = [checkpoint_name(each) for each in published_iterations(LocalStore(source))]
-    if not names:
-        raise CheckpointError(f"Expected checkpoints in {source}, got none.")
-
-    for name in names:
-        upgrade_checkpoint(LocalStore(source), name, LocalStore(target))
-        if not arguments.json:
-            _print(f"{target / name}: upgraded")
-    track(LocalStore(target), max(iteration_of(name) or 0 for name in names))
-    if arguments.json:
-        _print_json({"target": str(target), "checkpoints": names})
-    return 0
-
-
 def export(arguments: argparse.Namespace) -> int:
     """Exports a run's model for the transformers library: weights, config and tokenizer."""
     summary = export_run(arguments)
@@ -502,7 +473,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="TEXT",
         help="text before each key of a file, e.g. model. (default: none)",
     )
-    add("upgrade", upgrade, "old", "new")
     exported = add("export", export, "run", "out")
     exported.add_argument(
         "--format", choices=("hf",), default="hf", help="hf: the format of the transformers library"

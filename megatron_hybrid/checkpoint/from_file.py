@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.blob import plain_blob
-from megatron.core.dist_checkpointing.format.blob_reading import Archive, with_tensors
+from megatron.core.dist_checkpointing.format.blob_reading import read_archive
 from megatron.core.dist_checkpointing.format.names import (
     checkpoint_name,
     path_of,
@@ -195,19 +195,14 @@ def _entry(key: str, tensor: torch.Tensor) -> Entry:
 
 def _read_torch_save(path: Path) -> dict[str, object]:
     """Maps the file: what is used of its tensors is read when it is used."""
-    source = str(path)
     with open_regular(path, "what torch.save writes") as stream:
-        nbytes = os.fstat(stream.fileno()).st_size
-
-        def read_at(begin: int, nbytes: int) -> bytes:
-            return os.pread(stream.fileno(), nbytes, begin)
-
-        # Programs may leave the checksums out; `to_file` does, too.
-        archive = Archive(read_at, nbytes, source, checks_crc=False)
-        # Copy-on-write, because torch warns of memory that is not writable; nobody writes to it.
-        mapped = mmap.mmap(stream.fileno(), nbytes, access=mmap.ACCESS_COPY)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    state = with_tensors(archive.value, lambda place: place.tensor(memory))
+        try:
+            # Copy-on-write, because torch warns of memory that is not writable.
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # larger than memory may be, or empty
+            raise CheckpointError(f"Expected to map {path}, got {error}.") from error
+    # Without the CRC-32 of tensors, which would read all of the file once more.
+    state = read_archive(torch.frombuffer(mapped, dtype=torch.uint8), str(path), checks_crc=False)
     if not isinstance(state, dict):
         raise CheckpointError(f"Expected a dict in {path}, got {type(state).__name__}.")
     return state

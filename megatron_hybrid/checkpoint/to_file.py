@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob import fake_tensor_mode
-from megatron.core.dist_checkpointing.format.blob_reading import Archive, TensorPlace
+from megatron.core.dist_checkpointing.format.blob_reading import read_archive
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     pieces_of,
@@ -29,8 +28,7 @@ from megatron.core.dist_checkpointing.formats import (
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
-from megatron.core.files import open_regular, published
+from megatron.core.files import published
 
 TRAIN_STATE_KEY = "train_state"
 
@@ -42,7 +40,7 @@ Progress = Callable[[int], object]  # called with each number of bytes of tensor
 def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
     """Writes what `torch.load(path, weights_only=True)` reads as {key: tensor or plain data}.
 
-    The checksums in the zip are those of a file without data; torch does not check them.
+    The CRC-32 of tensors is left 0 in the zip; torch does not check it.
 
     Raises:
         CheckpointError: if the checkpoint turns out to be damaged; nothing is left at `path` then.
@@ -59,25 +57,17 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
             torch.save(state, stream)
         stream.flush()
 
-        placed = _places(Path(stream.name))
+        # The tensors of this state are places in the mapped file.
+        memory = _mapped(stream.fileno(), Path(stream.name), stream.tell())
+        placed = read_archive(memory, str(path), checks_crc=False)
+        assert isinstance(placed, dict), "as was written"
         for key, value in state.items():
             for leaf, place in zip(tree_leaves(value), tree_leaves(placed[key]), strict=True):
-                if isinstance(place, TensorPlace) and place.nbytes:
-                    stream.seek(place.begin)
-                    _write_tensor(stream, checkpoint, key, leaf, progress)
-
-
-def _places(path: Path) -> dict[str, object]:
-    """The content of a file of torch.save, with a `TensorPlace` for every tensor."""
-    with open_regular(path) as written:
-        nbytes = os.fstat(written.fileno()).st_size
-
-        def read_at(begin: int, nbytes: int) -> bytes:
-            return os.pread(written.fileno(), nbytes, begin)
-
-        placed = Archive(read_at, nbytes, str(path), checks_crc=False).value
-    assert isinstance(placed, dict), "as was written"
-    return placed
+                if isinstance(leaf, FakeTensor):
+                    for box, piece in _pieces(checkpoint, key, progress):
+                        place[box.slices()] = piece
+                elif isinstance(leaf, torch.Tensor):
+                    place.copy_(leaf)
 
 
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
@@ -97,7 +87,7 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
         published(path) as stream,
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
     ):
-        tensors = _mapped(memory.fileno(), Path(memory.name), checkpoint.tensors)
+        tensors = _tensors_over(memory.fileno(), Path(memory.name), checkpoint.tensors)
         for key, tensor in tensors.items():
             for box, piece in _pieces(checkpoint, key, progress):
                 tensor[box.slices()] = piece
@@ -109,7 +99,14 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
             ) from error
 
 
-def _mapped(
+def _mapped(descriptor: int, path: Path, nbytes: int) -> torch.Tensor:
+    """All of a file as memory: [nbytes] uint8. What is written to it is in the file."""
+    # Writing to a mapped page that a full disk has no room for would kill the process.
+    os.posix_fallocate(descriptor, 0, nbytes)
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _tensors_over(
     descriptor: int, path: Path, saved: Mapping[str, SavedTensor]
 ) -> dict[str, torch.Tensor]:
     """Tensors over one file, each beginning on a multiple of its elements' size."""
@@ -118,9 +115,7 @@ def _mapped(
     for key, tensor in saved.items():
         places[key] = (end, tensor.nbytes)
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    # Writing to a mapped page that a full disk has no room for would kill the process.
-    os.posix_fallocate(descriptor, 0, max(end, 1))
-    memory = torch.from_file(str(path), shared=True, size=max(end, 1), dtype=torch.uint8)
+    memory = _mapped(descriptor, path, max(end, 1))
     return {
         key: memory[begin : begin + nbytes].view(saved[key].dtype).view(saved[key].shape)
         for key, (begin, nbytes) in places.items()
@@ -135,21 +130,6 @@ def _pieces(
         piece = read_piece(checkpoint, key, box)
         yield box, piece
         progress(piece.nbytes)
-
-
-def _write_tensor(
-    stream: BinaryIO,
-    checkpoint: ReadableCheckpoint,
-    key: str,
-    value: torch.Tensor,
-    progress: Progress,
-) -> None:
-    """A tensor of the checkpoint, or one in plain data."""
-    if isinstance(value, FakeTensor):
-        for _, piece in _pieces(checkpoint, key, progress):
-            stream.write(bytes_of(piece))
-    else:
-        stream.write(bytes_of(value.contiguous()))
 
 
 def _to_json(key: str, value: object) -> str:

@@ -221,8 +221,6 @@ LAYERS: list[list[str]] = [
         "megatron.core.dist_checkpointing.format.blob",
         "megatron.core.dist_checkpointing.format.index",
         "megatron.core.dist_checkpointing.format.metadata",
-        "megatron.core.dist_checkpointing.format.safe_pickle",
-        "megatron.core.dist_checkpointing.format.archive_directory",
         "megatron.core.dist_checkpointing.format.blob_reading",
         "megatron.core.dist_checkpointing.format.metadata_reading",
         "megatron.core.dist_checkpointing.save.data_sink",

@@ -18,7 +18,7 @@ from megatron.training.step import StepInfo
 
 FORMAT_VERSION = 1
 
-_DICTS = ("data", "logger", "evaluator", "versions", "config")  # empty where they are missing
+_DICTS = ("data", "logger", "evaluator", "versions", "config")
 _FIELDS = {"format_version", "progress", "schedule", "world_size", "loss_scaler", *_DICTS}
 _COUNTERS = [counter.name for counter in dataclasses.fields(StepInfo)]
 _MAX_COUNT = 2**63 - 1
@@ -34,7 +34,7 @@ class RecoverInfo:
             of the run that loads it holds.
         loss_scaler: the scaler's state; None: the loss was not scaled.
         data: of the training data, what tells whether it is the same again.
-        logger, evaluator: what they gave; empty in checkpoints of engines without them.
+        logger, evaluator: their states; empty if the run had none.
         world_size: ranks that have saved.
         versions: of torch and Python.
         config: the run's settings, by field.
@@ -99,14 +99,15 @@ class RecoverInfo:
         _check(isinstance(schedule, dict), "schedule", "an object", schedule, source)
         assert isinstance(schedule, dict), "as just checked"
 
-        dicts = {name: plain.get(name, {}) for name in _DICTS}
+        dicts: dict[str, Any] = {name: plain.get(name) for name in _DICTS}
         for name, value in dicts.items():
             _check(isinstance(value, dict), name, "an object", value, source)
-        scaler, world_size = plain.get("loss_scaler"), plain.get("world_size", 1)
+        scaler, world_size = plain.get("loss_scaler"), plain.get("world_size")
         is_state = scaler is None or isinstance(scaler, dict)
         _check(is_state, "loss_scaler", "an object", scaler, source)
         is_number = type(world_size) is int and 0 < world_size <= _MAX_COUNT
         _check(is_number, "world_size", "a number of ranks", world_size, source)
+        assert isinstance(world_size, int), "as just checked"
         return cls(StepInfo(**progress), schedule, scaler, world_size=world_size, **dicts)
 
 

@@ -15,8 +15,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES
 from megatron.core.dist_checkpointing.format.blob_reading import (
     MAX_PLAIN_BYTES,
-    TensorPlace,
-    open_memory,
+    read_archive,
     read_plain,
 )
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
@@ -140,19 +139,19 @@ class TorchDcpCheckpoint:
             if chunk is not None:
                 self._chunk(key, chunk)
             else:
-                open_memory(*self._read(key, blobs[key, None]), checks_crc=self._checks_crc)
+                read_archive(*self._read(key, blobs[key, None]), checks_crc=self._checks_crc)
 
     def _chunk(self, key: str, chunk: SavedChunk) -> torch.Tensor:
         """A chunk of a tensor, in host memory."""
         memory, source = self._read(key, self._index.blobs[key, chunk.box.offsets])
-        found = open_memory(memory, source, checks_crc=self._checks_crc).value
+        found = read_archive(memory, source, checks_crc=self._checks_crc)
         wanted = (self.tensors[key].dtype, chunk.box.sizes)
-        if isinstance(found, TensorPlace) and (found.dtype, found.shape) == wanted:
-            return found.tensor(memory)
+        if isinstance(found, torch.Tensor) and (found.dtype, tuple(found.shape)) == wanted:
+            return found
 
         got = f"a {type(found).__name__}"
-        if isinstance(found, TensorPlace):
-            got = f"{found.dtype} {found.shape}"
+        if isinstance(found, torch.Tensor):
+            got = f"{found.dtype} {tuple(found.shape)}"
         raise CheckpointDamagedError(f"Expected {wanted[0]} {wanted[1]} for {source}, got {got}.")
 
     def _read(self, key: str, blob: Blob) -> tuple[torch.Tensor, str]:

@@ -1,369 +1,214 @@
-"""The output of `torch.save`, read without running anything and without trusting its numbers.
+"""Reads the output of `torch.save` from memory, without running it.
 
 [Note: archives] `torch.save` writes a zip archive of uncompressed records: a pickle, and the bytes
-of each storage. The pickle names the storages and says which views of them the tensors are.
+of each storage. The pickle names the storages and describes each tensor as a view of one of them.
 
     archive/data.pkl     _rebuild_tensor_v2(('storage', FloatStorage, '0', 'cpu', 12),
                                             0, (3, 4), (4, 1), False, OrderedDict())
     archive/byteorder    little
     archive/data/0       48 bytes
 
-`torch.load` would allocate whatever the pickle asks for. Here every number is first checked against
-the archive: a record lies within it, a storage has the bytes of its record, a tensor lies within
-its storage. `safe_pickle` reads the pickle, and a tensor is a view of the very bytes that were
-checked: they are read once.
+`torch.load(weights_only=True)` reads the pickle; its unpickler only calls functions that rebuild
+tensors. On the meta device it allocates no storage, whatever size the pickle states, and records
+the offset of each storage in the archive. Each tensor is then checked against its record, and
+becomes a view of the bytes in memory or in a mapped file.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import io
+import pickle
+import struct
+import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from typing import IO, Any, cast
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import UntrustedReader, shown
-from megatron.core.dist_checkpointing.format.archive_directory import (
-    MAX_BLOB_DIRECTORY_BYTES,
-    MAX_DIRECTORY_BYTES,
-    ArchiveBytes,
-    ArchiveRecord,
-    ReadAt,
-)
+from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, reason, shown
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
-from megatron.core.dist_checkpointing.format.safe_pickle import (
-    MAX_DIMS,
-    Admitted,
-    Call,
-    expect_tree,
-    read_pickle,
-    size_of,
-)
 
 MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data in a checkpoint
 
-_MAX_PICKLE_BYTES = 1 << 26  # of plain data and of what describes tensors
-_MAX_REBUILD_ARGUMENTS = 16
+_LOCAL_HEADER_BYTES = 30  # its last two fields are the lengths of a name and of extra data
+_NAME_LENGTHS = struct.Struct("<HH")
 
-# All tensors together may have so many bytes, or so many times those of the archive, whichever is
-# more: tensors can share a storage, and elements of one tensor can be the same memory.
-_MAX_TENSOR_BYTES = 1 << 26
-_MAX_SHARING = 16
+# Callers traverse and print the values.
+_MAX_DEPTH = 100
+_MAX_VALUES = 1 << 24
 
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where the elements of a tensor lie in an archive.
-
-    Attributes:
-        begin, nbytes: of its storage, in bytes from the beginning of the archive.
-        shape, strides, offset: of the view of it that the tensor is, in elements.
-    """
-
-    dtype: torch.dtype
-    begin: int
-    nbytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of an archive's bytes.
-
-        Args:
-            memory: all of the archive, [nbytes] uint8.
-        """
-        storage = memory[self.begin : self.begin + self.nbytes]
-        if storage.data_ptr() % self.dtype.itemsize:
-            storage = storage.clone()  # torch aligns records; other programs need not
-        elements = storage.view(self.dtype)
-        # `as_strided` counts from the beginning of all memory, not from that of the view.
-        first = elements.storage_offset() + self.offset
-        return elements.as_strided(self.shape, self.strides, first)
+_ON_META: dict[str, Any] = {"map_location": "meta", "weights_only": True, "mmap": False}
+_LEAVES = {str, bool, int, float, type(None), torch.dtype, torch.Size}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-class _Storage(NamedTuple):
-    """A storage that a pickle names, once it has been checked against its record."""
+def read_archive(memory: torch.Tensor, source: str, *, checks_crc: bool = True) -> object:
+    """The plain data and the tensors in an archive. See [Note: archives].
 
-    dtype: torch.dtype | None  # None: untyped, of bytes
-    begin: int
-    nbytes: int
-
-
-class Archive(UntrustedReader):
-    """An archive whose directory and pickle have been read and checked, but no data yet.
-
-    Attributes:
-        value: what was saved, with a `TensorPlace` for every tensor.
-    """
-
-    def __init__(
-        self,
-        read_at: ReadAt,
-        nbytes: int,
-        source: str,
-        *,
-        checks_crc: bool,
-        max_directory_nbytes: int = MAX_DIRECTORY_BYTES,
-    ) -> None:
-        """
-        Args:
-            read_at: reads it; places count from its first byte.
-            nbytes: length of the archive.
-            source: what it is, for messages: a path, or a key and a path.
-            checks_crc: whether records must have the CRC-32 that the directory says.
-            max_directory_nbytes: bound on the directory, which takes eleven times that in memory.
-
-        Raises:
-            CheckpointDamagedError: if it is no whole archive of torch.save.
-            CheckpointError: if its pickle names anything but tensors and plain data.
-            OSError: if it cannot be read.
-        """
-        super().__init__(source)
-        self._bytes = ArchiveBytes(read_at, nbytes, source)
-        self._nbytes = nbytes
-        self._checks_crc = checks_crc
-        self._tensor_nbytes = 0  # of all tensors that the pickle has described
-        self._records = self._bytes.directory(max_directory_nbytes)
-
-        # All records stand in one folder, which torch names after the file, or "archive".
-        pickles = [
-            name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")
-        ]
-        if len(pickles) != 1:
-            self._fail("what torch.save writes", f"an archive with {len(pickles)} records data.pkl")
-        self._root = pickles[0].removesuffix("data.pkl")
-        self._check_byteorder()
-
-        pickled = self._read(pickles[0], _MAX_PICKLE_BYTES)
-        what = "tensors and plain data"
-        self.value = read_pickle(pickled, source, self._admitted(), what, self._storage)
-        expect_tree(self.value, len(pickled), _LEAVES, source)
-
-    def check_memory(self, memory: torch.Tensor) -> None:
-        """Compares every record of an archive that has been read, [nbytes] uint8, with its CRC-32.
-        Raises CheckpointDamagedError.
-        """
-        content = memory.numpy().data
-        for name, record in self._records.items():
-            found = zlib.crc32(content[record.begin : record.begin + record.nbytes])
-            self._check_crc(name, record, found)
-
-    def _check_crc(self, name: str, record: ArchiveRecord, found: int) -> None:
-        # 0 stands for none: a program that writes data piece by piece, as ours does, does not know
-        # it yet when it writes the header.
-        if record.crc not in (0, found):
-            self._fail(f"CRC-32 {record.crc:08x} of the record {shown(name)}", f"{found:08x}")
-
-    def _check_byteorder(self) -> None:
-        name = f"{self._root}byteorder"
-        if name in self._records and self._read(name, 16) != b"little":
-            self._fail("numbers whose low bytes come first", "another order of bytes")
-
-    def _read(self, name: str, max_bytes: int) -> bytes:
-        """A small record, whole."""
-        record = self._records[name]
-        if record.nbytes > max_bytes:
-            self._fail(f"a record {shown(name)} of at most {max_bytes} bytes", f"{record.nbytes}")
-        content = self._bytes.read_at(record.begin, record.nbytes)
-        if self._checks_crc:
-            self._check_crc(name, record, zlib.crc32(content))
-        return content
-
-    # What a pickle may name and call. It gives arguments of any type.
-
-    def _admitted(self) -> Admitted:
-        return {
-            **_NAMED,
-            ("torch._utils", "_rebuild_tensor_v2"): Call(self._tensor),
-            ("torch._utils", "_rebuild_tensor_v3"): Call(self._tensor),
-            ("torch._utils", "_rebuild_parameter"): Call(_first_tensor),
-            ("torch._utils", "_rebuild_parameter_with_state"): Call(_first_tensor),
-            ("torch._tensor", "_rebuild_from_type_v2"): Call(_plain_tensor),
-        }
-
-    def _storage(self, persistent_id: object) -> _Storage:
-        """A persistent id is ('storage', class, name of the record, device, number of elements)."""
-        if type(persistent_id) is not tuple or len(persistent_id) != 5:
-            self._fail("a storage of 5 parts", shown(persistent_id))
-        what, kind, name, _, numel = persistent_id
-        if what != "storage" or (type(kind), type(name), type(numel)) != (_StorageKind, str, int):
-            self._fail("a storage with its kind, its record and its length", "something else")
-
-        record = self._records.get(f"{self._root}data/{name}")
-        nbytes = numel * (1 if kind.dtype is None else kind.dtype.itemsize)
-        if record is None or record.nbytes != nbytes:
-            got = "none of that name" if record is None else f"{record.nbytes}"
-            self._fail(f"a record {shown(name)} of {shown(nbytes)} bytes", got)
-        return _Storage(kind.dtype, record.begin, record.nbytes)
-
-    def _tensor(
-        self, storage: object, offset: object, shape: object, strides: object, *more: object
-    ) -> TensorPlace:
-        """A tensor, checked against its storage.
-
-        Args:
-            more: whether it wants a gradient, its hooks, its dtype if that is not the storage's,
-                and perhaps metadata.
-        """
-        if not isinstance(storage, _Storage):
-            self._fail("a tensor over a storage", shown(storage))
-        dtype, metadata = storage.dtype, more[2:]
-        if metadata and isinstance(metadata[0], torch.dtype):
-            dtype, metadata = metadata[0], metadata[1:]
-        if dtype is None:
-            self._fail("a tensor over a storage of numbers", shown(storage))
-        sizes, steps, (start,) = self._counts(shape), self._counts(strides), self._counts((offset,))
-        if len(sizes) != len(steps) or len(sizes) > MAX_DIMS:
-            got = f"{len(sizes)} and {len(steps)}"
-            self._fail(f"as many strides as sizes, {MAX_DIMS} at most", got)
-        if any(metadata):
-            self._fail("a tensor without conjugation or the like", "one with it")
-
-        numel = math.prod(sizes)
-        last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-        end = start + last + 1 if numel else start
-        if end * dtype.itemsize > storage.nbytes or storage.nbytes % dtype.itemsize:
-            wanted = f"a tensor within the {storage.nbytes} bytes of its storage"
-            self._fail(wanted, f"{shown(end)} elements")
-
-        # Elements of one tensor may be the same memory, as `expand` makes them, and tensors may
-        # share a storage. But copying all of the tensors takes memory for each.
-        self._tensor_nbytes += numel * dtype.itemsize
-        most = max(self._nbytes * _MAX_SHARING, _MAX_TENSOR_BYTES)
-        if self._tensor_nbytes > most:
-            self._fail(f"tensors of at most {most} bytes", shown(self._tensor_nbytes))
-        return TensorPlace(dtype, storage.begin, storage.nbytes, sizes, steps, start)
-
-    def _counts(self, values: object) -> tuple[int, ...]:
-        if not isinstance(values, tuple) or not all(
-            type(value) is int and value >= 0 for value in values
-        ):
-            self._fail("sizes and strides as integers of at least 0", shown(values))
-        return tuple(values)
-
-
-def open_memory(memory: torch.Tensor, source: str, *, checks_crc: bool) -> Archive:
-    """Opens the archive of a chunk or of plain data that has been read, and checks all of it. See
-    [Note: archives].
+    Parameters and ordered dicts become tensors and dicts.
 
     Args:
-        memory: all of the archive, [nbytes] uint8, in host memory.
-        source, checks_crc: as in `Archive`.
+        memory: the whole archive, [nbytes] uint8, in host memory or mapped from a file. Tensors are
+            views of it.
+        source: its name in messages: a path, or a key and a path.
+        checks_crc: whether to compare storages with the CRC-32 in the archive. All other records
+            are always compared. A CRC-32 of 0 means that there is none.
 
     Raises:
-        CheckpointDamagedError, CheckpointError: as `Archive`.
+        CheckpointDamagedError: if it is not a whole archive of `torch.save`.
+        CheckpointError: if it contains anything but dense tensors and plain data.
     """
-    content = memory.numpy().data
-
-    def read_at(begin: int, nbytes: int) -> bytes:
-        return bytes(content[begin : begin + nbytes])
-
-    archive = Archive(
-        read_at,
-        content.nbytes,
-        source,
-        checks_crc=checks_crc,
-        max_directory_nbytes=MAX_BLOB_DIRECTORY_BYTES,
-    )
-    if checks_crc:
-        archive.check_memory(memory)
-    return archive
+    return _ArchiveReader(memory, source, copies=False).read(checks_crc)
 
 
 def read_plain(memory: torch.Tensor, source: str, *, checks_crc: bool = True) -> object:
-    """The plain data in an archive; tensors in it get memory of their own.
-
-    Args, errors: as `open_memory`.
-    """
-    copies: dict[int, torch.Tensor] = {}
-
-    def copy_of(place: TensorPlace) -> torch.Tensor:
-        # A tensor that the value refers to twice stays one tensor.
-        if id(place) not in copies:
-            copies[id(place)] = place.tensor(memory).clone(memory_format=torch.contiguous_format)
-        return copies[id(place)]
-
-    return with_tensors(open_memory(memory, source, checks_crc=checks_crc).value, copy_of)
+    """As `read_archive`, but each tensor is a contiguous copy."""
+    return _ArchiveReader(memory, source, copies=True).read(checks_crc)
 
 
-def with_tensors(value: object, tensor_of: Callable[[TensorPlace], torch.Tensor]) -> object:
-    """An archive's value with a tensor for every `TensorPlace`."""
-    if isinstance(value, TensorPlace):
-        return tensor_of(value)
-    # By exact type: a `torch.Size` is a tuple, too, and stays as it is.
-    if type(value) is dict:
-        return {key: with_tensors(item, tensor_of) for key, item in value.items()}
-    if type(value) is list:
-        return [with_tensors(item, tensor_of) for item in value]
-    if type(value) is tuple:
-        return tuple(with_tensors(item, tensor_of) for item in value)
-    return value
+class _MemoryFile(io.RawIOBase):
+    """A file over memory, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # of bytes alone
+        part = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = (0, self._position, len(self._content))[whence]
+        if base + offset < 0:
+            raise OSError(f"Expected a position in the file, got {base + offset}.")
+        self._position = base + offset
+        return self._position
 
 
-class _StorageKind:
-    """A class of storages that a pickle names."""
+class _ArchiveReader(UntrustedReader):
+    """Reads one archive, once."""
 
-    __slots__ = ("dtype",)
+    def __init__(self, memory: torch.Tensor, source: str, *, copies: bool) -> None:
+        super().__init__(source)
+        self._memory = memory
+        self._copies = copies
+        self._content = memory.numpy().data
+        self._records: dict[int, int] = {}  # number of bytes by offset
+        self._tensors: dict[int, torch.Tensor] = {}  # by the ids of those on the meta device
+        self._num_values = 0
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def read(self, checks_crc: bool) -> object:
+        try:
+            self._read_directory(checks_crc)
+            value = torch.load(self._file(), **_ON_META)
+            return self._placed(value, 0)
+        except CheckpointError:
+            raise
+        except pickle.UnpicklingError:
+            # torch's message recommends `weights_only=False`, which would run the file.
+            self._refuse_names()
+            self._fail("tensors and plain data pickled by protocol 2", "another pickle")
+        except MemoryError:
+            self._fail("what torch.save writes", "numbers that do not fit in memory")
+        except Exception as error:  # a damaged archive raises anything
+            got = reason(error).partition("\n")[0]
+            self._fail("what torch.save writes", f"something else ({got})")
 
+    def _file(self) -> IO[bytes]:
+        return cast(IO[bytes], _MemoryFile(self._content))
 
-class _TensorClass:
-    """`torch.Tensor`, or a subclass of it that adds nothing to what is saved."""
+    def _read_directory(self, checks_crc: bool) -> None:
+        """Checks all records before torch reads any of them, and keeps their offsets."""
+        with zipfile.ZipFile(self._file()) as archive:
+            entries = archive.infolist()
+        for entry in entries:
+            name = entry.filename
+            lengths = entry.header_offset + _LOCAL_HEADER_BYTES - _NAME_LENGTHS.size
+            begin = lengths + _NAME_LENGTHS.size
+            begin += sum(_NAME_LENGTHS.unpack_from(self._content, lengths))
+            data = self._content[begin : begin + entry.file_size]
+            if entry.compress_type != zipfile.ZIP_STORED or len(data) != entry.file_size:
+                wanted = f"the record {shown(name)} of {entry.file_size} bytes, not compressed"
+                self._fail(wanted, f"{len(data)} bytes, compressed by {entry.compress_type}")
 
+            # Programs that write data piece by piece, like this one, leave its CRC-32 at 0.
+            if entry.CRC and (checks_crc or "/data/" not in name):
+                found = zlib.crc32(data)
+                if found != entry.CRC:
+                    self._fail(f"CRC-32 {entry.CRC:08x} of {shown(name)}", f"{found:08x}")
+            # torch would swap bytes in the memory of a meta tensor, which has none.
+            if name.endswith("/byteorder") and bytes(data) != b"little":
+                self._fail("numbers in little-endian byte order", "another order")
+            self._records[begin] = entry.file_size
 
-def _ordered(items: object = ()) -> dict[Any, Any]:
-    """An OrderedDict; torch.save fills it in afterwards."""
-    if items not in ((), []):
-        raise ValueError("Expected an empty OrderedDict.")
-    return {}
+    def _refuse_names(self) -> None:
+        """CheckpointError for a pickle with names that `torch.load` does not accept."""
+        names: list[str] = []
+        with contextlib.suppress(Exception):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(self._file())
+        if names:
+            raise CheckpointError(
+                f"Expected nothing but tensors and plain data in {self._source}, got {min(names)}."
+            )
 
+    def _placed(self, value: object, depth: int) -> object:
+        """A copy of a value with tensors in memory. Its size and depth are bounded."""
+        kind = type(value)
+        if kind in _LEAVES:
+            return value
+        self._num_values += len(value) if isinstance(value, dict | list | tuple) else 1
+        if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
+            self._fail(f"{_MAX_VALUES} values in {_MAX_DEPTH} levels at most", "more")
 
-def _first_tensor(data: object, *_: object) -> object:
-    """A parameter, as a plain tensor: `requires_grad` and hooks are not kept."""
-    if not isinstance(data, TensorPlace):
-        raise ValueError(f"Expected a tensor as a parameter's data, got {shown(data)}.")
-    return data
+        if isinstance(value, list | tuple) and kind in (list, tuple):
+            return kind(self._placed(item, depth + 1) for item in value)
+        if isinstance(value, dict) and kind in (dict, OrderedDict):
+            return {
+                self._placed(key, depth + 1): self._placed(item, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, torch.Tensor) and kind in _TENSORS:
+            if id(value) not in self._tensors:
+                # By the class: a pickle may give a tensor attributes, which are dropped here.
+                view = self._view(torch.Tensor.detach(value))
+                contiguous = torch.contiguous_format
+                own = view.clone(memory_format=contiguous) if self._copies else view
+                self._tensors[id(value)] = own
+            return self._tensors[id(value)]
+        raise CheckpointError(
+            f"Expected tensors and plain data in {self._source}, got a {kind.__name__}."
+        )
 
+    def _view(self, meta: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory for a tensor on the meta device."""
+        is_plain = meta.layout is torch.strided and not meta.is_conj() and not meta.is_neg()
+        if not is_plain or meta.dtype not in DTYPES.values() or meta.is_quantized:
+            raise CheckpointError(f"Expected dense tensors in {self._source}, got another kind.")
+        if not meta.numel():
+            return torch.empty(meta.shape, dtype=meta.dtype)
 
-def _plain_tensor(rebuild: object, kind: object, args: object, *_: object) -> object:
-    """A tensor with attributes of its own, which are not kept."""
-    is_tensor = isinstance(kind, _TensorClass)
-    if not is_tensor or not isinstance(rebuild, Call) or type(args) is not tuple:
-        got = shown(args)
-        raise ValueError(f"Expected a function, a class of tensors and arguments, got {got}.")
-    if len(args) > _MAX_REBUILD_ARGUMENTS:
-        raise ValueError(f"Expected at most {_MAX_REBUILD_ARGUMENTS} arguments, got {len(args)}.")
-    return rebuild.result(args)
+        strides, offset, itemsize = meta.stride(), meta.storage_offset(), meta.itemsize
+        last = offset + sum(
+            (size - 1) * stride for size, stride in zip(meta.shape, strides, strict=True)
+        )
+        nbytes = (last + 1) * itemsize
+        begin = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
+        if begin not in self._records or nbytes > self._records[begin]:
+            self._fail(f"the {nbytes} bytes of a tensor in its record", "another record")
 
-
-# A pickle names the dtype of a storage by the class that older versions of torch had for it.
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-}
-_NAMED: dict[tuple[str, str], object] = {
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    **{("torch", name): _StorageKind(dtype) for name, dtype in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): _StorageKind(None),
-    ("torch", "Size"): Call(size_of),
-    ("collections", "OrderedDict"): Call(_ordered),
-    ("torch", "Tensor"): _TensorClass(),
-    ("torch._tensor", "Tensor"): _TensorClass(),
-    ("torch.nn.parameter", "Parameter"): _TensorClass(),
-}
-_LEAVES = (str, bool, int, float, type(None), torch.dtype, torch.Size, TensorPlace)
+        elements = self._memory[begin : begin + nbytes]
+        if elements.data_ptr() % itemsize or elements.storage_offset() % itemsize:
+            elements = elements.clone()  # torch aligns records; other programs need not
+        elements = elements.view(meta.dtype)
+        # `as_strided` counts from the start of the storage, not of the view.
+        return elements.as_strided(meta.shape, strides, elements.storage_offset() + offset)

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.json_reading import parse_json
 
 FORMAT_VERSION = 2
-UPGRADE = "python -m megatron_hybrid checkpoint upgrade OLD NEW"
 
 _MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -34,13 +33,13 @@ def parse_object(content: bytes, source: str) -> dict[str, Any]:
 
 def check_version(members: dict[str, Any], source: str) -> None:
     """Takes out `format_version`. CheckpointError if it is another than this program's."""
-    # No damage: another version of this program, or its tool, can read the checkpoint.
+    # Not damage: another version of this program can read the checkpoint.
     version = members.pop("format_version", None)
     expect(is_count(version), "a format version", version, source)
     if version != FORMAT_VERSION:
-        mend = f" `{UPGRADE}` makes one of this version of it." if version == 1 else ""
         raise CheckpointError(
-            f"Expected format version {FORMAT_VERSION} in {source}, got {version}.{mend}"
+            f"Expected format version {FORMAT_VERSION} in {source}, got {version}. The version of "
+            "this program that wrote the checkpoint reads it."
         )
 
 

@@ -1,16 +1,21 @@
-"""The `.metadata` of a DCP checkpoint, ours or one that DCP wrote, read without running anything.
+"""Reads the `.metadata` of a DCP checkpoint without running it.
 
-[Note: reading] `safe_pickle` reads the pickle into records, which take the place of DCP's objects.
-What a load needs is taken from their fields once these have been found to be of the right type.
-Everything else is left alone: paths in the dict that was saved, memory formats, versions.
+[Note: reading] A pickle can name any function of any module, call it, and set attributes of
+whatever it has named. Python's unpickler resolves each name with `find_class`, which is limited
+here to a fixed list: dtypes, `torch.Size`, and stand-ins for the rest. The stand-in for a DCP class
+keeps the state of an object; the stand-in for a function ignores its arguments. A pickle cannot
+change the stand-ins, so it has no effect on the next one. A load uses the state only after its
+types have been checked.
 
-A small pickle can refer to one long list from a hundred thousand records. So what records share is
-checked once. Keys and sizes have a bounded length, because the readers of a checkpoint walk them
-for every chunk.
+A small pickle can refer to one long list from a hundred thousand records, so shared values are
+checked once. Keys and sizes have a bounded length, because the readers of a checkpoint iterate over
+them for every chunk.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple, cast
 
@@ -18,53 +23,67 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, shown
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    UntrustedReader,
+    reason,
+    shown,
+)
 from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS
 from megatron.core.dist_checkpointing.format.manifest import DTYPES, writer_of
-from megatron.core.dist_checkpointing.format.safe_pickle import (
-    Call,
-    Record,
-    RecordClass,
-    read_pickle,
-    size_of,
-)
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 
+_MAX_DIMS = 64  # of a tensor: torch's own bound
+
 
 class Blob(NamedTuple):
-    """Where DCP has put what `torch.save` made of a chunk, or of plain data."""
+    """The location of one output of `torch.save`: a chunk of a tensor, or plain data."""
 
-    file: str  # in the checkpoint's folder
+    file: str  # relative to the checkpoint's directory
     offset: int  # in bytes
     nbytes: int
-    transforms: list[str]  # by extensions of DCP, after `torch.save`
+    transforms: list[str]  # applied by DCP's extensions after `torch.save`
 
 
 class DcpIndex(NamedTuple):
-    """What a `.metadata` says, each dict in its order."""
+    """The contents of a `.metadata`, each dict in its order."""
 
-    tensors: dict[str, SavedTensor]  # a chunk's offset is that of its blob
+    tensors: dict[str, SavedTensor]  # a chunk's offset is the offset of its blob
     blobs: dict[tuple[str, tuple[int, ...]], Blob]  # of chunks, by key and the box's offsets
     plain: dict[str, Blob]
 
 
 def parse_metadata(content: bytes, source: str) -> DcpIndex:
-    """Reads a `.metadata`, ours or one that DCP wrote. See [Note: reading].
+    """Reads a `.metadata` that this project or DCP wrote. See [Note: reading].
 
     Args:
         source: the file's name, for messages.
 
     Raises:
         CheckpointDamagedError: if it is not a whole `Metadata` with fields of the right types, and
-            a place in a file for each chunk and all plain data.
-        CheckpointError: if it names anything but DCP's own classes, or files outside of its folder.
+            a location in a file for each chunk and all plain data.
+        CheckpointError: if it names anything but DCP's classes, or files outside its directory.
     """
-    found = read_pickle(content, source, _ADMITTED, "the classes of DCP's metadata")
+    stream = io.BytesIO(content)
+    try:
+        found = _Unpickler(stream, source).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        is_too_large = isinstance(error, MemoryError)
+        got = "one that does not fit in memory" if is_too_large else reason(error)
+        raise CheckpointDamagedError(f"Expected a pickle in {source}, got {got}.") from None
+    # Another reader might find something else in the bytes after the pickle.
+    if rest := len(stream.read()):
+        raise CheckpointDamagedError(
+            f"Expected {source} to end with its pickle, got {rest} further bytes."
+        )
     return _RecordReader(source).index(found)
 
 
-# The fields that stand in a pickle of each class, and those that may. None of the last is read.
+# The fields of each class in a pickle: required, optional.
 _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
     kind: (frozenset(needed.split()), frozenset(optional.split()))
     for kind, needed, optional in [
@@ -78,26 +97,72 @@ _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
         (dcp.StorageMeta, "", ""),
     ]
 }
-_unread = Call(lambda *_: None)
-# All that a pickle of metadata may name.
+
+
+class _StandIn(type):
+    """The metaclass of the stand-ins: their attributes are fixed."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"Expected no attributes of {cls.__name__}, got {name}.")
+
+
+class _Record(metaclass=_StandIn):
+    """Replaces an object of a DCP class, and keeps the state that a pickle sets."""
+
+    __slots__ = ("state",)
+
+    def __new__(cls) -> _Record:
+        record = super().__new__(cls)
+        record.state = None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state: Any = state
+
+
+class _Unread(metaclass=_StandIn):
+    """Replaces a function whose result is not needed."""
+
+    def __new__(cls, *_: object) -> None:  # type: ignore[misc]  # there are no objects of it
+        return None
+
+
+_RECORDS = {kind: _StandIn(kind.__name__, (_Record,), {"__slots__": ()}) for kind in _FIELDS}
+# Every name that a pickle of metadata may contain.
 _ADMITTED: dict[tuple[str, str], object] = {
-    **{(kind.__module__, kind.__qualname__): RecordClass(kind) for kind in _FIELDS},
+    **{(kind.__module__, kind.__qualname__): _RECORDS[kind] for kind in _FIELDS},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    ("torch", "Size"): Call(size_of),
-    (dcp.__name__, dcp._MEM_FORMAT_ENCODING.__qualname__): _unread,
-    ("torch.serialization", "_get_layout"): _unread,
-    # The folder that DCP was told to save in. Its class has moved between versions of Python.
-    ("pathlib", "PosixPath"): _unread,
-    ("pathlib._local", "PosixPath"): _unread,
+    ("torch", "Size"): torch.Size,
+    (dcp.__name__, dcp._MEM_FORMAT_ENCODING.__qualname__): _Unread,
+    ("torch.serialization", "_get_layout"): _Unread,
+    # The directory that DCP saved to. Its class has moved between versions of Python.
+    ("pathlib", "PosixPath"): _Unread,
+    ("pathlib._local", "PosixPath"): _Unread,
 }
 
 
+class _Unpickler(pickle.Unpickler):
+    """Python's unpickler, restricted to the names of `_ADMITTED`."""
+
+    def __init__(self, stream: io.BytesIO, source: str) -> None:
+        super().__init__(stream)
+        self._source = source
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in _ADMITTED:
+            raise CheckpointError(
+                f"Expected nothing but the classes of DCP's metadata in {self._source}, got "
+                f"{module}.{name}."
+            )
+        return _ADMITTED[module, name]
+
+
 class _RecordReader(UntrustedReader):
-    """Takes from records what a load needs, if all of that has the right type."""
+    """Converts records to an index, after checking the type of every field that a load reads."""
 
     def __init__(self, source: str) -> None:
         super().__init__(source)
-        # What has been checked. The pickle's value keeps all of it alive, so no id is used twice.
+        # Checked values. The pickle's value keeps all of them alive, so no id is used twice.
         self._files: set[str] = set()
         self._ids: set[int] = set()  # of sizes and lists
 
@@ -106,7 +171,7 @@ class _RecordReader(UntrustedReader):
         entries = self._expect(fields["state_dict_metadata"], dict, "state_dict_metadata")
         records = self._expect(fields["storage_data"], dict, "storage_data")
         places = {self._place(index): self._blob(blob) for index, blob in records.items()}
-        # Two records are different keys of a dict, even if they stand for the same chunk.
+        # Two records are different keys of a dict, even for the same chunk.
         if len(places) != len(records):
             got = f"{len(records)} places for {len(places)} chunks"
             self._fail("one place for each chunk", got)
@@ -115,7 +180,7 @@ class _RecordReader(UntrustedReader):
         num_chunks = 0
         for key, entry in entries.items():
             self._check_key(key)
-            if type(entry) is Record and entry.kind is dcp.BytesStorageMetadata:
+            if type(entry) is _RECORDS[dcp.BytesStorageMetadata]:
                 self._fields(entry, dcp.BytesStorageMetadata)
                 found.plain[key] = self._blob_at(places, key, None)
                 continue
@@ -175,19 +240,19 @@ class _RecordReader(UntrustedReader):
 
     def _check_file(self, file: Any) -> None:
         self._expect(file, str, "the name of a data file")
-        # A path out of the folder of either kind of system, whichever this one is.
+        # A path out of the directory, in the syntax of any system.
         paths = (PurePosixPath(file), PureWindowsPath(file))
         if not file or "\0" in file or any(path.anchor or ".." in path.parts for path in paths):
             raise CheckpointError(
-                f"Expected data files in the folder of {self._source}, got {shown(file)}."
+                f"Expected data files in the directory of {self._source}, got {shown(file)}."
             )
         self._files.add(file)
 
     def _size(self, found: Any, key: str) -> tuple[int, ...]:
         # Most sizes are shared by many chunks.
         if id(found) not in self._ids:
-            if type(found) is not torch.Size or min(found, default=0) < 0:
-                wanted = f"sizes and offsets of {key} as torch.Size of at least 0"
+            if type(found) is not torch.Size or min(found, default=0) < 0 or len(found) > _MAX_DIMS:
+                wanted = f"at most {_MAX_DIMS} sizes or offsets of {key}, of at least 0"
                 self._fail(wanted, shown(found))
             self._ids.add(id(found))
         return tuple(found)
@@ -197,9 +262,9 @@ class _RecordReader(UntrustedReader):
             self._fail(f"keys of at most {MAX_KEY_CHARS} characters", f"one of {len(found)}")
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
-        """The fields of a record of `kind`, if they are those of its class."""
-        if type(record) is not Record or record.kind is not kind:
-            self._fail(f"a {kind.__name__}", f"a {_kind_name(record)}")
+        """The fields of a record of `kind`, if its class has them."""
+        if type(record) is not _RECORDS[kind]:
+            self._fail(f"a {kind.__name__}", f"a {type(record).__name__}")
 
         state = record.state
         if kind is dcp.TensorProperties:
@@ -208,7 +273,7 @@ class _RecordReader(UntrustedReader):
             {} if state is None else state, dict, f"the fields of a {kind.__name__}"
         )
         needed, optional = _FIELDS[kind]
-        # Names may be anything; those that are equal to the needed ones are strings.
+        # Names may be anything; names that equal the required ones are strings.
         if fields.keys() != needed:
             for name in fields:
                 self._expect(name, str, f"the name of a field of a {kind.__name__}")
@@ -218,9 +283,5 @@ class _RecordReader(UntrustedReader):
 
     def _expect(self, found: Any, kind: type, what: str) -> Any:
         if type(found) is not kind:
-            self._fail(f"{what} as {kind.__name__}", f"a {_kind_name(found)}")
+            self._fail(f"{what} as {kind.__name__}", f"a {type(found).__name__}")
         return found
-
-
-def _kind_name(found: object) -> str:
-    return found.kind.__name__ if isinstance(found, Record) else type(found).__name__

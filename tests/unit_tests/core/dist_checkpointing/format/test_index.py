@@ -384,17 +384,6 @@ def test_anything_in_any_place_is_an_index_that_can_be_written_or_damage(data: s
         assert SOURCE in said
 
 
-def test_a_checkpoint_of_version_1_is_refused_with_what_to_do():
-    members = {"format_version": 1, "save_id": SAVE_ID}
-    with pytest.raises(CheckpointError) as caught:
-        parse(members)
-    assert not isinstance(caught.value, CheckpointDamagedError), "an older one is as old"
-    message = str(caught.value)
-    assert message.startswith(f"Expected format version 2 in {SOURCE}, got 1.")
-    assert "`python -m megatron_hybrid checkpoint upgrade" in message
-    assert message.isprintable()
-
-
 @pytest.mark.parametrize(
     "file", ["../victim", "a/../../victim", "/etc/passwd", "..", "a\0", "a\\..\\b", "/", "hf/.."]
 )

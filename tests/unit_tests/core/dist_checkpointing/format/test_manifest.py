@@ -257,15 +257,10 @@ def read_index(content: bytes, source: str) -> Index:
     ],
 )
 def test_another_version_of_the_format_is_no_damage(read: Any, content: Any):
-    with pytest.raises(CheckpointError, match="Expected format version 2 in here, got 3") as caught:
-        read(content(format_version=3), "here")
-    assert not isinstance(caught.value, CheckpointDamagedError)
-    assert "upgrade" not in str(caught.value), "of a version to come"
-
-    with pytest.raises(CheckpointError, match="Expected format version 2 in here, got 1") as caught:
-        read(content(format_version=1), "here")
-    assert not isinstance(caught.value, CheckpointDamagedError)
-    assert "`python -m megatron_hybrid checkpoint upgrade" in str(caught.value)
+    for other in (1, 3):
+        with pytest.raises(CheckpointError, match=f"version 2 in here, got {other}") as caught:
+            read(content(format_version=other), "here")
+        assert not isinstance(caught.value, CheckpointDamagedError)
 
     for wrong in (None, True, -1, "2", 2.0):
         with pytest.raises(CheckpointDamagedError, match="Expected a format version in here"):

