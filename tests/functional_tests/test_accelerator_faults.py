@@ -89,7 +89,6 @@ def test_a_rank_that_dies_or_hangs_on_an_accelerator_is_blamed(tmp_path: Path, a
     # Each rank is a machine of one rank, so that both use its first device.
     ranks = {**environment(), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    ranks["MEGATRON_JOB_SECRET"] = "0123456789abcdef" * 4
     processes = [
         subprocess.Popen(
             [sys.executable, *PROGRAMS[accelerator], *flags],
