@@ -103,7 +103,7 @@ def test_a_mistake_is_one_line_and_exit_code_two():
     assert done.stdout == ""
     assert done.stderr == (
         "pretrain_gpt.py: --global-batch-size: expected a multiple of 2, micro-batch-size 2 x 1 "
-        "ranks, got 7.\n"
+        "rank, got 7.\n"
     )
 
 

@@ -85,7 +85,7 @@ BROKEN = {
     "no role": ('{"messages": [{"content": "a"}]}', "turn 1: expected an object with a role"),
     "no text": (
         '{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}',
-        "renders, got UndefinedError",
+        "got UndefinedError",
     ),
     "what the template refuses": (
         '{"messages": [{"role": "tool", "content": "a"}]}',

@@ -328,10 +328,6 @@ def test_a_bad_line_is_named_while_the_tokenizer_is_trained(
             "--workers: expected an integer >= 1, got -3",
         ),
         (
-            ["--input", "{folder}/a.txt", "--make-vocab-size-divisible-by", "8", *BYTES],
-            "unrecognized arguments",
-        ),
-        (
             ["--input", "{folder}/a.txt", "--vocab-size", "256", *BYTES],
             "--vocab-size: expected at least the 257 ids",
         ),
@@ -348,6 +344,15 @@ def test_input_that_cannot_be_used_is_refused(
     _preprocess(*filled, "--output-prefix", tmp_path / "out", code=1)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_flags_of_the_model_are_not_known_to_preprocessing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--input", "a.txt", "--make-vocab-size-divisible-by", "8", *BYTES]
+    with pytest.raises(SystemExit, match="2"):
+        _preprocess(*flags, "--output-prefix", tmp_path / "out")
+    assert "--make-vocab-size-divisible-by" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written_are_one_line(
