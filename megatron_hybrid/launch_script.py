@@ -143,6 +143,8 @@ class _Script:
                     yield from self._pieces_of(inner, assigned)
                 if not assigned:
                     command.words.append(word)
+            elif word.kind == "newline" and name is not None:
+                pass  # bash splits an unquoted variable at its newlines
             elif array is None and word.kind != "redirection":
                 yield command
                 command = _Piece([], name)

@@ -61,7 +61,7 @@ class Report:
     def unwanted(self) -> list[Path]:
         """Pictures drawn by this command whose results no longer exist."""
         others = set(self.folder.glob("*.svg")) - self.pictures().keys()
-        return sorted(path for path in others if path.read_text().startswith(_GENERATED))
+        return sorted(path for path in others if path.read_text("utf-8").startswith(_GENERATED))
 
     def block(self, name: str, page: Path) -> str:
         """The content of a block. MarkerError for an unknown name."""

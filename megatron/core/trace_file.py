@@ -204,7 +204,9 @@ def _slice(event: Mapping[str, Any]) -> Slice:
     begin, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
     args, row = event["args"], int(event["tid"])
     is_time = abs(begin) <= _MOST_SECONDS and 0 <= seconds <= _MOST_SECONDS
-    if event["cat"] not in KINDS or not 0 <= row < len(ROWS) or not is_time:
+    is_known = event["cat"] in KINDS and 0 <= row < len(ROWS)
+    is_work = event["cat"] == WORK
+    if not is_known or not is_time or is_work == (ROWS[row] == COMPUTE):
         raise ValueError(f"no slice of a timeline: {str(event)[:200]}")
     return Slice(
         ROWS[row],

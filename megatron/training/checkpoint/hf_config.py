@@ -297,6 +297,11 @@ def config_problems(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
     if kind is not None and kind != own.get("model_type"):
         return [_difference("model_type", kind, own.get("model_type"))]
 
+    # Some classes allocate by the number of layers, which the file may claim to be any.
+    layers = "num_hidden_layers"
+    if layers in saved and saved[layers] != own.get(layers):
+        return [_difference(layers, saved[layers], own.get(layers))]
+
     try:
         # The library converts files of its earlier versions and adds default values.
         there = type(config).from_dict(copy.deepcopy(dict(saved))).to_dict()

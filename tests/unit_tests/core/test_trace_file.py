@@ -115,6 +115,7 @@ def test_merged_ranks_count_from_one_moment():
         (b'{"traceEvents": []}', "no timeline"),
         (trace_of().to_json().replace(b'"format": 1', b'"format": 2'), "format 2"),
         (trace_of().to_json().replace(b'"cat": "wait"', b'"cat": "hope"'), "no slice"),
+        (trace_of().to_json().replace(b'"cat": "wait"', b'"cat": "work"'), "no slice"),
         (trace_of().to_json().replace(b'"tid": 4', b'"tid": 99'), "no slice"),
         (trace_of().to_json().replace(b'"dur": 3000000.0', b'"dur": -1.0'), "no slice"),
         (trace_of().to_json().replace(b'"dur": 3000000.0', b'"dur": NaN'), "NaN"),

@@ -213,6 +213,11 @@ def test_commands_in_strings_and_here_documents_are_read():
     )
 
 
+def test_a_command_in_a_variable_may_have_several_lines():
+    command = 'CMD="torchrun pretrain_gpt.py\n  --num-layers 2\n  --manual-gc\n  --bf16\n"\n$CMD\n'
+    assert rewrite(command).text == command.replace("  --manual-gc\n", "")
+
+
 def test_quotes_and_operators_in_a_string_of_arguments_are_letters():
     text = (
         "X=\"--no-such <a> it's \\\n  --manual-gc --split '99,1 0'\"\ntorchrun pretrain_gpt.py $X\n"
