@@ -75,7 +75,7 @@ def parse_metadata(content: bytes, source: str) -> DcpIndex:
         is_too_large = isinstance(error, MemoryError)
         got = "one that does not fit in memory" if is_too_large else reason(error)
         raise CheckpointDamagedError(f"Expected a pickle in {source}, got {got}.") from None
-    # Another reader might find something else in the bytes after the pickle.
+    # Two writers may have left them. A crafted frame can hold more bytes, which nothing reads.
     if rest := len(stream.read()):
         raise CheckpointDamagedError(
             f"Expected {source} to end with its pickle, got {rest} further bytes."
