@@ -36,6 +36,7 @@ _PROGRAMS = [
     _global("torch.serialization", "load") + b"(X\x01\x00\x00\x00xtR",
     _global("importlib", "import_module") + b"(X\x0b\x00\x00\x00antigravitytR",
     _global("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81",
+    _global("torch.distributed.device_mesh", "DeviceMesh") + b"(X\x03\x00\x00\x00cpu](K\x00etR",
     _global("collections", "OrderedDict") + b")R",
     _global("torch", "Size") + b"(" + b"J\xff\xff\xff\x7f" * 20 + b"t\x85R",
     _global("_codecs", "encode") + b"(X\x01\x00\x00\x00xX\x06\x00\x00\x00rot_13tR",
@@ -296,7 +297,8 @@ def archive(draw: st.DrawFn, content: bytes) -> bytes:
     elif kind == "bomb":
         parts[name], stored = bytes(1 << 24), zipfile.ZIP_DEFLATED
     elif kind == "endian":
-        order = pickled.replace("data.pkl", "byteorder")
+        parts.pop(pickled.replace("data.pkl", "byteorder"), None)
+        order = pickled.replace("data.pkl", pick(draw, ["byteorder", "BYTEORDER"]))
         parts[order] = pick(draw, [b"big", b"", b"little" * 1000])
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", stored) as target:

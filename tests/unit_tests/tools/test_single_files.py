@@ -230,7 +230,7 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
     torch.save({"model.w": Malicious(tmp_path / "ran")}, tmp_path / "x.pt")
     with pytest.raises(
         CheckpointError,
-        match=r"Expected nothing but tensors and plain data in .*x.pt, got .*getattr",
+        match=r"tensors and plain data in .*x.pt, got .*getattr",
     ):
         read_file(tmp_path / "x.pt")
     assert not (tmp_path / "ran").exists()
@@ -247,9 +247,9 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
         ),
         (
             {"s": torch.ones(2, 2).to_sparse()},
-            "dense tensors in .*x.pt",
+            "dense tensors .*in .*x.pt, got .*sparse",
         ),
-        ({"p": {"c": 1j}}, "tensors and plain data in .*x.pt, got a complex"),
+        ({"p": {"c": 1j}}, "tensors and plain data in .*x.pt, got .*complex"),
         (
             {"p": {"c": torch.ones(1).untyped_storage()}},
             "tensors and plain data in .*x.pt, got a TypedStorage",

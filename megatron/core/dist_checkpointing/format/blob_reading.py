@@ -8,38 +8,58 @@ of each storage. The pickle names the storages and describes each tensor as a vi
     archive/byteorder    little
     archive/data/0       48 bytes
 
-`torch.load(weights_only=True)` reads the pickle; its unpickler only calls functions that rebuild
-tensors. On the meta device it allocates no storage, whatever size the pickle states, and records
-the offset of each storage in the archive. Each tensor is then checked against its record, and
-becomes a view of the bytes in memory or in a mapped file.
+The unpickler of `torch.load(weights_only=True)` reads the pickle, after every name in it has been
+compared with a fixed list: other modules extend torch's own list, for example by DeviceMesh, which
+creates process groups. Storages are made on the meta device, which allocates nothing, and are
+marked with their record. Each tensor is then checked against its record, and becomes a view of the
+bytes in memory or in a mapped file.
+
+The records are found by Python's zipfile, not by torch's reader: on the meta device, `torch.load`
+computes the offset of every storage but the first from the order in the pickle, which need not be
+the order in the archive, and it swaps the bytes of a storage that has none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
+from torch import _weights_only_unpickler as weights_only
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, reason, shown
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
 
 MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data in a checkpoint
 
-_LOCAL_HEADER_BYTES = 30  # its last two fields are the lengths of a name and of extra data
-_NAME_LENGTHS = struct.Struct("<HH")
+# Of a record: a signature, and the lengths of a name and of extra data, which follow.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LOCAL_SIGNATURE = b"PK\3\4"
 
 # Callers traverse and print the values.
 _MAX_DEPTH = 100
 _MAX_VALUES = 1 << 24
 
-_ON_META: dict[str, Any] = {"map_location": "meta", "weights_only": True, "mmap": False}
+# Every name that a pickle may contain.
+_NAMES = {
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.storage.UntypedStorage",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    *map(str, DTYPES.values()),
+    *(f"torch.{name}" for name in vars(torch) if name.endswith("Storage")),
+}
 _LEAVES = {str, bool, int, float, type(None), torch.dtype, torch.Size}
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
@@ -95,6 +115,13 @@ class _MemoryFile(io.RawIOBase):
         return self._position
 
 
+class _Record(NamedTuple):
+    """The place of a record's content in the archive, in bytes."""
+
+    begin: int
+    nbytes: int
+
+
 class _ArchiveReader(UntrustedReader):
     """Reads one archive, once."""
 
@@ -103,20 +130,18 @@ class _ArchiveReader(UntrustedReader):
         self._memory = memory
         self._copies = copies
         self._content = memory.numpy().data
-        self._records: dict[int, int] = {}  # number of bytes by offset
+        # By name in lower case, without the folder: torch finds names without regard to case.
+        self._records: dict[str, _Record] = {}
         self._tensors: dict[int, torch.Tensor] = {}  # by the ids of those on the meta device
         self._num_values = 0
 
     def read(self, checks_crc: bool) -> object:
         try:
             self._read_directory(checks_crc)
-            value = torch.load(self._file(), **_ON_META)
-            return self._placed(value, 0)
+            return self._placed(self._unpickled(), 0)
         except CheckpointError:
             raise
         except pickle.UnpicklingError:
-            # torch's message recommends `weights_only=False`, which would run the file.
-            self._refuse_names()
             self._fail("tensors and plain data pickled by protocol 2", "another pickle")
         except MemoryError:
             self._fail("what torch.save writes", "numbers that do not fit in memory")
@@ -124,42 +149,79 @@ class _ArchiveReader(UntrustedReader):
             got = reason(error).partition("\n")[0]
             self._fail("what torch.save writes", f"something else ({got})")
 
-    def _file(self) -> IO[bytes]:
-        return cast(IO[bytes], _MemoryFile(self._content))
-
     def _read_directory(self, checks_crc: bool) -> None:
-        """Checks all records before torch reads any of them, and keeps their offsets."""
-        with zipfile.ZipFile(self._file()) as archive:
+        """Finds all records and checks their contents."""
+        with zipfile.ZipFile(cast(IO[bytes], _MemoryFile(self._content))) as archive:
             entries = archive.infolist()
-        for entry in entries:
-            name = entry.filename
-            lengths = entry.header_offset + _LOCAL_HEADER_BYTES - _NAME_LENGTHS.size
-            begin = lengths + _NAME_LENGTHS.size
-            begin += sum(_NAME_LENGTHS.unpack_from(self._content, lengths))
-            data = self._content[begin : begin + entry.file_size]
-            if entry.compress_type != zipfile.ZIP_STORED or len(data) != entry.file_size:
-                wanted = f"the record {shown(name)} of {entry.file_size} bytes, not compressed"
-                self._fail(wanted, f"{len(data)} bytes, compressed by {entry.compress_type}")
+        # By these bytes torch distinguishes archives from its format before 1.6.
+        if self._content[: len(_LOCAL_SIGNATURE)] != _LOCAL_SIGNATURE:
+            self._fail("an archive", "one behind other bytes")
 
-            # Programs that write data piece by piece, like this one, leave its CRC-32 at 0.
-            if entry.CRC and (checks_crc or "/data/" not in name):
-                found = zlib.crc32(data)
-                if found != entry.CRC:
-                    self._fail(f"CRC-32 {entry.CRC:08x} of {shown(name)}", f"{found:08x}")
-            # torch would swap bytes in the memory of a meta tensor, which has none.
-            if name.endswith("/byteorder") and bytes(data) != b"little":
-                self._fail("numbers in little-endian byte order", "another order")
-            self._records[begin] = entry.file_size
-
-    def _refuse_names(self) -> None:
-        """CheckpointError for a pickle with names that `torch.load` does not accept."""
-        names: list[str] = []
-        with contextlib.suppress(Exception):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(self._file())
-        if names:
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
             raise CheckpointError(
-                f"Expected nothing but tensors and plain data in {self._source}, got {min(names)}."
+                f"Expected an archive of torch.save in {self._source}, got one of TorchScript."
             )
+        folder = entries[0].filename.partition("/")[0] + "/" if entries else ""
+        for entry in entries:
+            name = entry.filename.removeprefix(folder).lower()
+            if not entry.filename.startswith(folder) or name in self._records:
+                self._fail("each record once, in one folder", shown(entry.filename))
+            self._records[name] = self._record(entry)
+            if checks_crc or not name.startswith("data/"):
+                self._check_crc(entry, name)
+
+        if "byteorder" in self._records and bytes(self._bytes("byteorder")) != b"little":
+            self._fail("numbers in little-endian byte order", "another order")
+
+    def _record(self, entry: zipfile.ZipInfo) -> _Record:
+        """The place of a record, if all of it is there."""
+        begin = entry.header_offset + _LOCAL_HEADER.size
+        signature, *lengths = _LOCAL_HEADER.unpack_from(self._content, entry.header_offset)
+        record = _Record(begin + sum(lengths), entry.file_size)
+        found = max(min(record.nbytes, len(self._content) - record.begin), 0)
+        is_there = entry.header_offset >= 0 and signature == _LOCAL_SIGNATURE
+        if entry.compress_type != zipfile.ZIP_STORED or not is_there or found != record.nbytes:
+            wanted = f"the record {shown(entry.filename)} of {record.nbytes} bytes, not compressed"
+            self._fail(wanted, f"{found} bytes, compressed by {entry.compress_type}")
+        return record
+
+    def _check_crc(self, entry: zipfile.ZipInfo, name: str) -> None:
+        # Programs that write data piece by piece, like this one, leave its CRC-32 at 0.
+        found = zlib.crc32(self._bytes(name)) if entry.CRC else 0
+        if found != entry.CRC:
+            self._fail(f"CRC-32 {entry.CRC:08x} of {shown(entry.filename)}", f"{found:08x}")
+
+    def _bytes(self, name: str) -> memoryview:
+        begin, nbytes = self._records[name]
+        return self._content[begin : begin + nbytes]
+
+    def _unpickled(self) -> object:
+        """The value in the pickle, with tensors on the meta device."""
+        if "data.pkl" not in self._records:
+            self._fail("a pickle data.pkl", "an archive without one")
+        content = io.BytesIO(self._bytes("data.pkl"))
+        if unknown := weights_only.get_globals_in_pkl(content) - _NAMES:
+            raise CheckpointError(
+                f"Expected dense tensors and plain data in {self._source}, got {min(unknown)}."
+            )
+
+        content.seek(0)
+        unpickler: Any = weights_only.Unpickler(content, encoding="utf-8")
+        unpickler.persistent_load = self._storage
+        return unpickler.load()
+
+    def _storage(self, saved_id: Any) -> object:
+        """A storage without memory for a storage that the pickle names."""
+        _, kind, key, _, num_elements = saved_id
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        record = self._records.get(f"data/{key}".lower()) if type(key) is str else None
+        # It may have more: the size of a storage need not be a multiple of its elements' size.
+        if record is None or num_elements * dtype.itemsize > record.nbytes:
+            self._fail(f"{shown(num_elements)} elements in storage {shown(key)}", "fewer")
+
+        storage: Any = torch.UntypedStorage(record.nbytes, device="meta")
+        storage.record = record
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
     def _placed(self, value: object, depth: int) -> object:
         """A copy of a value with tensors in memory. Its size and depth are bounded."""
@@ -202,11 +264,11 @@ class _ArchiveReader(UntrustedReader):
             (size - 1) * stride for size, stride in zip(meta.shape, strides, strict=True)
         )
         nbytes = (last + 1) * itemsize
-        begin = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
-        if begin not in self._records or nbytes > self._records[begin]:
+        record = getattr(meta.untyped_storage(), "record", None)
+        if type(record) is not _Record or nbytes > record.nbytes:
             self._fail(f"the {nbytes} bytes of a tensor in its record", "another record")
 
-        elements = self._memory[begin : begin + nbytes]
+        elements = self._memory[record.begin : record.begin + nbytes]
         if elements.data_ptr() % itemsize or elements.storage_offset() % itemsize:
             elements = elements.clone()  # torch aligns records; other programs need not
         elements = elements.view(meta.dtype)

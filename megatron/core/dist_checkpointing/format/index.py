@@ -1,6 +1,6 @@
 """`index.json`: everything that a load has to know of a checkpoint, in one file.
 
-    {"format_version": 2, "save_id": ..., "writers": [[file, rank], ...],
+    {"format_version": 3, "save_id": ..., "writers": [[file, rank], ...],
      "tensors": {key: [dtype, shape, [[writer, offset, *box's offsets, *box's sizes], ...]], ...},
      "plain": ..., "exported": ...}
 

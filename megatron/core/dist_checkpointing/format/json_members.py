@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, shown
 from megatron.core.json_reading import parse_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")

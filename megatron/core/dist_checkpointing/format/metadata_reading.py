@@ -75,7 +75,7 @@ def parse_metadata(content: bytes, source: str) -> DcpIndex:
         is_too_large = isinstance(error, MemoryError)
         got = "one that does not fit in memory" if is_too_large else reason(error)
         raise CheckpointDamagedError(f"Expected a pickle in {source}, got {got}.") from None
-    # Another reader might find something else in the bytes after the pickle.
+    # Two writers may have left them. A crafted frame can hold more bytes, which nothing reads.
     if rest := len(stream.read()):
         raise CheckpointDamagedError(
             f"Expected {source} to end with its pickle, got {rest} further bytes."
@@ -164,7 +164,8 @@ class _RecordReader(UntrustedReader):
         super().__init__(source)
         # Checked values. The pickle's value keeps all of them alive, so no id is used twice.
         self._files: set[str] = set()
-        self._ids: set[int] = set()  # of sizes and lists
+        self._sizes: set[int] = set()  # ids
+        self._transforms: set[int] = set()  # ids of lists
 
     def index(self, record: Any) -> DcpIndex:
         fields = self._fields(record, dcp.Metadata)
@@ -232,10 +233,10 @@ class _RecordReader(UntrustedReader):
             self._fail(f"a place in {file} as numbers of bytes", got)
 
         transforms = fields.get("transform_descriptors") or []
-        if id(transforms) not in self._ids:
+        if id(transforms) not in self._transforms:
             for name in self._expect(transforms, list, "transform_descriptors"):
                 self._expect(name, str, "a transform's descriptor")
-            self._ids.add(id(transforms))
+            self._transforms.add(id(transforms))
         return Blob(file, offset, length, transforms)
 
     def _check_file(self, file: Any) -> None:
@@ -250,11 +251,11 @@ class _RecordReader(UntrustedReader):
 
     def _size(self, found: Any, key: str) -> tuple[int, ...]:
         # Most sizes are shared by many chunks.
-        if id(found) not in self._ids:
+        if id(found) not in self._sizes:
             if type(found) is not torch.Size or min(found, default=0) < 0 or len(found) > _MAX_DIMS:
                 wanted = f"at most {_MAX_DIMS} sizes or offsets of {key}, of at least 0"
                 self._fail(wanted, shown(found))
-            self._ids.add(id(found))
+            self._sizes.add(id(found))
         return tuple(found)
 
     def _check_key(self, found: Any) -> None:

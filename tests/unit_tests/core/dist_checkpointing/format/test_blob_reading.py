@@ -155,6 +155,34 @@ def test_a_truncated_archive_is_damaged(data):
         read(content[: data.draw(st.integers(0, len(content) - 1))])
 
 
+def test_each_tensor_is_the_one_that_the_pickle_names_wherever_its_record_is():
+    value = {name: torch.arange(12.0) + 100 * i for i, name in enumerate("abcd")}
+    records = records_of(saved(value))
+    names = list(records)
+    first, second = names.index("archive/data/1"), names.index("archive/data/2")
+    names[first], names[second] = names[second], names[first]
+
+    stream = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(stream)
+    for name in names:
+        if name not in ("archive/version", "archive/.data/serialization_id"):  # written by itself
+            content = records[name]
+            writer.write_record(name.removeprefix("archive/"), content, len(content))
+    writer.write_end_of_file()
+    exchanged = stream.getvalue()
+    assert exchanged.index(records["archive/data/2"]) < exchanged.index(records["archive/data/1"])
+
+    for content in (exchanged, archive(records)):
+        assert_same(torch.load(io.BytesIO(content), weights_only=True), value)
+        assert_same(read(content), value)
+        assert_same(read_archive(memory_of(content), "here"), value)
+
+
+def test_a_storage_with_a_part_of_an_element_at_its_end_is_read():
+    tensor = torch.arange(7, dtype=torch.uint8)[:4].view(torch.int32)
+    assert_same(read(saved(tensor)), tensor)
+
+
 # Archives that announce what they do not have.
 
 
@@ -183,6 +211,13 @@ def without(name: str) -> bytes:
     return archive({key: content for key, content in records.items() if key != name})
 
 
+def renamed(old: str, new: str, content: bytes) -> bytes:
+    """An archive one of whose records has another name and content."""
+    records = records_of(saved(ONES))
+    del records[f"archive/{old}"]
+    return archive(records | {f"archive/{new}": content})
+
+
 def _append(content: bytes, name: str) -> bytes:
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as target:
@@ -208,13 +243,15 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
     "another order of bytes": lambda: archive(
         records_of(saved(ONES)) | {"archive/byteorder": b"big"}
     ),
+    "another order in capitals": lambda: renamed("byteorder", "BYTEORDER", b"big"),
+    "a name twice": lambda: _append(saved(ONES), "archive/DATA/0"),
     "two pickles": lambda: _append(saved(ONES), "other/data.pkl"),
+    "an archive behind other bytes": lambda: b"\x80\x02N." + saved(ONES),
     "a raw pickle": lambda: b"\x80\x02N.",
     "the format before 1.6": lambda: saved(ONES, _use_new_zipfile_serialization=False),
     "more levels than readers walk": lambda: saved(functools.reduce(lambda x, _: [x], range(150))),
     "2 ** 40 values": lambda: saved(functools.reduce(lambda x, _: [x, x], range(40), [])),
     "a list in itself": lambda: changed(["x"], b"X\x01\x00\x00\x00xq\x01", b"h\x00"),
-    "a tensor without data": lambda: saved(torch.empty(2, device="meta")),
 }
 REFUSED: dict[str, Callable[[], bytes]] = {
     "a storage": lambda: saved([ONES.untyped_storage()]),
@@ -224,17 +261,53 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "bytes": lambda: saved(b"abc"),
     "a counter": lambda: saved(Counter("a")),
     "a class": lambda: saved(nn.Linear),
+    "a tensor without data": lambda: saved(torch.empty(2, device="meta")),
+    "a TorchScript archive": lambda: archive(
+        records_of(saved(ONES)) | {"archive/constants.pkl": b""}, zipfile.ZIP_DEFLATED
+    ),
+    "a bytearray": lambda: saved(bytearray(2)),
+    "a nested tensor": lambda: saved(torch.nested.nested_tensor([ONES, ONES[1:]])),
+    "a quantized tensor": lambda: saved(torch.quantize_per_tensor(ONES, 0.5, 0, torch.qint8)),
 }
 
 
 @pytest.mark.parametrize("checks_crc", [True, False])
 @pytest.mark.parametrize("name", [*DAMAGED, *REFUSED])
 def test_what_an_archive_states_and_does_not_have_is_one_error(name, checks_crc):
-    content = (DAMAGED | REFUSED)[name]()
+    with warnings.catch_warnings(action="ignore"):  # of deprecated kinds of tensors
+        content = (DAMAGED | REFUSED)[name]()
     with pytest.raises(CheckpointError, match="here") as caught:
         read(content, checks_crc=checks_crc)
     assert isinstance(caught.value, CheckpointDamagedError) == (name in DAMAGED)
     assert str(caught.value).isprintable()
+
+
+class Called:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, function: Callable[[int], object]) -> None:
+        self.function = function
+
+    def __reduce__(self) -> tuple[Callable[[int], object], tuple[int]]:
+        return self.function, (1,)
+
+
+CALLS: list[int] = []
+
+
+def note_call(number: int) -> None:
+    CALLS.append(number)
+
+
+def test_what_a_program_has_added_to_the_names_that_torch_accepts_is_not_called():
+    content = saved({"a": ONES, "b": Called(note_call)})
+    with torch.serialization.safe_globals([note_call]):
+        with pytest.raises(CheckpointError, match=r"in here, got .*note_call") as caught:
+            read(content)
+        assert not isinstance(caught.value, CheckpointDamagedError)
+        assert not CALLS
+        torch.load(io.BytesIO(content), weights_only=True)
+    assert CALLS == [1]
 
 
 def test_what_weights_only_does_not_read_is_an_error():

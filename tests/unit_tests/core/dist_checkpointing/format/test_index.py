@@ -148,7 +148,7 @@ def test_digests_are_one_for_each_block_of_each_chunk_in_that_order(index):
 def example() -> dict[str, Any]:
     """w lies on two ranks, row by row, s on the second of them, x in another file, p is plain."""
     return {
-        "format_version": 2,
+        "format_version": 3,
         "save_id": SAVE_ID,
         "writers": [["__0_0.distcp", 0], ["__1_0.distcp", 1], [HF_FILE, 1]],
         "tensors": {

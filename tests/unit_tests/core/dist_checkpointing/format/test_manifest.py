@@ -116,7 +116,7 @@ DIGEST = digest(b"x")
 
 def manifest_of(**members: Any) -> bytes:
     head = {
-        "format_version": 2,
+        "format_version": 3,
         "save_id": "an id",
         "rank": 0,
         "layout": digest(b"a layout"),
@@ -169,7 +169,7 @@ def test_a_manifest_that_lacks_a_member_is_refused(member: str):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 2}']
+    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 3}']
 )
 def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
     for read in (Manifest.from_bytes, Marker.from_bytes):
@@ -257,11 +257,11 @@ def read_index(content: bytes, source: str) -> Index:
     ],
 )
 def test_another_version_of_the_format_is_no_damage(read: Any, content: Any):
-    for other in (1, 3):
-        with pytest.raises(CheckpointError, match=f"version 2 in here, got {other}") as caught:
+    for other in (1, 2, 4):
+        with pytest.raises(CheckpointError, match=f"version 3 in here, got {other}") as caught:
             read(content(format_version=other), "here")
         assert not isinstance(caught.value, CheckpointDamagedError)
 
-    for wrong in (None, True, -1, "2", 2.0):
+    for wrong in (None, True, -1, "3", 3.0):
         with pytest.raises(CheckpointDamagedError, match="Expected a format version in here"):
             read(content(format_version=wrong), "here")

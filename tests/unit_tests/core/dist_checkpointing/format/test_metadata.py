@@ -543,6 +543,11 @@ def put(owner: Callable[[Metadata], Any], name: str, value: object) -> Callable[
     return lambda metadata: owner(metadata).__dict__.update({name: value})
 
 
+def share_transforms(metadata: Metadata) -> None:
+    put(info, "transform_descriptors", ["zstd"])(metadata)
+    put(entry, "size", info(metadata).transform_descriptors)(metadata)
+
+
 WRONG: dict[str, Callable[[Metadata], None]] = {
     "strings for sizes": put(lambda it: entry(it).chunks[1], "sizes", ("2", "3")),
     "a tuple for sizes": put(lambda it: entry(it).chunks[1], "sizes", (2, 3)),
@@ -564,6 +569,8 @@ WRONG: dict[str, Callable[[Metadata], None]] = {
     "a number for a file": put(info, "relative_path", 5),
     "a list for a file": put(info, "relative_path", ["a"]),
     "numbers for transforms": put(info, "transform_descriptors", [1]),
+    "transforms for a size": share_transforms,
+    "an offset for transforms": lambda it: put(info, "transform_descriptors", index(it).offset)(it),
     "a string for a place": lambda it: it.storage_data.update({index(it): "place"}),
     "a string for an index": lambda it: it.storage_data.update({"index": info(it)}),
     "bytes for a key of an index": put(index, "fqn", b"model.w"),
