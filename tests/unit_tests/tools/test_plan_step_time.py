@@ -140,7 +140,7 @@ def test_what_the_gpu_page_expects_is_what_the_planner_computes():
     page = (DOCS / "gpu.md").read_text()
     on_device = None
     for fraction in (0.0, 0.5, 0.8, 1.0):
-        plan = gpu_step.layout_of(arguments, fraction, "cuda")
+        plan = gpu_step.planned_run(arguments, fraction, "cuda")
         time = step_time(work_of(plan, plan.fraction), machine)
         peak = plan.memory(plan.fraction).device_nbytes
         on_device = on_device or (time.seconds, peak)
