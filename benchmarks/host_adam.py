@@ -26,11 +26,11 @@ from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import NotRun, Ratio, Result, measured
 from megatron.core.device import Device
-from megatron.core.host_memory import HostSlab
 from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron_hybrid.plan.measure import host_array
 
 try:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -95,13 +95,7 @@ class Arrays:
     def make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if not self.in_slabs:
             return torch.empty(numel, dtype=dtype)
-        slab = HostSlab(
-            numel * dtype.itemsize,
-            Device.for_rank("cpu", 0, 1),
-            is_pinned=False,
-            purpose="the benchmark",
-        )
-        return slab.tensor(0, numel, dtype)
+        return host_array(numel, dtype, Device.for_rank("cpu", 0, 1))
 
     def piece(
         self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False

@@ -28,6 +28,7 @@ from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron_hybrid.plan.measure import host_array
 from megatron_hybrid.plan.quantities import shown_rate
 
 BENCHMARK = Benchmark(
@@ -43,9 +44,8 @@ BENCHMARK = Benchmark(
 UP, DOWN = "h2d", "d2h"
 BOTH = "both ways at once, sum"
 ON_DEVICE = "device"
-_PASS_BYTES = (
-    28  # an element: gradient in bf16 and weight in bf16, or gradient in fp32; states fp32
-)
+# Bytes of an element in a pass: fp32 states with a bf16 gradient and weight, or an fp32 gradient.
+_PASS_BYTES = 28
 _THREADS = (1, 2, 4, 8, 12)
 
 Sides = dict[str, tuple[Callable[[], object], int]]  # work, and the bytes it moves
@@ -149,10 +149,7 @@ def host_piece(numel: int) -> AdamPiece:
     """Arrays as an offloaded bucket has them: bf16 gradient and weight, fp32 states."""
 
     def array(dtype: torch.dtype, value: float) -> torch.Tensor:
-        slab = HostSlab(
-            numel * dtype.itemsize, Device("cpu"), is_pinned=False, purpose="the benchmark"
-        )
-        return slab.tensor(0, numel, dtype).fill_(value)
+        return host_array(numel, dtype, Device("cpu")).fill_(value)
 
     fp32, bf16 = torch.float32, torch.bfloat16
     return AdamPiece(

@@ -357,7 +357,7 @@ def _host_pass(job: Job, device: Device) -> float:
     arrays = {"grad": job.compute_dtype, "weight": torch.float32}
     arrays |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     tensors = {
-        name: _slab(device, dtype, is_pinned=False).zero_() for name, dtype in arrays.items()
+        name: host_array(_PASS_NUMEL, dtype, device).zero_() for name, dtype in arrays.items()
     }
     out = tensors["grad"] if job.compute_dtype != torch.float32 else None
     piece = AdamPiece(AdamStep(10, lr=1e-4, weight_decay=0.01), out=out, **tensors)
@@ -371,18 +371,18 @@ def _host_pass(job: Job, device: Device) -> float:
     return nbytes / _timed(lambda: kernel.run([piece]), device)
 
 
-def _slab(device: Device, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
-    """Host memory as the offloaded optimizer has it."""
-    slab = HostSlab(
-        _PASS_NUMEL * dtype.itemsize, device, is_pinned=is_pinned, purpose="a measurement"
-    )
-    return slab.tensor(0, _PASS_NUMEL, dtype)
+def host_array(
+    numel: int, dtype: torch.dtype, device: Device, *, is_pinned: bool = False
+) -> torch.Tensor:
+    """Allocates [numel] in host memory as the offloaded optimizer does."""
+    slab = HostSlab(numel * dtype.itemsize, device, is_pinned=is_pinned, purpose="a measurement")
+    return slab.tensor(0, numel, dtype)
 
 
 def _link(job: Job, device: Device) -> float:
     """Bytes a second between host and device, in the slower direction."""
     del job
-    on_host = _slab(device, torch.float32, is_pinned=True).zero_()
+    on_host = host_array(_PASS_NUMEL, torch.float32, device, is_pinned=True).zero_()
     on_device = torch.zeros_like(on_host, device=device.torch_device)
     down = _timed(lambda: on_host.copy_(on_device, non_blocking=True), device)
     up = _timed(lambda: on_device.copy_(on_host, non_blocking=True), device)
