@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,9 @@ def losses_of(
         in_step: compile the whole step with its backward and optimizer.
     """
     torch._dynamo.reset()
+    # Dynamo iterates over FSDP2's weak dictionary of modules: a collection meanwhile, of a module
+    # of an earlier call, would change its size and fail the trace.
+    gc.collect()
     torch.manual_seed(0)
     model = Model(*(Layer() for _ in range(NUM_LAYERS)))
     called = habit(model, fully_shard, backend)
