@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -93,147 +94,66 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        (["--lr", "fast"], "--lr: expected a number >= 0, got 'fast'."),
-        (["--lr", "nan"], "--lr: expected a number >= 0, got nan."),
-        (["--train-iters", "0"], "--train-iters: expected an integer >= 1, got 0."),
+        ("--lr fast", "--lr"),
+        ("--lr nan", "--lr"),
+        ("--train-iters 0", "--train-iters"),
+        ("--normalization BatchNorm", "--normalization"),
+        ("--save-interval 5", "--save"),
+        ("--ckpt-step 5", "--load"),
+        ("--no-load-rng", "--load"),
+        ("--load-skip-keys a --save x --recover-mode off", "--load"),
+        ("--no-save-optim", "--save"),
+        ("--save ''", "--save"),
+        ("--seed 4294967296", "--seed"),
+        ("--split 0,1,1", "--split"),
+        ("--override-opt-param-scheduler", "--load"),
+        ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward"),
+        ("--use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2"),
         (
-            ["--normalization", "BatchNorm"],
-            "--normalization: expected one of LayerNorm, RMSNorm, got 'BatchNorm'.",
+            "--use-torch-fsdp2 --data-parallel-sharding-strategy optim",
+            "--data-parallel-sharding-strategy",
         ),
+        ("--data-parallel-sharding-strategy zero3", "--data-parallel-sharding-strategy"),
+        ("--outer-dp-sharding-strategy optim", "--outer-dp-sharding-strategy"),
         (
-            ["--save-interval", "5"],
-            "--save: expected a folder, since --save-interval is given, got None.",
+            "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy optim",
+            "--num-distributed-optimizer-instances",
         ),
-        (["--ckpt-step", "5"], "--load: expected a folder, since --ckpt-step is given, got None."),
-        (["--ckpt-step", "0"], "--load: expected a folder, since --ckpt-step is given, got None."),
-        (["--no-load-rng"], "--load: expected a folder, since --no-load-rng is given, got None."),
-        (
-            ["--load-skip-keys", "a", "--save", "x", "--recover-mode", "off"],
-            "--load: expected a folder, since --load-skip-keys is given with --recover-mode off",
-        ),
-        (
-            ["--no-save-optim"],
-            "--save: expected a folder, since --no-save-optim is given, got None.",
-        ),
-        (["--save", ""], "--save: expected a non-empty string, got ''."),
-        (
-            ["--seed", str(2**32)],
-            "--seed: expected an integer >= 0 and <= 4294967295, got 4294967296.",
-        ),
-        (
-            ["--split", "0,1,1"],
-            "--split: expected a share for training, or --skip-train, got '0,1,1'.",
-        ),
-        (
-            ["--override-opt-param-scheduler"],
-            "--load: expected a folder, since --override-opt-param-scheduler is given",
-        ),
-        (["--torch-fsdp2-no-reshard-after-forward"], "expected --use-torch-fsdp2"),
-        (["--use-torch-fsdp2", "--use-megatron-fsdp"], "--use-torch-fsdp2: expected one engine"),
-        (
-            ["--use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim"],
-            "--data-parallel-sharding-strategy: expected --use-megatron-fsdp",
-        ),
-        (
-            ["--data-parallel-sharding-strategy", "zero3"],
-            "expected one of no_shard, optim, optim_grads, optim_grads_p",
-        ),
-        (
-            ["--outer-dp-sharding-strategy", "optim"],
-            "expected --num-distributed-optimizer-instances of at least 2",
-        ),
-        (
-            (
-                "--num-distributed-optimizer-instances 2 --data-parallel-sharding-strategy optim"
-            ).split(),
-            "expected --data-parallel-sharding-strategy optim_grads_params, got 'optim'",
-        ),
-        (["--num-distributed-optimizer-instances", "2"], "expected a divisor of 1 rank, got 2"),
-        (["--wandb-exp-name", "a"], "--wandb-project: expected a name"),
-        (
-            ["--seq-length", "64", "--max-position-embeddings", "32"],
-            "--seq-length: expected at most",
-        ),
-        (["--no-use-megatron-fsdp", "--bf16"], "--bf16: expected --use-megatron-fsdp"),
-        (["--no-use-megatron-fsdp", "--fp16"], "--fp16: expected --use-megatron-fsdp"),
-        (["--fp16", "--bf16"], "--fp16: expected one dtype to compute in, got '--bf16 too'."),
-        (["--loss-scale", "8"], "--loss-scale: expected --fp16, got 8.0."),
-        (["--hysteresis", "3", "--bf16"], "--hysteresis: expected --fp16, got 3."),
-        (
-            ["--override-opt-param-scheduler", "--load", "x", "--finetune"],
-            "--override-opt-param-scheduler: expected no --finetune, which loads no schedule.",
-        ),
-        (
-            ["--fp16", "--gpu-optimizer", "torch", "--main-grads-dtype", "fp16"],
-            "--main-grads-dtype: expected fp32 with --fp16 and another optimizer than our own Adam",
-        ),
-        (
-            ["--lr-warmup-iters", "9"],
-            "--lr-warmup-iters: expected at most the 4 decay iterations, got 9.",
-        ),
-        (["--data-path", "/nowhere/data"], "--data-path"),
-        (
-            ["--ckpt-format", "zarr"],
-            "--ckpt-format: expected one of fsdp_dtensor, torch_dcp, got 'zarr'.",
-        ),
-        (["--load-dcp", "x"], "--dcp-key-map: expected a table, since --load-dcp is given, got"),
-        (["--dcp-key-map", "x"], "--load-dcp: expected a folder, since --dcp-key-map is given"),
-        (["--load-dcp", "nil://x", "--dcp-key-map", "x"], "--load-dcp: expected a protocol that"),
-        (
-            ["--use-torch-fsdp2", "--save", "x", "--async-save"],
-            "--async-save: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
-        ),
-        (["--async-save"], "--save: expected a folder, since --async-save is given"),
-        (
-            ["--save", "x", "--ckpt-format", "torch_dcp", "--async-save"],
-            "--async-save: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
-        ),
-        (
-            ["--save", "s3://bucket/run", "--ckpt-format", "torch_dcp"],
-            "--save: expected a folder of a file system with --ckpt-format torch_dcp, got "
-            "'s3://bucket/run'.",
-        ),
-        (
-            ["--save", "x", "--async-save-busy", "skip"],
-            "--async-save-busy: expected --async-save, got 'skip'.",
-        ),
-        (
-            ["--save", "x", "--save-staging-share", "0.3"],
-            "--save-staging-share: expected --async-save, got 0.3.",
-        ),
-        (
-            ["--save-staging-share", "0.3"],
-            "--save: expected a folder, since --save-staging-share is given",
-        ),
-        (
-            ["--save-hf-weights"],
-            "--save: expected a folder, since --save-hf-weights is given",
-        ),
-        (
-            ["--save", "x", "--save-hf-weights", "fp16"],
-            "--save-hf-weights: expected one of bf16, fp32, got 'fp16'.",
-        ),
-        (
-            ["--save", "x", "--save-hf-interval", "2"],
-            "--save-hf-weights: expected one of bf16, fp32, since --save-hf-interval is given",
-        ),
-        (
-            ["--save", "x", "--save-hf-weights", "--ckpt-format", "torch_dcp"],
-            "--save-hf-weights: expected --ckpt-format fsdp_dtensor, got 'torch_dcp'.",
-        ),
-        (
-            ["--save", "memory://run", "--save-hf-weights"],
-            "--save: expected a folder of a file system with --save-hf-weights, since ranks write "
-            "at offsets within one file; `python -m megatron_hybrid checkpoint export` makes such "
-            "a folder of any checkpoint, got 'memory://run'.",
-        ),
-        (["--lr"], "--lr: expected a number >= 0, got no value."),
+        ("--num-distributed-optimizer-instances 2", "--num-distributed-optimizer-instances"),
+        ("--wandb-exp-name a", "--wandb-project"),
+        ("--seq-length 64 --max-position-embeddings 32", "--seq-length"),
+        ("--no-use-megatron-fsdp --bf16", "--bf16"),
+        ("--no-use-megatron-fsdp --fp16", "--fp16"),
+        ("--fp16 --bf16", "--fp16"),
+        ("--loss-scale 8", "--loss-scale"),
+        ("--hysteresis 3 --bf16", "--hysteresis"),
+        ("--override-opt-param-scheduler --load x --finetune", "--override-opt-param-scheduler"),
+        ("--fp16 --gpu-optimizer torch --main-grads-dtype fp16", "--main-grads-dtype"),
+        ("--lr-warmup-iters 9", "--lr-warmup-iters"),
+        ("--data-path /nowhere/data", "--data-path"),
+        ("--ckpt-format zarr", "--ckpt-format"),
+        ("--dcp-key-map x", "--load-dcp"),
+        ("--load-dcp nil://x --dcp-key-map x", "--load-dcp"),
+        ("--use-torch-fsdp2 --save x --async-save", "--async-save"),
+        ("--async-save", "--save"),
+        ("--save x --ckpt-format torch_dcp --async-save", "--async-save"),
+        ("--save s3://bucket/run --ckpt-format torch_dcp", "--save"),
+        ("--save x --async-save-busy skip", "--async-save-busy"),
+        ("--save x --save-staging-share 0.3", "--save-staging-share"),
+        ("--save-staging-share 0.3", "--save"),
+        ("--save-hf-weights", "--save"),
+        ("--save x --save-hf-weights fp16", "--save-hf-weights"),
+        ("--save x --save-hf-interval 2", "--save-hf-weights"),
+        ("--save x --save-hf-weights --ckpt-format torch_dcp", "--save-hf-weights"),
+        ("--save memory://run --save-hf-weights", "--save"),
+        ("--lr", "--lr"),
+        ("--load-dcp x", "--dcp-key-map"),
     ],
 )
-def test_what_cannot_be_honoured_is_one_line_that_names_the_flag(flags, message):
-    assert message in refusal(*flags)
+def test_flags_that_cannot_be_combined_are_rejected_by_name(flags, named):
+    assert refusal(*shlex.split(flags)).startswith(f"{named}: expected ")
 
 
 def test_a_flag_without_default_that_is_missing_is_named():
@@ -288,52 +208,23 @@ def test_a_file_sets_flags_and_the_command_line_overrides_it(tmp_path):
     assert read_yaml(path)["lr"] == 1e-3
 
 
-def test_an_unknown_key_of_a_file_is_refused_and_the_nearest_one_named(tmp_path):
+def test_an_unknown_key_of_a_file_is_rejected_and_the_nearest_one_named(tmp_path):
     path = write(tmp_path, "hiden-size: 16\n")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"{path}: hiden-size: .* hidden-size"):
         parse_config(["--config", path, *MINIMAL], 1)
-    assert str(error.value) == (
-        f"{path}: hiden-size: expected a known key, got one that does not exist. Did you mean "
-        "hidden-size?"
-    )
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("- a\n- b\n", "expected keys and values"),
-        ("a: [1\n", "expected YAML"),
-        ("hidden-size: wide\n", "--hidden-size: expected an integer"),
-        ("hidden-size: 8\nhidden-size: 16\n", "expected each key once in"),
-        (
-            "hidden-size: 8\nhidden_size: 16\n",
-            "hidden_size: expected --hidden-size to be set once, got it twice.",
-        ),
-        (
-            "load-rng: true\nno-load-rng: true\n",
-            "no-load-rng: expected --load-rng to be set once, got it twice.",
-        ),
-        ("bf16: 1\n", "--bf16: expected true or false, got '1'."),
+        "hidden-size: 8\nhidden-size: 16\n",
+        "hidden-size: 8\nhidden_size: 16\n",
+        "load-rng: true\nno-load-rng: true\n",
     ],
 )
-def test_a_file_that_says_nothing_sensible_is_refused(tmp_path, content, message):
-    with pytest.raises(ConfigError) as error:
+def test_a_file_that_sets_an_option_twice_is_rejected(tmp_path, content):
+    with pytest.raises(ConfigError, match=r"once|twice"):
         parse_config(["--config", write(tmp_path, content)], 1)
-    assert message in str(error.value)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="--config: expected UTF-8 in"):
-        parse_config(["--config", str(path)], 1)
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(
-        ConfigError, match=r"--config: expected a readable file, got '/nowhere.yaml'"
-    ):
-        parse_config(["--config", "/nowhere.yaml"], 1)
 
 
 def test_the_values_of_a_configuration_give_its_sections_back_through_json_and_yaml():

@@ -24,55 +24,40 @@ def _refusal(flags: str, world_size: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "named"),
     [
-        (f"--num-experts 6 {SIZE} 4", f"{SIZE}: expected a divisor of --num-experts 6, got 4."),
-        (f"--num-experts 6 {SIZE} 3", f"{SIZE}: expected a divisor of 4 ranks, got 3."),
-        (
-            f"--num-experts 8 {SIZE} 4 --num-distributed-optimizer-instances 2",
-            f"{SIZE}: expected a divisor of 2 ranks of each of 2 instances, got 4.",
-        ),
-        (f"--num-experts 8 {SIZE} 0", f"{SIZE}: expected an integer >= 1, got 0."),
-        (
-            f"{SIZE} 2",
-            f"--num-experts: expected an integer >= 1, since {SIZE} is given, got None.",
-        ),
-        (
-            f"--num-experts 8 {SIZE} 2 --use-torch-fsdp2",
-            f"{SIZE}: expected --use-megatron-fsdp, got 2.",
-        ),
-        (
-            "--num-experts 4 --moe-router-topk 5",
-            "--moe-router-topk: expected at most --num-experts 4, got 5.",
-        ),
+        (f"--num-experts 6 {SIZE} 4", SIZE),
+        (f"--num-experts 6 {SIZE} 3", SIZE),
+        (f"--num-experts 8 {SIZE} 4 --num-distributed-optimizer-instances 2", SIZE),
+        (f"--num-experts 8 {SIZE} 0", SIZE),
+        (f"{SIZE} 2", "--num-experts"),
+        (f"--num-experts 8 {SIZE} 2 --use-torch-fsdp2", SIZE),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk"),
         (
             "--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
-            "--moe-router-num-groups: expected a divisor of --num-experts 8, got 3.",
+            "--moe-router-num-groups",
         ),
         (
             "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5",
-            "--moe-router-group-topk: expected at most --moe-router-num-groups 4, got 5.",
+            "--moe-router-group-topk",
         ),
         (
             "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 "
             "--moe-router-topk 3",
-            "--moe-router-topk: expected at most the 2 experts of --moe-router-group-topk 1 "
-            "groups, got 3.",
+            "--moe-router-topk",
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_in_one_line(flags, expected):
-    assert _refusal(flags, world_size=4) == expected
+def test_flags_that_contradict_each_other_are_rejected_by_name(flags, named):
+    assert _refusal(flags, world_size=4).startswith(f"{named}: expected ")
 
 
-def test_dividing_experts_needs_experts_on_one_rank_too():
-    expected = f"--num-experts: expected an integer >= 1, since {SIZE} is given, got None."
-    assert _refusal(f"{SIZE} 2", 1) == expected
-
-
-def test_dividing_experts_needs_an_engine():
-    flags = f"--num-experts 8 {SIZE} 2 --no-use-megatron-fsdp"
-    assert _refusal(flags, 1) == f"{SIZE}: expected --use-megatron-fsdp, got 2."
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(f"{SIZE} 2", "--num-experts"), (f"--num-experts 8 {SIZE} 2 --no-use-megatron-fsdp", SIZE)],
+)
+def test_one_rank_cannot_divide_experts_without_experts_or_an_engine(flags, named):
+    assert _refusal(flags, world_size=1).startswith(f"{named}: expected ")
 
 
 def test_one_rank_for_all_experts_is_no_setting():
@@ -84,18 +69,14 @@ def test_one_rank_for_all_experts_is_no_setting():
     [
         ("", "--moe-router-pre-softmax"),
         ("--moe-router-pre-softmax --moe-router-norm-topk", "--moe-router-no-norm-topk"),
-        (
-            "--moe-router-score-function sigmoid --moe-router-norm-topk",
-            "--moe-router-no-norm-topk",
-        ),
+        ("--moe-router-score-function sigmoid --moe-router-norm-topk", "--moe-router-no-norm-topk"),
     ],
 )
-def test_a_router_whose_one_weight_is_always_1_is_refused_where_it_would_train(flags, instead):
+def test_a_router_whose_single_weight_is_always_1_is_rejected_in_training(flags, instead):
     flags = f"--num-experts 4 --moe-router-topk 1 {flags}"
-    assert _refusal(flags, 1) == (
-        f"--moe-router-topk: expected at least 2, or {instead} beside it, since the one expert's "
-        "weight is always 1 otherwise, got 1."
-    )
+    message = _refusal(flags, 1)
+    assert message.startswith("--moe-router-topk: expected ")
+    assert f" {instead} " in message
     parse_config([*MINIMAL, *flags.split(), "--skip-train"], 1)
 
 

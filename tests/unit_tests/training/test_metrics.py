@@ -135,30 +135,6 @@ def test_pauses_are_left_out_of_the_next_steps_time(now):
     assert [record["elapsed_ms"] for _, record in sink.records] == [1000.0, 2000.0]
 
 
-def test_the_log_line_has_the_means_of_its_interval_and_says_how_many_were_bad(now, shown):
-    metrics = make(now, Recorder(), log_interval=3)
-    for iteration, loss in ((1, 1.0), (2, math.nan), (3, 2.0)):
-        now[0] += float(iteration)
-        metrics.step(
-            result(loss),
-            iteration=iteration,
-            consumed_samples=12,
-            learning_rate=0.1,
-            skipped=1,
-            nan=iteration - 1,
-        )
-    (line,) = [record.getMessage() for record in shown.records]
-    assert line.startswith(
-        "iteration   3/100 | consumed samples:       12 | elapsed time per iteration (ms): 2000.0"
-    )
-    assert "| throughput per device (TFLOP/s): 1.000 | tokens per second: 16 |" in line
-    assert (
-        "| learning rate: 1.000000E-01 | global batch size: 4 | lm loss: 1.500000E+00 | grad norm: "
-        "1.500 |" in line
-    )
-    assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   2 |")
-
-
 def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, shown):
     sink = Recorder()
     metrics = make(now, sink, log_interval=1)
@@ -178,13 +154,6 @@ def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, show
     (_, before), (_, record) = sink.records
     assert record.keys() - before.keys() == {"loss_scale", "num_zeros"}
     assert (record["loss_scale"], record["num_zeros"]) == (2.0**32, 7)
-
-
-def test_an_interval_without_a_finite_loss_says_nan(now, shown):
-    metrics = make(now, Recorder(), log_interval=1)
-    now[0] = 1.0
-    report(metrics, 1, math.inf)
-    assert "lm loss: NAN" in shown.records[0].getMessage()
 
 
 def test_a_step_without_learned_tokens_has_no_part_in_the_reported_losses(now, shown):
@@ -240,16 +209,6 @@ def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [3]
     (message,) = shown.messages
     assert message.startswith(f"Could not write {path}: [Errno 28] No space left on device.")
-
-
-def test_a_metrics_file_that_cannot_be_is_said_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "metrics.jsonl"
-    with pytest.raises(
-        ConfigError,
-        match=r"--metrics-jsonl: expected a file that can be written, got .*Not a directory",
-    ):
-        build_sinks(LoggingConfig(metrics_jsonl=str(path)), {}, start_iteration=0)
 
 
 def test_a_default_metrics_file_that_cannot_be_is_one_warning(tmp_path, shown):
@@ -457,18 +416,6 @@ def exact_line(line):
     )
 
 
-def test_times_start_anew_after_a_restart(now, shown):
-    now[0] = 100.0
-    metrics = make(
-        now, Recorder(), log_interval=3, state={"interval_losses": [1.0, 2.0]}, start_iteration=2
-    )
-    now[0] += 4.0
-    report(metrics, 3, 3.0)
-    (line,) = shown.messages
-    assert "elapsed time per iteration (ms): 4000.0" in line
-    assert "lm loss: 2.000000E+00" in line
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -493,12 +440,6 @@ def test_the_state_is_a_copy_and_holds_what_the_sinks_give(now):
     state = metrics.state()
     report(metrics, 2, 3.0)
     assert state == {"interval_losses": [2.0], "recorder": 1}
-
-
-def test_closing_closes_every_sink(now):
-    sink = Recorder()
-    make(now, sink).close()
-    assert sink.records == [("closed", {})]
 
 
 def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(now, shown):

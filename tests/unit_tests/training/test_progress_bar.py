@@ -61,18 +61,6 @@ def make(now, start_iteration: int = 0, **options) -> Metrics:
     )
 
 
-def test_before_the_first_step_it_says_that_it_is_under_way(terminal):
-    make([0.0])
-    assert terminal.line == "0% 0/100  the first iteration is under way"
-
-
-def test_a_resumed_run_begins_where_it_was(terminal):
-    metrics = make([0.0], start_iteration=40)
-    assert terminal.line == "40% 40/100  the first iteration is under way"
-    metrics.resume_clock()
-    assert terminal.line == "40% 40/100  the first iteration is under way"
-
-
 def test_the_time_left_is_that_of_recent_steps_without_the_first_one_and_without_pauses(terminal):
     now = [0.0]
     metrics = make(now)
@@ -105,26 +93,6 @@ def test_an_evaluation_and_a_save_are_shown_in_the_place_of_the_time_left(termin
     assert terminal.getvalue() == drawn, "nothing was shown that has to go"
 
 
-def test_what_is_left_at_the_end_tells_of_no_activity(terminal):
-    now = [0.0]
-    metrics = make(now, start_iteration=99)
-    now[0] += 0.5
-    step(metrics, 100)
-    metrics.shows("test 50%")
-    metrics.close()
-    assert terminal.line == "100% 100/100  loss 4.0000  64 tok/s  500 ms/it"
-
-
-def test_the_bar_keeps_its_width_when_the_text_becomes_shorter(terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    bar = ProgressBar(100, 0, is_wanted=True)
-    bar.step(4.0, 1e4, 1.0)
-    bar.shows("validation 100%")
-    bar.shows("test 5%")
-    ends = [text.rfind("|") for text in terminal.getvalue().split("\r")[-2:]]
-    assert ends[0] == ends[1] > 6
-
-
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_without_a_terminal_or_with_no_progress_bar_nothing_is_written(monkeypatch, is_wanted):
     stream = io.StringIO() if is_wanted else Terminal()
@@ -145,23 +113,3 @@ def test_the_pace_is_the_mean_of_recent_steps():
     for number in range(200):
         pace.add(1.0 if number < 150 else 3.0)
     assert pace.seconds == 3.0
-
-
-def test_the_log_lines_time_left_has_the_same_pace(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(
-        "megatron.training.metrics.logger.info", lambda text, *args: lines.append(text % args)
-    )
-    now = [0.0]
-    metrics = Metrics(
-        Rates(100, 4, 8, 1e12, 2),
-        LoggingConfig(log_interval=2, log_format="short"),
-        [],
-        start_iteration=0,
-        shows_progress=False,
-        clock=lambda: now[0],
-    )
-    for iteration, seconds in ((1, 61.0), (2, 1.0)):
-        now[0] += seconds
-        step(metrics, iteration)
-    assert lines[0].endswith("eta 1m38s"), "98 iterations of one second"

@@ -4,10 +4,7 @@ long.
 
 from __future__ import annotations
 
-import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,83 +62,58 @@ def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[s
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "part"),
     [
-        ("hidden-size: 2026-11-22", "--hidden-size: expected an integer >= 1, got '2026-11-22'."),
-        ("hidden-size: 2026-99-99", "--hidden-size: expected an integer >= 1, got '2026-99-99'."),
-        ("lr: 2026-11-22 10:00:00", "--lr: expected a number >= 0, got '2026-11-22 10:00:00'."),
-        ("hidden-size: 1:30", "--hidden-size: expected an integer >= 1, got '1:30'."),
-        ("lr: 1:30.5", "--lr: expected a number >= 0, got '1:30.5'."),
-        (
-            "hidden-size: 017",
-            "--hidden-size: expected an integer >= 1, got 017, which YAML 1.1 takes for octal.",
-        ),
-        ("hidden-size: 0o17", "--hidden-size: expected an integer >= 1, got '0o17'."),
-        ("hidden-size: 0x1F", "--hidden-size: expected an integer >= 1, got '0x1F'."),
-        ("train-iters: 1e5", "--train-iters: expected an integer >= 1, got '1e5'."),
-        ("lr: .inf", "--lr: expected a number >= 0, got '.inf'."),
-        ("lr: .nan", "--lr: expected a number >= 0, got '.nan'."),
-        ("hidden-size: true", "--hidden-size: expected an integer >= 1, got 'true'."),
-        ("bf16: 1", "--bf16: expected true or false, got '1'."),
-        ("hidden-size: " + "9" * 5000, "--hidden-size: expected an integer >= 1, got '999"),
-        (
-            "hidden-size: !!timestamp 2026-11-22",
-            "hidden-size: expected a plain value, got one with the tag !!timest",
-        ),
-        (
-            "hidden-size: !!python/name:os.system ''",
-            "got one with the tag !!python/name:os.system.",
-        ),
-        (
-            "hidden-size: !!binary MTI=",
-            "hidden-size: expected a plain value, got one with the tag !!binary.",
-        ),
-        (
-            "hidden-size: !<x%E2%80%AE> 1",
-            "hidden-size: expected a plain value, got one with the tag x\\u202e.",
-        ),
-        (
-            "hidden-size: {a: 1}",
-            "hidden-size: expected a value or a list of values, got keys of its own in line 1.",
-        ),
-        (
-            "lr: 1\nhidden-size: !!set {a}",
-            "hidden-size: expected a value or a list of values, got keys of its own in",
-        ),
-        (
-            "data-path: [a, [b]]",
-            "data-path: expected a value or a list of values, got a list in a list in line 1.",
-        ),
-        (
-            "data-path: &a [*a]",
-            "data-path: expected a value or a list of values, got a list in a list in line 1.",
-        ),
-        ("hidden-size: [1]", "--hidden-size: expected an integer >= 1, got ['1']."),
-        ("data-path: [a, ~]", "--data-path: expected a list, each a non-empty string, got None."),
-        ("? [a]\n: b", "expected plain keys in"),
-        ("<<: {lr: 1}", "<<: expected a value or a list of values"),
-        ("<<: 1", "<<: expected a known key"),
-        ("lr: 1\nlr: 2", "got the key 'lr' twice in line 2."),
-        ("lr: 1\nx\\e[2J: 2", "x\\e[2J: expected a known key"),
-        ('"x\\e[2J\\n": 2', "x\\x1b[2J\\n: expected a known key"),
-        ("lr: 1\n---\nlr: 2", "expected YAML in"),
-        ("- a", "expected keys and values in"),
-        ("a", "expected keys and values in"),
-        ("hidden-size: " + "[" * 3000 + "]" * 3000, "got more than 8 levels in"),
-        ("hidden-size: " + "{a: " * 3000 + "}" * 3000, "got more than 8 levels in"),
-        ("\n".join(" " * depth + "a:" for depth in range(300)), "got more than 8 levels in"),
-        ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "expected YAML in"),
-        ('lr: "\\UFFFFFFFF"', "expected YAML in"),
-        (b"lr: \xff", "expected UTF-8 in"),
-        (b"lr: \0", "expected YAML in"),
-        (b"\xff\xfe\0", "expected UTF-8 in"),
-        (b"a: 1\n" * 300_000, "expected a readable file, got"),
+        ("hidden-size: 2026-11-22", "--hidden-size"),
+        ("hidden-size: 2026-99-99", "--hidden-size"),
+        ("lr: 2026-11-22 10:00:00", "--lr"),
+        ("hidden-size: 1:30", "--hidden-size"),
+        ("lr: 1:30.5", "--lr"),
+        ("hidden-size: 017", "octal"),
+        ("hidden-size: 0o17", "--hidden-size"),
+        ("hidden-size: 0x1F", "--hidden-size"),
+        ("train-iters: 1e5", "--train-iters"),
+        ("lr: .inf", "--lr"),
+        ("lr: .nan", "--lr"),
+        ("hidden-size: true", "--hidden-size"),
+        ("bf16: 1", "--bf16"),
+        ("hidden-size: " + "9" * 5000, "--hidden-size"),
+        ("hidden-size: !!timestamp 2026-11-22", "!!timestamp"),
+        ("hidden-size: !!python/name:os.system ''", "!!python/name:os.system"),
+        ("hidden-size: !!binary MTI=", "!!binary"),
+        ("hidden-size: !<x%E2%80%AE> 1", "x\\u202e"),
+        ("hidden-size: {a: 1}", "in line 1"),
+        ("lr: 1\nhidden-size: !!set {a}", "hidden-size"),
+        ("data-path: [a, [b]]", "a list in a list in line 1"),
+        ("data-path: &a [*a]", "a list in a list in line 1"),
+        ("hidden-size: [1]", "--hidden-size"),
+        ("data-path: [a, ~]", "--data-path"),
+        ("? [a]\n: b", "expected plain keys"),
+        ("<<: {lr: 1}", "<<"),
+        ("<<: 1", "<<"),
+        ("lr: 1\nlr: 2", "twice in line 2"),
+        ("lr: 1\nx\\e[2J: 2", "x\\e[2J"),
+        ('"x\\e[2J\\n": 2', "x\\x1b[2J\\n"),
+        ("lr: 1\n---\nlr: 2", "expected YAML"),
+        ("- a", "expected keys and values"),
+        ("a", "expected keys and values"),
+        ("hidden-size: " + "[" * 3000 + "]" * 3000, "8 levels"),
+        ("hidden-size: " + "{a: " * 3000 + "}" * 3000, "8 levels"),
+        ("\n".join(" " * depth + "a:" for depth in range(300)), "8 levels"),
+        ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "expected YAML"),
+        ('lr: "\\UFFFFFFFF"', "expected YAML"),
+        (b"lr: \xff", "UTF-8"),
+        (b"lr: \0", "expected YAML"),
+        (b"\xff\xfe\0", "UTF-8"),
+        (b"a: 1\n" * 300_000, "expected a readable file"),
     ],
 )
-def test_what_means_nothing_is_one_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_a_value_without_a_meaning_is_one_line(
+    tmp_path: Path, content: str | bytes, part: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         read_yaml(write(tmp_path, content))
-    assert message in str(error.value)
+    assert part in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 800
 
@@ -171,59 +143,10 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
 
 
 SNIPPETS = [
-    *(
-        "lr",
-        "hidden-size",
-        "data-path",
-        "bf16",
-        "1",
-        "-",
-        "- ",
-        ": ",
-        "\n",
-        "  ",
-        "[",
-        "]",
-        "{",
-        "}",
-        ",",
-        "&a ",
-        "*a",
-    ),
-    *(
-        "!!int ",
-        "!!str ",
-        "!x ",
-        "'",
-        '"',
-        "|",
-        ">",
-        "#",
-        "%YAML 1.1\n",
-        "---\n",
-        "...",
-        "? ",
-        "\\",
-        "\\x1",
-        "\\U1100",
-    ),
-    *(
-        "~",
-        "null",
-        "true",
-        "0x",
-        "0o7",
-        "1:2",
-        "2026-11-22",
-        ".inf",
-        "<<",
-        "=",
-        "\t",
-        "\0",
-        "\ufeff",
-        "\u2028",
-        "é",
-    ),
+    *"lr hidden-size data-path bf16 1 - : [ ] { } , &a *a !!int !!str !x ' | > # ...".split(),
+    *"~ null true 0x 0o7 1:2 2026-11-22 .inf << = \\ \\x1 \\U1100".split(),
+    *('"', "- ", ": ", "? ", "  ", "\n", "---\n", "%YAML 1.1\n"),
+    *("\t", "\0", "\ufeff", "\u2028", "é"),
 ]
 
 
@@ -238,33 +161,6 @@ def test_any_text_is_settings_or_one_line(content: str) -> None:
             found = {"error": str(error)}
         assert all(isinstance(key, str) and len(repr(value)) < 5000 for key, value in found.items())
         assert str(found.get("error", "")).isprintable()
-
-
-@pytest.mark.wide
-def test_as_much_as_is_read_takes_seconds_and_little_memory(tmp_path: Path) -> None:
-    """In a process of its own, whose address space ends."""
-    code = """
-import resource, sys, time
-from megatron.core.options import ConfigError
-from megatron.training.arguments import read_yaml
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
-parts = ("[", "x,", "{", "? ", "a: &a\\n", "- ", "'x", "a", "*a,", "&a [", "!!x ", "# ", "\\t")
-for repeated in (*parts, "- a\\n"):
-  for begin in ("", "data-path: [", "lr: "):
-    content = begin + repeated * (250_000 // len(repeated))
-    with open(sys.argv[1], "w") as stream:
-        stream.write(content)
-    begun = time.process_time()
-    try:
-        read_yaml(sys.argv[1])
-    except ConfigError as error:
-        assert len(str(error)) < 1000
-    assert time.process_time() - begun < 60, content[:20]
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml"), str(6 << 30)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 << 20
 
 
 def test_numbers_that_no_machine_integer_holds_are_refused_from_everywhere(tmp_path: Path) -> None:
