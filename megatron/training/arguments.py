@@ -7,7 +7,7 @@ directory of `--hf-model` sets flags that are not given; a flag that contradicts
 been built.
 
 A launch script written for Megatron-LM may need many changes, so one error names all of them that
-can be known at once. What it says to write instead (flag_answers.py) is checked as if it had been
+can be detected at once. Suggested replacements (flag_answers.py) are checked as if they had been
 written.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C")
 _SHOWN_KEY = 80  # characters of a key or a number in a message
 _MOST_LINES = 60  # of a message; a launch script has as many flags
-_OFF = ("false",)  # what a file gives to a flag that is not meant
+_OFF = ("false",)  # the value of a flag that a file turns off
 _IS_OCTAL = re.compile(r"[-+]?0[0-9_]+")
 
 
@@ -55,18 +55,17 @@ class _Switch:
 
 
 class ParsedCommandLine(NamedTuple):
-    """What a command line means."""
+    """A command line, parsed."""
 
     config: RunConfig  # resolved
-    without_effect: tuple[Given, ...]  # flags of Megatron-LM's that change nothing here
+    without_effect: tuple[Given, ...]  # flags of Megatron-LM without effect here
 
     def log_without_effect(self) -> None:
-        """One line that lists them, if there are any."""
+        """Logs the flags without effect in one line."""
         if self.without_effect:
             flags = printable(", ".join(map(str, self.without_effect)), limit=4000)
             logger.info(
-                "no effect here (accepted; may be deleted; docs/coming-from-megatron.md says why): "
-                "%s",
+                "no effect here (accepted; may be deleted; see docs/coming-from.md): %s",
                 flags,
             )
 
@@ -85,18 +84,18 @@ def parse_command_line(
         argv: the arguments, without the program's name.
         world_size: ranks in the run.
         needs_files: whether data and tokenizer must exist. If not, made-up text and a tokenizer of
-            as many ids are in the place of those that do not: a plan reads neither.
+            as many ids replace missing ones: a plan reads neither.
 
     Raises:
-        ConfigError: for each thing that is wrong a line that names the flag or key, what was
-            expected and what was got, or what to do.
+        ConfigError: one line for each error, with the flag or key, and either the expected and the
+            given value or the remedy.
     """
     given, stray = _split(argv)
     settings = _Settings()
     for word in stray:
         shown_word = printable(word, _SHOWN_KEY)
         settings.errors.append(
-            f"{shown_word}: expected a flag, which begins with --, or its value."
+            f"{shown_word}: expected a flag, which starts with --, or its value."
         )
     paths = [one for one in given if one.flag == "--config"]
     if paths:
@@ -148,10 +147,10 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 class _Stranger(NamedTuple):
-    """A flag that sets none of our fields, at least not to such a value."""
+    """A flag without a field, or with a value that its field does not have."""
 
     given: Given
-    path: str | None  # of the file it stands in; None: it stands on the command line
+    path: str | None  # of the file that contains it; None: the command line
 
 
 @dataclass
@@ -161,10 +160,10 @@ class _Settings:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # converted, by field name
     strangers: list[_Stranger] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
-    # The flags of Megatron-LM's among them, each with its place in front.
+    # Rejected flags of Megatron-LM, each with its file as a prefix.
     refused: list[tuple[str, Answer]] = dataclasses.field(default_factory=list)
     without_effect: list[Given] = dataclasses.field(default_factory=list)
-    # Flags of which a message speaks already: what their lack leads to is not worth another.
+    # Flags that a message names already; a second error about one is left out.
     spoken_of: set[str] = dataclasses.field(default_factory=set)
 
     def read_file(self, path: str) -> None:
@@ -174,7 +173,7 @@ class _Settings:
             given = _given_by_file(key, setting)
             switch = switches.get(given.flag[2:])
             if switch is None or _is_megatrons(given):
-                # A key of Megatron-LM's that is false is a flag that is not given.
+                # A false key of Megatron-LM is a flag that is not given.
                 is_off = given.values == _OFF and _is_megatrons(Given(given.flag, ()))
                 if not is_off:
                     self.strangers.append(_Stranger(given, path))
@@ -205,8 +204,8 @@ class _Settings:
                 self._refuse(switch.field, error)
 
     def answer_strangers(self, world_size: int) -> None:
-        """Sorts what sets none of our fields into what has no effect and what is an error; takes
-        what is to be written instead.
+        """Sorts flags without a field into flags without effect and errors, and applies the
+        suggested replacements, so that they are checked too.
         """
         lines: list[str] = []
         for given, path in self.strangers:
@@ -243,7 +242,7 @@ class _Settings:
         return config
 
     def take_hf_model(self) -> None:
-        """Takes the settings of the folder of `--hf-model`, beneath those of files and flags."""
+        """Applies the settings of the `--hf-model` directory where files and flags set none."""
         folder = self.values.get("hf_model")
         if folder is None:
             return
@@ -252,9 +251,9 @@ class _Settings:
             self.errors += lines
             self.spoken_of |= {line.split(":")[0] for line in lines}
         except ConfigError as error:
-            if folder:  # the option itself says what is wrong with an empty one
+            if folder:  # an empty name is an error of the option itself
                 self.errors.append(f"--hf-model: {error}")
-            # What the folder would have said is not missed setting by setting.
+            # No second error for each setting that the directory would have set.
             self.spoken_of |= {field.flag for field in options_of(TransformerConfig)}
             self.spoken_of |= {field.flag for field in options_of(TokenizerConfig)}
 
@@ -275,7 +274,7 @@ class _Settings:
             needs_file = self.values.get("tokenizer_type") in (None, "HuggingFaceTokenizer")
             if size is None or not needs_file or self.values.get("hf_model") is not None:
                 return
-        # Unlike Path.exists, it says no where a name is too long or a folder is closed.
+        # Path.exists raises for names that are too long and for unreadable directories.
         elif os.path.exists(model):  # noqa: PTH110
             return
         if size is None:
@@ -297,7 +296,7 @@ class _Settings:
         self._raise(self.errors)
 
     def _raise(self, errors: Sequence[str]) -> None:
-        """ConfigError for the lines, if there are any: grouped, if they speak of Megatron-LM."""
+        """Raises ConfigError for a list of errors, grouped if some concern flags of Megatron-LM."""
         if not self.refused:
             _raise(errors)
             return
@@ -345,7 +344,7 @@ def _is_number(word: str) -> bool:
 
 
 def _is_megatrons(given: Given) -> bool:
-    """Whether the table knows this: a flag of Megatron-LM's, or such a value of one of ours."""
+    """Whether the table has a row for this flag of Megatron-LM, or this value of a flag."""
     return answer(given, {}, 1) is not None
 
 
@@ -376,7 +375,9 @@ def _convert_given(switch: _Switch, given: Given) -> Any:
 
 
 def _given_by_file(key: str, setting: Setting | list[Setting]) -> Given:
-    """A key of a file as the flag that it stands for. One that is null or false is not given."""
+    """Converts a key of a file to its flag. A key that is null or false is a flag that is not
+    given.
+    """
     flag = "--" + key.replace("_", "-")
     if isinstance(setting, list):
         return Given(flag, tuple(one.text for one in setting))
@@ -442,7 +443,7 @@ def _build_section(config_class: type[C], values: dict[str, Any]) -> C:
 
 
 def _raise(errors: Sequence[str]) -> None:
-    """ConfigError for the lines, if there are any."""
+    """Raises ConfigError for a list of errors, unless it is empty."""
     errors = _cut(errors)
     if len(errors) == 1:
         raise ConfigError(errors[0])
@@ -458,7 +459,7 @@ def _cut(errors: Sequence[str]) -> Sequence[str]:
 
 
 def _optional_sections() -> set[str]:
-    """Sections of parts that a model may lack, if no flag of theirs is given."""
+    """Sections of optional parts of a model, which are absent unless one of their flags is given."""
     return {
         field.name
         for field in dataclasses.fields(RunConfig)
@@ -485,7 +486,7 @@ def _switches() -> dict[str, _Switch]:
 
 
 def _unknown(given: Given, *, is_key: bool) -> str:
-    """The line about a flag or a file's key that nobody knows."""
+    """The error message for an unknown flag or key."""
     strip = "-" if is_key else ""
     name = printable(given.flag, _SHOWN_KEY).lstrip(strip)
     kind = "a known key" if is_key else "a known flag"

@@ -65,7 +65,7 @@ class TrainingConfig:
     )
     calculate_per_token_loss: bool = option(
         False,
-        "average the loss over all learned tokens of a global batch instead of over those of each "
+        "average the loss over all learned tokens of a global batch instead of over each "
         "microbatch, then over microbatches; makes a difference where tokens are masked (--sft, "
         "--eod-mask-loss, images)",
     )
@@ -106,8 +106,8 @@ class RecoverConfig:
 
     recover_mode: str = option(
         "auto",
-        "auto: resume from the newest intact checkpoint in --save, if there is one; on: require"
-        " one; off: start as --load says, and reject a --save with newer checkpoints",
+        "auto: resume from the newest intact checkpoint in --save, if any; on: require"
+        " one; off: start from --load, and reject a --save with newer checkpoints",
         choices=("on", "auto", "off"),
         may_change=True,
     )
@@ -185,7 +185,7 @@ class RunConfig:
 
     @property
     def events_dir(self) -> str | None:
-        """The folder of the run's event log; None: there is none."""
+        """The directory of the event log. None: no event log."""
         save = self.checkpoint.save
         # An evaluation of a run's checkpoints is not one of its starts.
         if self.logging.events_dir is not None or save is None or self.training.skip_train:
@@ -195,14 +195,14 @@ class RunConfig:
 
     @property
     def timelines_dir(self) -> str | None:
-        """The folder of what `--profile-lanes` records; None: there is none."""
+        """The directory of recorded timelines. None: no recording."""
         if self.logging.profile_lanes_dir is not None or self.events_dir is None:
             return self.logging.profile_lanes_dir
         return str(Path(self.events_dir) / FOLDER)
 
     @property
     def metrics_jsonl(self) -> str | None:
-        """The file that gets the run's metrics; None: there is none."""
+        """The JSONL file of metrics. None: no such file."""
         given, folder = self.logging.metrics_jsonl, self.events_dir
         if given is not None:
             return None if given == NO_FILE else given
@@ -278,13 +278,13 @@ class RunConfig:
 
         model = self.model
         if model.num_experts not in (None, 1) and not self.training.skip_train:
-            # A folder's model may be like this, but in training its routers would not learn.
+            # A published model may be like this, but in training its routers would not change.
             is_first = model.is_router_scored_first
             instead = "--moe-router-no-norm-topk" if is_first else "--moe-router-pre-softmax"
             expect(
                 model.moe_router_topk > 1 or (is_first and not model.is_router_normalized),
                 "--moe-router-topk",
-                f"at least 2, or {instead} beside it, since the one expert's weight is always 1 "
+                f"at least 2, or {instead} as well, since the one expert's weight is always 1 "
                 "otherwise",
                 model.moe_router_topk,
             )
@@ -309,7 +309,7 @@ class RunConfig:
         if checkpoint.load is None and not recovers:
             for field in given_options(checkpoint):
                 flag = field.flag_for(getattr(checkpoint, field.name))
-                expected = f"a folder, since {flag} is given with --recover-mode off"
+                expected = f"a directory, since {flag} is given with --recover-mode off"
                 expect("load" not in field.option.requires, "--load", expected, None)
         if checkpoint.finetune and not recovers:
             for field in given_options(self.schedule):
@@ -322,7 +322,7 @@ class RunConfig:
         expect(
             self.recover.recover_mode != "on" or self.checkpoint.save is not None,
             "--recover-mode",
-            "--save, in whose folder the checkpoints are",
+            "--save, the directory of checkpoints",
             self.recover.recover_mode,
         )
 
@@ -375,7 +375,7 @@ class RunConfig:
         instances = self.parallel.num_distributed_optimizer_instances
         where = "" if instances == 1 else f" of each of {instances} instances"
         if num_experts is None:
-            return  # a size without experts is refused by name, on any number of ranks
+            return  # a size without experts is rejected by name, on any number of ranks
         expect(
             num_ranks % size == 0,
             "--expert-model-parallel-size",

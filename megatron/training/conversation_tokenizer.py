@@ -1,6 +1,6 @@
 """From conversations to tokens, and to which of them are to be learned.
 
-The chat template of the tokenizer's folder renders the text. For conversations about pictures it
+The chat template in the tokenizer's directory renders the text. For conversations about pictures it
 may be missing; then it is this part of Qwen's, in which a picture may take four tokens:
 
     <|im_start|>user
@@ -57,7 +57,7 @@ class Rendered(NamedTuple):
 
     Attributes:
         tokens: [tokens] int64.
-        is_answer: [tokens] bool: what the assistant says, and the end of it.
+        is_answer: [tokens] bool: the assistant's text and its end token.
     """
 
     tokens: NDArray[np.int64]
@@ -69,7 +69,7 @@ class ConversationTokenizer:
 
     Args:
         tokenizer: one of Hugging Face's.
-        template: a file with a chat template; default: that of the tokenizer's folder.
+        template: a file with a chat template; default: the one in the tokenizer's directory.
 
     Raises:
         ConfigError: another kind of tokenizer, or no template.
@@ -92,19 +92,19 @@ class ConversationTokenizer:
         return ChatTemplate.of_files(folder, template, ends)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The tokens of a conversation, and which of them the assistant says.
+        """Returns the tokens of a conversation, and a mask of the assistant's.
 
         Raises:
-            ConversationError: it cannot be rendered, or nothing in it is to be learned.
+            ConversationError: it cannot be rendered, or has no token to learn.
         """
         chat = self._template.render_answers(conversation.messages, conversation.tools)
         return self._encoded(chat)
 
     def _encoded(self, chat: RenderedChat) -> Rendered:
         found = encode_answers(self._backend, chat.text, chat.answers)
-        # The first token follows nothing, so it is never learned.
+        # The first token has no predecessor, so it is never learned.
         if not found.is_answer[1:].any():
-            raise ConversationError("expected something that the assistant says, got nothing")
+            raise ConversationError("expected text of the assistant, got none")
         return found
 
 
@@ -113,11 +113,11 @@ class PictureTokenizer(ConversationTokenizer):
 
     Args:
         tokenizer: one of Hugging Face's, with the tokens that Qwen's models have for images.
-        template: as for the base class; a folder without one gets Qwen's.
+        template: as for the base class; the default for a directory without one is Qwen's.
 
     Attributes:
         end: the token that ends an answer.
-        image_token: in the place of each block of an image's patches.
+        image_token: replaces each block of an image's patches.
 
     Raises:
         ConfigError: a tokenizer without these tokens.
@@ -156,7 +156,7 @@ class PictureTokenizer(ConversationTokenizer):
         return self._encoded(_expanded(chat, num_tokens))
 
     def prompt(self, conversation: Conversation, num_tokens: Sequence[int]) -> NDArray[np.int64]:
-        """The tokens of a conversation up to where the assistant is to answer."""
+        """The tokens of a conversation and its generation prompt."""
         text = self._template.render(conversation.messages, conversation.tools, asks=True)
         chat = _expanded(RenderedChat(text, ()), num_tokens)
         return encode_answers(self._backend, chat.text, ()).tokens
@@ -182,17 +182,18 @@ def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
 
 
 def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
-    """The tokens of a text, and which of them have characters of an answer.
+    """Returns the tokens of a text, and a mask of the ones with characters of an answer.
 
-    Only the chat template says how a conversation begins, as where it is served: the tokenizer's
-    own beginning of texts is not added.
+    As in serving, the start of a conversation is defined by the chat template alone: the
+        tokenizer's
+    prefix is not added.
 
-    A token that begins with the blank before an answer belongs to it, as in the masks of the
-    transformers library: without it, the beginning of the answer is not learned.
+    A token that starts with the blank before an answer belongs to it, as in the masks of the
+    transformers library: without it, the first word of the answer would not be learned.
 
     Args:
         backend: a tokenizer of the `tokenizers` library.
-        answers: begin and end in characters.
+        answers: start and end in characters.
 
     Raises:
         ConversationError: the tokenizer has no tokens for it.

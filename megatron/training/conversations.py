@@ -7,13 +7,13 @@ Two forms are read. OpenAI's, whose content may be a text or a list of parts:
                                      {"type": "text", "text": "What is this?"}]},
         {"role": "assistant", "content": "A cat."}]}
 
-and that of ShareGPT and LLaVA, where `<image>` stands for the next one of the pictures beside it:
+and the form of ShareGPT and LLaVA, where `<image>` is replaced by the next picture of the record:
 
     {"images": ["cat.png"],
      "conversations": [{"from": "human", "value": "<image>What is this?"},
                        {"from": "gpt", "value": "A cat."}]}
 
-Both may have `"tools"` and `"system"` beside the turns.
+Both may have the keys `"tools"` and `"system"`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron.core.json_reading import parse_json
 from megatron.core.options import shown
 
 SYSTEM, ASSISTANT = "system", "assistant"
-# Of LLaVA's and ShareGPT's files.
+# Roles in files of LLaVA and ShareGPT.
 _ROLES = {SYSTEM: SYSTEM, "human": "user", "user": "user", "gpt": ASSISTANT}
 _PLACE = "<image>"
-# Whether a turn is to be learned: OpenAI's and Axolotl's names, and those of ms-swift.
+# Keys that exclude a turn from learning: names of OpenAI, Axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be used. The message says why."""
+    """A conversation that cannot be used. The message gives the reason."""
 
 
 class Conversation(NamedTuple):
@@ -91,7 +91,7 @@ def parse_picture_conversation(record: object) -> Conversation:
     left = iter(beside)
     placed: list[Mapping[str, Any]] = []
     pictures: list[str] = []
-    # A system prompt beside the turns has no number.
+    # A system prompt under the key "system" has no number.
     num_turns = len(record["messages"] if "messages" in record else record["conversations"])
     for number, message in enumerate(messages, start=1 + num_turns - len(messages)):
         if message.get("content") is not None:
@@ -137,7 +137,7 @@ def _message(turn: object, number: int) -> dict[str, Any]:
 
 
 def _system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turn that a system prompt beside the turns is."""
+    """The turn of the system prompt under the key "system"."""
     prompt = record.get("system")
     if prompt is None or prompt == "":
         return []
@@ -147,7 +147,7 @@ def _system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[d
         return [{"role": SYSTEM, "content": prompt}]
     if messages[0].get("content") != prompt:
         raise ConversationError(
-            "expected a system prompt either beside the turns or as the first one, got two"
+            "expected a system prompt either as a key or as the first turn, got two"
         )
     return []
 
@@ -209,7 +209,7 @@ def _parts(content: object, left: Iterator[str], number: int) -> Iterator[tuple[
 
 
 def _path_of(part: Mapping[str, Any]) -> object:
-    """The path or URI that a picture's part has; None if it stands for one beside the turns."""
+    """The path or URI in a picture's part. None for a placeholder of a picture of the record."""
     names = ("image", "path", "url", "image_url")
     found = next((part[name] for name in names if part.get(name) is not None), None)
     return found.get("url", found) if isinstance(found, Mapping) else found

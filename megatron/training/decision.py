@@ -1,6 +1,6 @@
 """What follows an iteration: an evaluation, a save, the end of the run.
 
-`decide` is a pure function of what all ranks know alike, so every rank comes to the same decision
+`decide` is a pure function of values that are equal on all ranks, so every rank decides the same
 without another collective:
 
     after an iteration                       evaluates    save
@@ -28,13 +28,13 @@ _PREEMPTED = (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
 
 
 class Save(Enum):
-    """What an iteration does about checkpoints."""
+    """The action on checkpoints after an iteration."""
 
     NOTHING = auto()
     BEGIN = auto()  # save; in the background with --async-save
     SKIP = auto()  # leave out a save that is due, on all ranks
     LAST = auto()  # save the final state and wait for it
-    FINISH = auto()  # wait for the save under way, which may still fit, but begin none
+    FINISH = auto()  # wait for the pending save, which may still fit, but start none
 
 
 class Decision(NamedTuple):
@@ -42,7 +42,7 @@ class Decision(NamedTuple):
 
     evaluates: bool
     save: Save
-    stop: Stop | None  # ends the run early; None: it goes on, or has run to its end
+    stop: Stop | None  # ends the run early; None: it continues, or has finished
 
 
 def decide(
@@ -84,7 +84,7 @@ def decide(
 
 
 def is_due(step_info: StepInfo, interval: int | None) -> bool:
-    """Whether an iteration is one of those at this interval; None: there are none."""
+    """Whether an iteration is a multiple of the interval. None: no interval."""
     return interval is not None and step_info.iteration % interval == 0
 
 
@@ -94,7 +94,7 @@ def _with_saves(config: RunConfig, votes: Votes, stop: Stop | None) -> Stop | No
         return replace(
             stop, code=ExitCode.PREEMPTED_UNSAVED, reason=f"{stop.reason}, and there is no --save"
         )
-    # Where there is no time to save, the exit code already says that the state was not saved.
+    # Without time to save, the exit code already reports that the state was not saved.
     is_saved = stop is None or stop.saves
     if votes.save_failed and config.checkpoint.exit_on_save_failure and is_saved:
         return Stop("a checkpoint could not be saved", ExitCode.NOT_SAVED, saves=True)

@@ -5,7 +5,7 @@
     result = engine.train_batch(microbatches, forward_step)
     engine.save(SaveLoadMeta("runs/mine/step_1000", with_optim=True))
 
-The names are those of AReaL's engines; `megatron/training/engines.py` has the implementations.
+The names follow the engines of AReaL; `megatron/training/engines.py` has the implementations.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class SaveLoadMeta:
     """What to save or load, and where.
 
     Attributes:
-        path: the checkpoint's folder. `save` makes it, or finds it empty; its name must not be one
-            that a run's own checkpoints have. `dcp` of `MegatronEngine` takes an fsspec URL, too.
+        path: the checkpoint's directory. `save` creates it unless it exists and is empty; its name
+            must not be one that a run's own checkpoints have. `dcp` of `MegatronEngine` takes an
+            fsspec URL, too.
         weight_format: `dcp`: PyTorch DCP, sharded, to resume from on any number of ranks. `hf`:
             safetensors with config.json, as transformers loads it; weights alone.
         with_optim: also the optimizer's states, the schedule, the random states and the counters.
-        tokenizer, processor: saved beside weights in `hf`: anything with `save_pretrained(folder)`.
-        base_model_path: with `hf`, the folder of the model that training began with. Files that the
-            save does not write itself are copied from there, weights excepted.
+        tokenizer, processor: saved with `hf` weights; any object with `save_pretrained(directory)`.
+        base_model_path: with `hf`, the directory of the model that training started from. Files
+            that the save does not write itself are copied from there, weights excepted.
         hf_dtype: with `hf`, of all weights in the files but for fp32 parameters of an `Fp32Module`,
             which stay fp32; None: bf16 for those whose main weights are fp32. `torch.float32` keeps
             these to the bit, for `load` to bring back.
-        adds_rows: with `hf`, whether a model of ours may be loaded whose vocabulary has more rows
+        adds_rows: with `hf`, whether the model may have more vocabulary rows
             than the folder's; `load_hf` says what they are.
 
     Raises:

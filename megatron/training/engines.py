@@ -1,5 +1,5 @@
 """The engines: `MegatronEngine` over our FSDP, `FSDPEngine` over PyTorch FSDP2, and `ModuleEngine`,
-which shards nothing and runs in one process.
+an unsharded module in one process.
 
 They share the optimizer (offloaded or not), the schedule, the counters, steps and evaluations,
 saving and loading. They differ in how they shard a model and in the format of their checkpoints,
@@ -116,8 +116,8 @@ class ModuleEngine:
     Implements `TrainEngine`, which documents the methods.
     """
 
-    own_format = FSDP_DTENSOR  # of its checkpoints, unless the configuration says otherwise
-    _shards_modules = False  # whether what is offloaded is offloaded module by module
+    own_format = FSDP_DTENSOR  # default format of its checkpoints
+    _shards_modules = False  # whether states are offloaded module by module
 
     def __init__(
         self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
@@ -253,7 +253,7 @@ class ModuleEngine:
 
         if self._activations is not None:
             self._activations.end_step()
-        # A skipped step counts: the schedule and the data go on all the same.
+        # A skipped step counts: the schedule and the data advance.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
         state.step_info.skipped_iterations += result.is_skipped
@@ -263,8 +263,10 @@ class ModuleEngine:
         return replace(result, learning_rate=learning_rate)
 
     def _check_schedule(self) -> None:
-        """A run ends at `train_iters`. A program with a loop of its own may go on, at a rate that
-        it should know of: RuntimeError if that is 0, since nothing would be trained.
+        """Warns of steps beyond `train_iters`, which a user's training loop may make at `min_lr`.
+
+        Raises:
+            RuntimeError: `min_lr` is 0, so that the step would not change the weights.
         """
         iteration, schedule = self.state.step_info.iteration, self.state.schedule
         end = schedule.last_change
@@ -320,7 +322,7 @@ class ModuleEngine:
                 mesh=self.mesh,
             )
         finally:
-            # While gathered, the model's parameters are not those that the optimizer holds.
+            # Parameters of a gathered model are not the ones that the optimizer holds.
             torch_fsdp2.reshard(self.model)
 
     @torch.no_grad()
@@ -399,7 +401,7 @@ class ModuleEngine:
             model.to(self.device.torch_device)
 
     def _check_host_memory(self, model: nn.Module, plan: OffloadPlan | None) -> None:
-        """Refuses what the host has no room for, before there are any weights."""
+        """Raises HostMemoryError before weights are allocated, if host memory is too small."""
         needs = self.config.execution.host_needs(self.device)
         if plan is not None and plan.host_numel:
             settings = self.config.states(self.mesh.size(), self.device.pins_host_memory)
@@ -433,7 +435,7 @@ class MegatronEngine(ModuleEngine):
 
 
 class FSDPEngine(ModuleEngine):
-    """PyTorch FSDP2, with checkpoints that PyTorch DCP writes unless ours are asked for."""
+    """PyTorch FSDP2. PyTorch DCP writes its checkpoints unless `ckpt_format` is `fsdp_dtensor`."""
 
     own_format = TORCH_DCP
 

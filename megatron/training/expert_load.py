@@ -1,4 +1,4 @@
-"""How even the loads of experts are: what a run reports of them."""
+"""Metrics of how evenly tokens are distributed over experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUSIEST, IDLE, LOAD = "busiest_expert", "idle_experts", "expert_load"
 
 
 def load_record(load: Tensor | None, *, with_experts: bool) -> dict[str, Any]:
-    """What a training record says of a step's loads; nothing in a model without experts.
+    """Returns the metrics of a step's expert loads; empty for a model without experts.
 
     The coefficient of variation is the standard deviation of the loads of a layer's experts over
     their mean: 0 if all have the same, and sqrt(experts - 1) if one has everything.

@@ -97,7 +97,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
 _FROM_HF_MODEL = {
     field.name for each in (TransformerConfig, VisionConfig) for field in options_of(each)
 }
-_EPILOG = """Megatron-LM's other flags: those without effect here are accepted, and an error says
+_EPILOG = """Megatron-LM's other flags: flags without effect here are accepted, and an error names
 what to write instead of the rest (docs/coming-from-megatron.md)."""
 
 
@@ -105,7 +105,7 @@ def build_parser(description: str, rejected: Collection[str] = ()) -> argparse.A
     """A parser that shows the flags, by group.
 
     Args:
-        description: what the program does.
+        description: one sentence about the program.
         rejected: names of options that the program rejects, which are left out.
     """
     parser = ProgramParser(description=description, epilog=_EPILOG, allow_abbrev=False)
@@ -132,7 +132,7 @@ def show_if_asked(argv: Sequence[str], description: str, rejected: Collection[st
 
 
 def _grouped() -> dict[str, list[Field]]:
-    """Options by group, in the order of `GROUPS`, those of a class in the order of declaration."""
+    """Options by group, in the order of `GROUPS` and, within a class, of declaration."""
     named = {member for members in GROUPS.values() for member in members}
     by_member: dict[type[Any] | str, list[Field]] = {}
     for config_class in section_classes().values():
@@ -173,7 +173,7 @@ def _add_flags(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def _help_line(field: Field) -> str:
-    """What the flag does, its default, and the flags that it needs."""
+    """The help line of a flag: its effect, its default, and the flags that it needs."""
     line, notes = field.option.help, []
     if field.default not in (None, (), dataclasses.MISSING):
         is_switch = field.scalar is bool

@@ -47,8 +47,8 @@ class RefusedSettings(ConfigErrors):
 
     Args:
         lines: one line for each error.
-        refused: the answers to flags of Megatron-LM, each with its file as a prefix.
-        without_effect: accepted flags that change nothing.
+        refused: rejected flags of Megatron-LM, each with its file as a prefix.
+        without_effect: accepted flags without effect.
     """
 
     def __init__(

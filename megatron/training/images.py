@@ -37,7 +37,7 @@ _MOST_ELONGATED = 200  # times as long as wide
 
 
 class ImageError(ValueError):
-    """A picture that cannot be used. The message says which one, and why."""
+    """A picture that cannot be used. The message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class ImageProcessing:
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> ImageProcessing:
-        """What the preprocessor_config.json in a folder of the transformers library says.
+        """Reads the preprocessor_config.json of a model directory of the transformers library.
 
         Raises:
-            ConfigError: there is none, or it is not of one of Qwen's image processors.
+            ConfigError: the file is missing, or belongs to another image processor than Qwen's.
         """
         path = Path(folder) / PROCESSOR_FILE
         try:
@@ -115,7 +115,7 @@ class ImageProcessing:
 
     @classmethod
     def of_model(cls, vision: VisionConfig) -> ImageProcessing | None:
-        """How the pictures were made that a model was trained with; None if it does not say."""
+        """The preprocessing of the pictures that a model was trained with; None if not recorded."""
         smallest, largest = vision.image_min_pixels, vision.image_max_pixels
         mean, std = vision.image_mean, vision.image_std
         if smallest is None or largest is None or mean is None or std is None:
@@ -171,7 +171,7 @@ class ImageProcessing:
             ) from error
 
     def patches_of(self, image: Any) -> StoredImage:
-        """The patches of a picture of Pillow's, in RGB. ImageError as `resized`."""
+        """The patches of a Pillow picture in RGB. Raises ImageError as `resized`."""
         height, width = self.resized(image.height, image.width)
         pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
         grid = PatchGrid(1, height // self.patch_size, width // self.patch_size)
@@ -226,7 +226,7 @@ def find_picture(named: str, folder: Path) -> Path | bytes:
 
     Args:
         named: a path, or a URI of the kind `file://` or `data:`.
-        folder: that relative paths begin in.
+        folder: base directory of relative paths.
 
     Raises:
         ImageError: another kind of URI, or a broken one.
@@ -259,7 +259,7 @@ def find_picture(named: str, folder: Path) -> Path | bytes:
 def normalized_patches(
     pixels: Tensor, mean: Sequence[float], std: Sequence[float], num_frames: int
 ) -> Tensor:
-    """What a vision tower takes of stored pixels.
+    """Converts stored pixels to the input of a vision tower.
 
     Args:
         pixels: [patches, channels * pixels of a patch] uint8.

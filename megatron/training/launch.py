@@ -5,7 +5,7 @@ The environment is torchrun's. Without torchrun a process is a world of one.
 [Note: one store, many starts]
 torchrun's agent keeps its store across restarts, and torch (2.13) uses the same keys in each. A
 restarted rank may therefore read where its peers of the previous start were listening, and fail to
-connect. Nothing in the environment tells the starts apart: an agent counts only its own ranks'
+connect. No environment variable tells the starts apart: an agent counts only its own ranks'
 failures, so the counts of two machines differ. So the ranks first agree on a name for their start,
 and all keys of the group get that prefix:
 
@@ -226,7 +226,7 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
 
 
 def _pause(deadline: float, what: str) -> None:
-    """Sleeps for a moment. RuntimeError at the deadline, naming what was expected."""
+    """Sleeps for a moment. Raises RuntimeError with the expectation once the deadline has passed."""
     if time.monotonic() > deadline:
         raise RuntimeError(f"Expected {what}, within the timeout of the process group.")
     time.sleep(_POLL_SECONDS)

@@ -29,7 +29,7 @@ class LoggedSteps:
 
     Attributes:
         record: of the last step, as sinks get it.
-        loss: the mean of the finite ones; NaN if there is none.
+        loss: the mean of the finite losses; NaN without any.
         seconds: of a step, without evaluations and saves; the mean.
         tokens_per_second: over all devices.
         tflops: TFLOP/s of one device.

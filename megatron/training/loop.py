@@ -1,6 +1,6 @@
 """The training loop: steps, reports, evaluations, checkpoints, and a clean end.
 
-After each step the ranks hold the same result, and `Loop.decide` says what follows from it.
+After each step the ranks hold the same result, and `Loop.decide` derives the same actions from it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """Follows the run's progress: the watchdog, or nobody."""
+    """Monitors the run's progress, as the watchdog does."""
 
     def mark(self, phase: Phase, iteration: int) -> None:
-        """A phase of an iteration begins."""
+        """Marks the start of a phase of an iteration."""
 
     def status(self, **fields: object) -> None:
-        """Adds to what the heartbeat says."""
+        """Adds fields to the heartbeat."""
 
     def takes_long_while(self, condition: Callable[[], bool]) -> None:
         """While the condition holds, a step may take as long as a save."""
 
 
 class NoWatch:
-    """Follows nothing: a program that embeds this one minds its own processes."""
+    """No monitoring, for programs that embed this one and supervise their processes."""
 
     def mark(self, phase: Phase, iteration: int) -> None:
         pass
@@ -67,7 +67,8 @@ class Loop:
     """Trains an engine to the last iteration, or until there is a reason to stop earlier.
 
     Attributes:
-        mark: called as each phase begins: tells the watchdog, and injects faults that are due.
+        mark: called at the start of each phase: notifies the watchdog and injects faults that are
+            due.
         data: identifies the training data in checkpoints.
         evaluated: the last evaluation: its iteration, and the loss by split.
         profile: records a timeline of some iterations.
@@ -98,7 +99,7 @@ class Loop:
             NonFiniteLossError: with `--check-for-nan-in-loss`, on all ranks in the same iteration,
                 before any step.
             ExitError: if the last state could not be saved. Earlier failures are logged, and
-                training goes on, except with `--ckpt-format torch_dcp`, where they end it.
+                training continues, except with `--ckpt-format torch_dcp`, where they end it.
         """
         step_info, train_iters = self.engine.state.step_info, self.config.training.train_iters
         num_samples = num_train_samples(self.config, step_info)
@@ -123,7 +124,7 @@ class Loop:
                 self.evaluate(valid_data, "validation")
             self._save(save)
 
-        # With --overlap-optimizer-with-forward the last step may still be under way on the host.
+        # With --overlap-optimizer-with-forward the last step may still be running on the host.
         self.engine.state.optimizer.synchronize()
         iteration = step_info.iteration
         self.profile.finish(iteration)
@@ -203,7 +204,7 @@ class Loop:
         return result
 
     def _votes(self) -> Votes:
-        """This rank's votes on how the run goes on."""
+        """This rank's votes on stopping and saving."""
         saver = self.saver
         return self.stop.votes(saver.save_seconds)._replace(
             save_failed=float(saver.take_failure()),
@@ -236,7 +237,7 @@ class Loop:
             self._report_timings(step_info.iteration)
 
     def _report_timings(self, iteration: int) -> None:
-        # A timeline needs the same spans, but asks for no lines in the log.
+        # A timeline needs the same spans, but no log lines.
         if not self.config.logging.timing_log_level:
             return
         timings = self.engine.state.optimizer.timings()
@@ -264,7 +265,7 @@ class Loop:
                 self.watch.status(saved_iteration=self._iteration)
 
     def _info(self) -> RecoverInfo:
-        """What a checkpoint of this moment says besides tensors."""
+        """The part of a checkpoint other than tensors, as of now."""
         return self.engine.state.info(
             data=self.data,
             logger=self.metrics.state(),
@@ -311,7 +312,7 @@ class Loop:
 def num_train_samples(config: RunConfig, step_info: StepInfo) -> int:
     """Samples that the whole run consumes, from its very first to its last.
 
-    Counted from what has been consumed, not from iterations: a run may be resumed with another
+    Counted from consumed samples, not from iterations: a run may be resumed with another
     global batch size.
     """
     remaining = max(0, config.training.train_iters - step_info.iteration)

@@ -1,4 +1,4 @@
-"""What a run reports: log lines, a progress bar, a JSONL file, TensorBoard, Weights & Biases.
+"""Reports of a run: log lines, a progress bar, a JSONL file, TensorBoard, Weights & Biases.
 
 `Metrics` is told of each step and evaluation and passes it to the sinks that were asked for. Only
 rank 0 has any.
@@ -155,8 +155,8 @@ class JsonlSink:
     """One JSON object a line, appended. Numbers that are not finite become null.
 
     A resumed run appends to the same file, so it may hold an iteration twice: the later line
-    counts. A line that cannot be written, on a full disk say, is dropped after one warning: a lost
-    line must not end the training.
+    counts. A line that cannot be written, for instance on a full disk, is dropped after one
+    warning: a lost line must not end the training.
     """
 
     def __init__(self, path: str, *, must_work: bool = True) -> None:
@@ -186,7 +186,7 @@ class JsonlSink:
         return {}
 
     def close(self) -> None:
-        """Does nothing: the file is not kept open between lines."""
+        """No effect: the file is not kept open between lines."""
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
@@ -198,12 +198,12 @@ class JsonlSink:
 class TensorBoardSink:
     """Scalars by iteration: `train/loss`, `validation/loss`, ...
 
-    Drops what an earlier run wrote to the same folder beyond `start_iteration`; its curves would
-    double back otherwise.
+    Drops the scalars of an earlier run in the same directory beyond `start_iteration`; curves would
+    otherwise go back in time.
     """
 
     def __init__(self, folder: str, start_iteration: int) -> None:
-        """Raises ConfigError if the folder cannot be written."""
+        """Raises ConfigError for an unwritable directory."""
         # Not at the top: the import takes about a second, which runs without TensorBoard save.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -244,7 +244,7 @@ class WandbSink:
             dir=config.wandb_save_dir,
             config=run_config,
             id=run_id,
-            resume="allow",  # begins a new one if it was deleted
+            resume="allow",  # starts a new run if it was deleted
         )
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
@@ -269,8 +269,8 @@ def build_sinks(
     Args:
         run_config: the run's settings, for Weights & Biases.
         start_iteration: iterations made before this start.
-        state: what the resumed run's `Metrics.state` gave on rank 0.
-        default_jsonl: the JSONL file where none was named; the run goes on if it cannot be written.
+        state: the result of the resumed run's `Metrics.state` on rank 0.
+        default_jsonl: the JSONL file where none was named; a warning if it cannot be written.
     """
     sinks: list[Sink] = []
     jsonl = config.metrics_jsonl
@@ -327,9 +327,9 @@ class Metrics:
         self._memory = memory
         self._is_short = config.is_short
         self._clock = clock
-        self._losses = _saved_losses(state)  # the finite ones of the interval under way
+        self._losses = _saved_losses(state)  # the finite ones of the current interval
         self._pace = Pace()
-        self._num_steps = 0  # of the interval, made by this process: those whose time is known
+        self._num_steps = 0  # of the interval, made by this process, which has their times
         # The mean of the interval so far, or of the one before.
         self.ms_per_iteration: float | None = None
 
@@ -348,8 +348,8 @@ class Metrics:
         skipped: int,
         nan: int,
     ) -> None:
-        """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the run
-        began.
+        """Reports a training step; `iteration` counts from 1, `skipped` and `nan` since the start
+        of the run.
         """
         now = self._clock()
         seconds, self._step_start = now - self._step_start, now
@@ -378,7 +378,7 @@ class Metrics:
             "skipped_iterations": skipped,
             "nan_iterations": nan,
         }
-        # A run's first line tells its memory too: most of it is there after a step.
+        # The first line includes memory too: most of it is allocated after one step.
         is_logged = iteration % self._config.log_interval == 0
         if self._sinks and (is_logged or is_first):
             record |= _memory_values(self._memory())
@@ -446,7 +446,7 @@ class Metrics:
             )
 
     def shows(self, activity: str) -> None:
-        """Shows on a terminal what the run does instead of stepping, until the clock resumes."""
+        """Shows an activity other than stepping on a terminal, until the clock resumes."""
         self._bar.shows(activity)
 
     def resume_clock(self) -> None:

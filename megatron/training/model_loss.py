@@ -20,7 +20,7 @@ MOST_AUXILIARY = 16  # losses that have room in a step's all-reduce
 
 
 class ModelLoss(NamedTuple):
-    """What a forward step has to say about a microbatch, if that is more than one loss.
+    """Result of a forward step with more than one loss.
 
     Attributes:
         loss: the mean loss of the microbatch, which is reported: scalar, fp32, differentiable.
@@ -42,7 +42,7 @@ class ModelLoss(NamedTuple):
 
 
 def auxiliary_losses(spec: ModelSpec, report: RoutingReport) -> dict[str, torch.Tensor]:
-    """The losses of the routers of a model with this spec, those that have a coefficient."""
+    """The auxiliary losses of a model's routers: all with a coefficient."""
     routers = [mixture.router for mixture in spec.mixtures]
     found: dict[str, torch.Tensor] = {}
     if any(router.balance_coeff and router.balancing is not Balancing.NONE for router in routers):
@@ -57,7 +57,7 @@ def loss_of(
     output: WeightedLoss | tuple[WeightedLoss, RoutingReport | None],
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor | ModelLoss:
-    """What a forward step returns for what a model with this spec has returned.
+    """Converts the output of a model with this spec to the result of a forward step.
 
     Args:
         weight: of the microbatch; see `ModelLoss`.
@@ -81,8 +81,8 @@ def mean_of_all(labels: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of(mask: torch.Tensor) -> torch.Tensor:
-    """The weights of tokens' losses in the mean of those with a mask of 1: [batch, seq] fp32, zero
-    if there are none.
+    """Returns the weight of each token's loss in the mean over tokens with a mask of 1: [batch,
+    seq] fp32; zeros if the mask is 0 everywhere.
     """
     return mask / mask.sum().clamp(min=1.0)
 
@@ -90,7 +90,7 @@ def mean_of(mask: torch.Tensor) -> torch.Tensor:
 def weight_of(mask: torch.Tensor, *, is_per_token: bool) -> torch.Tensor:
     """The weight of a microbatch whose tokens have this mask: [] fp32.
 
-    1, or 0 for a microbatch that teaches nothing, whose loss of 0 would make the mean smaller.
+    1, or 0 for a microbatch without learned tokens, whose loss of 0 would reduce the mean.
 
     Args:
         is_per_token: whether the mean of all microbatches is to be one over their tokens. The
@@ -103,7 +103,7 @@ def weight_of(mask: torch.Tensor, *, is_per_token: bool) -> torch.Tensor:
 
 
 def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
-    """What a forward step returned. TypeError unless its losses are tensors."""
+    """Converts a forward step's result. Raises TypeError unless its losses are tensors."""
     loss = said if isinstance(said, ModelLoss) else ModelLoss(said)
     weights = () if loss.weight is None else (loss.weight,)
     for part in (loss.loss, *loss.auxiliary.values(), *weights):
@@ -117,7 +117,7 @@ def as_model_loss(said: torch.Tensor | ModelLoss) -> ModelLoss:
 
 
 class Told:
-    """What this rank's forward steps have reported so far, on the device.
+    """Sums of this rank's forward step results, on the device.
 
     Attributes:
         names: of the auxiliary losses, in the order that all ranks have.
@@ -152,8 +152,8 @@ class Told:
         gradients are still to be divided by the mean weight of all microbatches.
 
         Raises:
-            ValueError: for loads of another model, for too many auxiliary losses, and for other
-                ones than those of the first microbatch. Nothing is counted.
+            ValueError: for loads of another model, for too many auxiliary losses, and for losses
+                that differ from the first microbatch's. The microbatch is not counted.
         """
         names, load, weight = sorted(said.auxiliary), said.expert_load, said.weight
         if load is not None:
@@ -196,10 +196,10 @@ class Told:
 
     @property
     def room(self) -> torch.Tensor:
-        """Weight, losses and loads in one tensor, with zeros for those that are missing: fp64.
+        """Weight, losses and loads in one fp64 tensor, with zeros for missing ones.
 
-        Its length follows from the model alone. Ranks that report different things can thus tell
-        each other so in the all-reduce that adds these tensors up.
+        Its length follows from the model alone. Ranks that report different values can therefore
+        detect this in the all-reduce that sums these tensors.
         """
         unused = torch.zeros_like(self.losses[0]).expand(MOST_AUXILIARY - len(self.names))
         losses = torch.cat([torch.stack([self.weight, *self.losses]), unused])

@@ -1,8 +1,8 @@
 """`pretrain`: from a configuration and three functions to a trained model.
 
-The caller says what the model is, what the data is, and how a microbatch becomes a loss; everything
-else (ranks, sharding, precision, optimizer, checkpoints, recovery, reports) is here and does not
-know what a GPT is.
+The caller provides the model, the data, and the forward step from a microbatch to a loss.
+Everything else (ranks, sharding, precision, optimizer, checkpoints, recovery, reports) is here and
+independent of the model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Providers:
-    """What the caller of `pretrain` provides."""
+    """Factories that the caller of `pretrain` provides."""
 
     model: Callable[[RunConfig], nn.Module]
     datasets: Callable[[RunConfig, tuple[int, int, int]], SplitDatasets]
@@ -92,7 +92,7 @@ def pretrain(
     forward_step: ForwardStep,
     flops_per_sequence: float,
 ) -> Outcome:
-    """Trains, evaluates, saves and recovers as `config` says. All ranks call it together.
+    """Trains, evaluates, saves and recovers as configured. All ranks call it together.
 
     Args:
         config: resolved for the number of ranks.
@@ -104,7 +104,7 @@ def pretrain(
         flops_per_sequence: forward and backward, for the throughput that is logged.
 
     Raises:
-        ExitError: for an end with an exit code of its own; LOST_RANK if another rank is the cause.
+        ExitError: for an end with a dedicated exit code; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
 
@@ -139,8 +139,8 @@ def pretrain(
 
 
 def _tell_start(events: EventLog, launch: Launch, config: RunConfig) -> None:
-    """Begins the event log. ConfigError for a folder that the user named and that cannot be
-    written.
+    """Starts the event log. Raises ConfigError if the directory was named by the user and is not
+    writable.
     """
     if config.logging.events_dir is not None:
         events.require_folder()
@@ -159,7 +159,7 @@ def _tell_start(events: EventLog, launch: Launch, config: RunConfig) -> None:
 
 
 def _write_config(config: RunConfig) -> None:
-    """Writes the effective configuration next to the events, and says where. A disk that fails is
+    """Writes the effective configuration next to the events, and logs its path. A failing disk is
     a warning.
     """
     if config.events_dir is None:
@@ -217,7 +217,7 @@ class _Run:
         datasets = self._providers.datasets(config, _num_samples(config, step_info))
         with self._metrics(step_info, loaded) as metrics, self._saver() as saver:
             loop = self._loop(engine, metrics, saver, datasets.train, loaded)
-            # Reported here, while a save under way may still be published: leaving the context
+            # Reported here, while a pending save may still be published: leaving the context
             # gives it up.
             with self.told_how_it_ends():
                 return self._train(loop, datasets)
@@ -233,12 +233,12 @@ class _Run:
 
         engine.initialize(self._built_model)
         self._step_info = engine.state.step_info
-        # After the weights, which have seeds of their own: what is drawn from here on is dropout.
+        # After the weights, which have separate seeds: only dropout draws from here on.
         seed_all(self._config.training.seed, self._launch.rank)
         return engine
 
     def _built_model(self) -> nn.Module:
-        """The model, on meta, without gradients of what is frozen."""
+        """The model, on meta, without gradients of frozen parameters."""
         model = self._providers.model(self._config)
         freeze(model, split_names(self._config.training.freeze or ()), "--freeze")
         return model
@@ -286,7 +286,7 @@ class _Run:
         train_data: SampleDataset | None,
         loaded: Loaded | None,
     ) -> Loop:
-        # None if nothing was loaded, or weights alone, which say nothing about a run.
+        # None without a loaded checkpoint, or with weights only, which contain no run state.
         info = None if loaded is None else loaded.info
         return Loop(
             engine,
@@ -356,7 +356,7 @@ class _Run:
         return outcome if stop is None else replace(outcome, code=stop.code, reason=stop.reason)
 
     def _mark(self, phase: Phase, iteration: int) -> None:
-        """Tells timeline and watchdog that a phase begins, and injects the faults that are due."""
+        """Marks the start of a phase for timeline and watchdog, and injects faults that are due."""
         self._profile.phase(phase)
         self._watch.mark(phase, iteration)
         self._injections.at(phase, iteration)
@@ -374,7 +374,7 @@ class _Run:
         state, continues, save = None, False, config.checkpoint.save
         if loaded is not None and loaded.info is not None:
             state = loaded.info.logger
-            # A run that branches off another one has reports of its own.
+            # A run that branches off another one has separate reports.
             continues = save is not None and split_path(loaded.path)[0] == place_of(save)
 
         metrics = Metrics(
@@ -461,9 +461,7 @@ def _described(
     if train_data is not None and any(
         data[name] != saved[name] for name in data.keys() & saved.keys()
     ):
-        logger.warning(
-            "the training data is not what it was: %s in the checkpoint, %s now", saved, data
-        )
+        logger.warning("the training data has changed: %s in the checkpoint, %s now", saved, data)
 
     return data
 

@@ -1,10 +1,10 @@
-"""The line at the bottom of a terminal that says how far a run is, how fast, and what it is doing.
+"""The line at the bottom of a terminal with the progress, speed and activity of a run.
 
      40%|########            | 200/500  loss 4.6962  5421 tok/s  378 ms/it  eta 1m53s
      40%|########            | 200/500  loss 4.6962  5421 tok/s  378 ms/it  validation 25%
 
-tqdm draws it, and keeps the log's lines above it. The numbers are ours: tqdm would count
-evaluations and saves as if they were steps.
+tqdm draws it, and keeps the log's lines above it. Its rates are not used: tqdm would count
+evaluations and saves as steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tqdm import tqdm
 from megatron.training.log_lines import duration, loss_digits, milliseconds, thousands
 
 _RECENT_STEPS = 50
-_FIRST = "the first iteration is under way"
+_FIRST = "running the first iteration"
 
 
 class Pace:
-    """How long a step takes, from recent ones: what the time that is left is computed from.
+    """The mean duration of recent steps, from which the remaining time is estimated.
 
     The first step of a process compiles, allocates and fills caches. It counts only until there is
     another one.
@@ -55,7 +55,7 @@ class ProgressBar:
         self._numbers = ""
         self._eta = ""
         self._is_paused = False
-        self._width = 0  # of the longest text so far: the bar beside it keeps its own
+        self._width = 0  # of the longest text so far, so that the bar does not change its width
         self._bar = tqdm(
             total=train_iters,
             initial=start_iteration,
@@ -85,7 +85,7 @@ class ProgressBar:
         self._bar.update()
 
     def shows(self, activity: str) -> None:
-        """What the run does instead of stepping, in the place of the time left."""
+        """Replaces the time left by an activity other than stepping."""
         if not self._bar.disable:
             self._is_paused = True
             self._show(activity)

@@ -68,7 +68,7 @@ def check_rng_state(states: dict[str, torch.Tensor], own: dict[str, torch.Tensor
         own: what `rng_state` gives here.
 
     Raises:
-        ValueError: naming the state, what was expected and what was got.
+        ValueError: with the state's name, the expected and the given value.
     """
     _check(states.keys() == own.keys(), "the random states", ", ".join(own), ", ".join(states))
     for name, like in own.items():
@@ -100,11 +100,12 @@ def _check_torch(state: torch.Tensor) -> None:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
-            f"Expected torch to be the state of a generator, got one that torch refuses: {reason}"
+            f"Expected torch to be the state of a generator, got one that torch rejects: {reason}"
         ) from None
 
     # torch has looked at how many words are left and at which one comes next, but not at their sum
-    # (ATen/core/MT19937RNGEngine.h). A fresh generator has one left, and begins anew after it.
+    # (ATen/core/MT19937RNGEngine.h). A fresh generator has one left, and draws a new block after
+    # it.
     left = int(state[8:12].view(torch.int32))
     following = int(state[16:24].view(torch.int64))
     is_consistent = (left, following) == (1, 0) or left + following == _NUM_WORDS + 1

@@ -1,12 +1,12 @@
 """Files of settings: YAML of keys with a value, or a list of values, each kept as it is written.
 
 YAML 1.1, which PyYAML reads, makes 90 of `1:30`, 15 of `017`, a date of `2026-11-22` and true of
-`on`; YAML 1.2 reads most of these in another way. What a value means is for the option that it is
-for to say, as on the command line. So the file gives texts, and knows only which of them YAML calls
-true, false and null.
+`on`; YAML 1.2 reads most of these in another way. As on the command line, each option defines the
+meaning of its value. So this module returns texts, and marks only those that YAML calls true, false
+and null.
 
-Nothing is built from the file but these texts. Neither an alias, of which 33 doublings are eight
-billion values, nor a list in a list can therefore take memory or time beyond the file's own size.
+No other objects are built from the file. Neither an alias, of which 33 doublings are eight billion
+values, nor a list in a list can therefore take more memory or time than the file's size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
 _MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
-# Of nodes. Any nesting is refused, but later, with the name of its key.
+# Of nodes. Any nesting is rejected, but later, with the name of its key.
 _MAX_DEPTH = 8
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
@@ -66,7 +66,7 @@ def read_settings(path: str) -> Settings:
     """The settings in a YAML file by key, in its order.
 
     Raises:
-        ConfigError: no regular file of at most 256 KiB, no YAML, a key that stands twice, or
+        ConfigError: no regular file of at most 256 KiB, no YAML, a key that occurs twice, or
             anything else than keys with plain values and lists of these.
     """
     root = parse_yaml(path, "--config")
@@ -91,8 +91,8 @@ def read_settings(path: str) -> Settings:
 
 
 def parse_yaml(path: str, flag: str) -> yaml.Node | None:
-    """The root node of a YAML file; None if it is empty. ConfigError, which begins with the flag
-    that names the file, if it cannot be read.
+    """Returns the root node of a YAML file; None if it is empty. Raises ConfigError, prefixed with
+    the flag that names the file, if it cannot be read.
     """
     try:
         content = read_regular(path, max_bytes=_MAX_BYTES, what="a YAML file").decode("utf-8")
@@ -103,7 +103,7 @@ def parse_yaml(path: str, flag: str) -> yaml.Node | None:
     except UnicodeDecodeError as failure:
         raise ConfigError(f"{flag}: expected UTF-8 in {path}, got {failure}.") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as failure:
-        # Besides its own errors, PyYAML lets those of int() and chr() through, for the numbers in
+        # PyYAML also passes on errors of int() and chr(), for the numbers in
         # directives and escapes.
         reason = printable(" ".join(str(failure).split()))
         raise ConfigError(f"{flag}: expected YAML in {path}, got {reason}.") from None

@@ -34,7 +34,7 @@ Batch = dict[str, Any]
 
 # (model, one microbatch) -> its mean loss, scalar fp32, differentiable; or that and more
 ForwardStep = Callable[[nn.Module, Batch], "torch.Tensor | ModelLoss"]
-# called with each phase of a step as it begins: batch, forward, backward (for each microbatch),
+# called at the start of each phase of a step: batch, forward, backward (for each microbatch),
 # agree, step
 MarkPhase = Callable[[Phase], None]
 
@@ -46,7 +46,7 @@ class StepResult:
     # Mean over the global batch by `ModelLoss.weight`, before the step; without auxiliary losses.
     loss: float
     grad_norm: float  # global L2 norm, unscaled, before clipping
-    is_skipped: bool  # nothing was stepped, because a loss or the norm was not finite
+    is_skipped: bool  # no update, because a loss or the norm was not finite
     bad_ranks: tuple[int, ...]  # ranks of which a loss was not finite
     votes: tuple[float, ...]  # summed over ranks
     loss_scale: float | None = None  # of the next step; None: the loss is not scaled
@@ -77,9 +77,9 @@ class StepResult:
 class StepInfo:
     """How far training has come. With the schedule, all that resuming needs besides tensors."""
 
-    iteration: int = 0  # steps made, including those that were skipped
+    iteration: int = 0  # steps made, including skipped ones
     consumed_samples: int = 0  # over all ranks
-    skipped_iterations: int = 0  # that stepped nothing
+    skipped_iterations: int = 0  # without an update
     nan_iterations: int = 0  # whose loss was not finite
 
 
@@ -99,7 +99,7 @@ class AllMaskedError(ValueError):
 
 
 def unmarked(_phase: Phase) -> None:
-    """A `MarkPhase` that does nothing."""
+    """A `MarkPhase` without effect."""
 
 
 def train_step(
@@ -118,7 +118,7 @@ def train_step(
     Where the forward steps count expert loads, expert biases are moved with it.
 
     If a loss or the gradient norm is not finite on any rank, no rank changes its weights, its
-    expert biases or its optimizer; the loss scaler of fp16, if there is one, counts an overflow.
+    expert biases or its optimizer; the loss scaler of fp16, if used, counts an overflow.
     The result is unscaled. Gradients are cleared before the function returns.
 
     Args:
@@ -128,10 +128,10 @@ def train_step(
 
     Raises:
         TypeError, ValueError: for microbatches, losses or loads that are not as described, or that
-            differ between microbatches or ranks. Nothing has been stepped, and gradients are
+            differ between microbatches or ranks. No update was made, and gradients are
             cleared.
         RuntimeError: that names the first difference between the ranks' collectives or gradients.
-            Nothing has been stepped.
+            No update was made.
     """
     model.train()
     told = Told(model, device)
@@ -163,7 +163,7 @@ def train_step(
 
 @contextmanager
 def _clearing_gradients_on_error(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """A caller may go on with other microbatches, to which this step's gradients would be added."""
+    """Clears gradients, which would otherwise be added to the ones of the caller's next step."""
     try:
         yield
     except (TypeError, ValueError):
@@ -203,8 +203,8 @@ def _forward_and_backward(
     device: torch.device,
     mark: MarkPhase,
 ) -> int:
-    """Runs this rank's microbatches, and adds what the forward steps report to `told`. Returns the
-    number of samples.
+    """Runs this rank's microbatches, and adds the results of the forward steps to `told`. Returns
+    the number of samples.
     """
     num_samples = 0
     for number in range(num_microbatches):
@@ -264,8 +264,8 @@ def _sum_over_ranks(sums: torch.Tensor, mesh: DeviceMesh) -> list[float]:
 
 
 def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
-    """The next microbatch. ValueError if there is none: a StopIteration would silently end some
-    loop around this one.
+    """The next microbatch. Raises ValueError at the end: a StopIteration would silently end a loop
+    of the caller.
     """
     batch = next(microbatches, None)
     if batch is None:
@@ -274,10 +274,10 @@ def _next(microbatches: Iterator[Batch], number: int, wanted: int) -> Batch:
 
 
 def _plan(optimizer: DistributedOptimizer) -> PlannedStep | None:
-    """Plans as much of the step as does not depend on the norm; None if the optimizer refuses.
+    """Plans as much of the step as does not depend on the norm; None if the optimizer raises.
 
-    It will refuse again when the step is taken. Until then the error waits: ranks first learn
-    whether they did the same, and a step that is skipped needs no plan.
+    The step itself will raise the error again. It is deferred because ranks first compare their
+    collectives, and a skipped step needs no plan.
     """
     try:
         return optimizer.plan_step()
@@ -302,7 +302,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class _Agreed(NamedTuple):
-    """What all ranks know at the end of a step."""
+    """Values that are equal on all ranks at the end of a step."""
 
     loss_sums: tuple[float, ...]  # the loss, then the auxiliary ones, times weights
     # The mean weight of all microbatches, by which gradients are too large; 1 without weights, or
@@ -312,7 +312,7 @@ class _Agreed(NamedTuple):
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
     digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
-    told: tuple[float, ...]  # of what each rank reports; see `Told.digest`
+    told: tuple[float, ...]  # of each rank's results; see `Told.digest`
     load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
     # Norm of gradients that are not yet divided and, if asked for, zeros among them.
     measures: tuple[float, ...]
@@ -329,7 +329,7 @@ def _agree_and_plan(
     votes: Callable[[], tuple[float, ...]],
     mesh: DeviceMesh,
 ) -> tuple[_Agreed, PlannedStep | None]:
-    """What all ranks know after the backward, and the optimizer's step, planned meanwhile."""
+    """Agrees on the step's scalars after the backward, and plans the optimizer's step meanwhile."""
     measures = [optimizer.grad_norm(), optimizer.num_zeros()]
     own_votes = votes()
     context = context_of(model)
@@ -377,7 +377,7 @@ def _agree(
 
 
 def _read(scalars: torch.Tensor, told: Told, num_votes: int, mesh: DeviceMesh) -> _Agreed:
-    """Copies what the ranks agreed on to the host: the step's only synchronisation."""
+    """Copies the agreed scalars to the host: the step's only synchronisation."""
     num_loads = math.prod(told.load_shape or (0,))
     sizes = [1, 1 + MOST_AUXILIARY, num_loads, 1, num_votes, mesh.size(), mesh.size()]
     on_host = scalars.cpu()

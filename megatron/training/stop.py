@@ -21,7 +21,7 @@ from megatron.training.health.interrupts import Press, Presses
 
 logger = logging.getLogger(__name__)
 
-# What a scheduler sends before it takes the machine away, and what a terminal sends for Ctrl-C.
+# Signals of schedulers before they take the machine away, and of a terminal's Ctrl-C.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -54,12 +54,12 @@ class StopConfig:
 
 
 class Votes(NamedTuple):
-    """What a rank says about stopping and saving, 0 or 1 each, or the sum over all ranks."""
+    """A rank's votes on stopping and saving, 0 or 1 each, or their sum over all ranks."""
 
     signalled: float = 0.0  # a scheduler's signal, or Ctrl-C, has come
     out_of_time: float = 0.0  # --exit-duration-in-mins are over
-    too_short: float = 0.0  # a save takes longer than what is left of the grace period
-    saving: float = 0.0  # a save is under way
+    too_short: float = 0.0  # a save takes longer than the rest of the grace period
+    saving: float = 0.0  # a save is pending
     save_failed: float = 0.0  # a save has failed since the last votes
     save_late: float = 0.0  # --save-interval-seconds are over
 
@@ -138,7 +138,7 @@ class StopConditions:
                 raise KeyboardInterrupt
 
     def votes(self, save_seconds: float | None = None) -> Votes:
-        """This rank's votes on stopping; those on saving are the saver's.
+        """This rank's votes on stopping; the saver adds its votes on saving.
 
         Args:
             save_seconds: how long a save takes, as measured on earlier ones; None: not known, and
@@ -191,7 +191,7 @@ class StopConditions:
             if votes.too_short:
                 grace = self._config.exit_signal_grace_seconds
                 reason += (
-                    ", and a save takes longer than what is left of "
+                    ", and a save takes longer than the rest of "
                     f"--exit-signal-grace-seconds {grace}"
                 )
                 return Stop(reason, ExitCode.PREEMPTED_UNSAVED, saves=False)

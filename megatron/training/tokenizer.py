@@ -23,12 +23,11 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, check_options, expect, option, shown
 
 _END_OF_TEXT = "<|endoftext|>"
-# What ends a text in the vocabularies that do not say so in a file beside them.
+# Default end-of-document tokens of vocabularies whose files name none.
 _MAX_DIGITS = 18  # of a token id in a text
-_MAX_FILE_BYTES = 1 << 28  # of a tokenizer's; those of a vocabulary of a million take 50 MB
+_MAX_FILE_BYTES = 1 << 28  # a vocabulary of a million tokens takes 50 MB
 _MAX_VOCAB_SIZE = 1 << 31  # ids are stored as int32
-# Ids that may have no token for each that has one, before --vocab-size has to say that this is
-# meant.
+# Limit of ids without a token per id with one; beyond it, --vocab-size must be given.
 _MAX_GAPS = 4
 _FREE_GAPS = 1 << 16
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of the transformers library
@@ -39,12 +38,12 @@ class Tokenizer(Protocol):
     """What data preparation, training and generation need of a tokenizer."""
 
     name: str
-    vocab_size: int  # token ids lie below it, `eod` included
+    vocab_size: int  # all token ids are smaller, `eod` too
     eod: int  # the id that ends a document
     prefix: tuple[int, ...]  # the ids that the tokenizer itself puts before every text
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without any that the text does not contain (no begin or end marks)."""
+        """The ids of a text, without special tokens at its start or end."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of these ids."""
@@ -73,10 +72,10 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.tokenizer_type == "HuggingFaceTokenizer":
-            # Unlike Path.exists, it says no where a name is too long or a folder is closed.
+            # Path.exists raises for names that are too long and for unreadable directories.
             path = self.tokenizer_model
             found = path is not None and os.path.exists(path)  # noqa: PTH110
-            expected = "a tokenizer.json or a tokenizer's folder that exists"
+            expected = "an existing tokenizer.json or tokenizer directory"
             expect(found, "--tokenizer-model", expected, self.tokenizer_model)
         else:
             expect(
@@ -99,23 +98,23 @@ class HuggingFaceTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Special tokens that are spelled out in a text become their ids, as in the transformers library.
-    Truncation and padding that the files ask for are off: a document keeps all of its tokens and
-    gets no others.
+    Truncation and padding in the files are disabled: a document keeps all of its tokens and gets no
+    others.
 
     Args:
-        path: a tokenizer.json, or a folder with one. A folder without is read by the transformers
-            library.
+        path: a tokenizer.json, or its directory. The transformers library reads a directory without
+            one.
 
     Attributes:
         backend: the library's own tokenizer.
         path: where its files are.
         num_tokens: that have an id; fewer than `vocab_size` where ids have gaps.
-        prefix: what the files put before every text, such as Llama's and Gemma's mark of its
-            beginning.
+        prefix: the tokens that the files put before every text, such as the BOS token of Llama and
+            Gemma.
 
     Raises:
-        ConfigError: the files are missing, cannot be read or hold no tokens, or say nowhere which
-            one ends a document.
+        ConfigError: the files are missing, cannot be read or hold no tokens, or do not define
+            the token that ends a document.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -161,7 +160,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of these ids; those that are no bytes have none, and broken UTF-8 shows as
+        """The text of these ids. Ids beyond the bytes have no text; invalid UTF-8 becomes
         U+FFFD.
         """
         # A model's vocabulary is padded, so that it may give ids beyond the end of a document, too.
@@ -172,7 +171,7 @@ class NullTokenizer:
     """Text that is token ids already, separated by white space.
 
     Args:
-        vocab_size: the number of ids for content, which lie below it. It is itself the id that ends
+        vocab_size: the number of ids for content, from 0. It is itself the id that ends
             a document, as in Megatron, so that the tokenizer has one id more; a text may contain
             that one, too.
     """
@@ -201,22 +200,22 @@ class NullTokenizer:
 
 
 def say_prefix(tokenizer: Tokenizer) -> str | None:
-    """A sentence about what the tokenizer puts before every text; None: it puts nothing there."""
+    """Describes the tokens that the tokenizer puts before every text. None without any."""
     if not tokenizer.prefix:
         return None
     text = tokenizer.detokenize(tokenizer.prefix)
-    return f"texts begin with {shown(text)}, as the tokenizer's files say"
+    return f"texts start with {shown(text)}, as defined by the tokenizer's files"
 
 
 def build_tokenizer(config: TokenizerConfig, *, rows_of: str | None = None) -> Tokenizer:
     """The tokenizer the configuration names.
 
     Args:
-        rows_of: the model's folder that `--vocab-size` was taken from, for messages; None: the
+        rows_of: the model directory that `--vocab-size` was taken from, for messages; None: the
             user has set it.
 
     Raises:
-        ConfigError: it cannot be loaded, or has more ids than `--vocab-size` says.
+        ConfigError: it cannot be loaded, or has more ids than `--vocab-size`.
     """
     tokenizer: Tokenizer
     if config.tokenizer_type == "ByteTokenizer":
@@ -236,7 +235,7 @@ def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
     `--make-vocab-size-divisible-by`.
 
     Raises:
-        ConfigError: the tokenizer has more ids than `--vocab-size` says.
+        ConfigError: the tokenizer has more ids than `--vocab-size`.
     """
     _check_vocab_size(config, tokenizer)
     # NullTokenizer's has the end of a document in addition to --vocab-size.
@@ -288,7 +287,7 @@ def train_bpe(
         texts: what to train on.
         vocab_size: ids of the tokenizer, `<|endoftext|>` among them; fewer if the texts are too
             short for so many.
-        path: the tokenizer.json to write; its folder is made where it is missing.
+        path: the tokenizer.json to write; its directory is created if missing.
         progress: whether to show a progress bar.
 
     Returns:
@@ -338,7 +337,7 @@ def _one_line(place: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # What panics in Rust comes out as a class of its own, beside Exception.
+        # A panic in Rust raises a class that does not derive from Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = error.strerror if isinstance(error, UnusableFileError) else error
@@ -348,7 +347,7 @@ def _one_line(place: Path) -> Iterator[None]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files beside a tokenizer.json name, such as `eos_token`.
+    """Reads the special tokens, such as `eos_token`, from the files next to a tokenizer.json.
 
     ConfigError for files that cannot be read, and for an `eos_token` that is no text.
     """
@@ -374,7 +373,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a tokenizer's file of one JSON object has. ConfigError for other files."""
+    """Reads a file that must contain one JSON object; raises ConfigError for others."""
     try:
         text = read_regular(file, max_bytes=_MAX_FILE_BYTES, what="a JSON file")
         content = parse_json(text, max_depth=100, allow_nan=True)  # as in a model's config.json
@@ -407,8 +406,8 @@ def _choose_eod(vocabulary: dict[str, int], eos: str | None, path: str | Path) -
 
 
 def _prefix_of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """The special tokens before those of a text."""
-    # A vocabulary need not know any given text, but its own tokens.
+    """The special tokens that precede the tokens of a text."""
+    # A vocabulary may lack any given text, but not its tokens.
     for text in ("a", next(iter(vocabulary))):
         try:
             encoding = backend.encode(text, add_special_tokens=True)
@@ -431,7 +430,7 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
 
     _expect_regular_files(path)
     with _one_line(path):  # ImportError for what some kinds need besides, and much else
-        # Code that the files bring along is not executed, and nobody asked whether it may be.
+        # Code in the files is not executed, and the user is not prompted for it.
         loaded: Any = transformers.AutoTokenizer.from_pretrained(
             str(path), use_fast=True, local_files_only=True, trust_remote_code=False
         )
@@ -447,11 +446,11 @@ def _load_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, str | Non
 
 
 def _expect_regular_files(folder: Path) -> None:
-    """ConfigError for a folder with anything in it but files and folders: a library would
-    open it.
+    """Raises ConfigError for a directory with entries other than files and directories, which a
+    library would open.
     """
     if not folder.is_dir():
-        raise ConfigError(f"--tokenizer-model: expected a file or a folder, got {folder}.")
+        raise ConfigError(f"--tokenizer-model: expected a file or a directory, got {folder}.")
     for path in folder.iterdir():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(

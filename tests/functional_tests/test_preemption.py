@@ -110,7 +110,7 @@ def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(
     for end, reason, log in outcomes:
         assert end == code
         assert (
-            "a save takes longer than what is left of --exit-signal-grace-seconds 60.0" in reason
+            "a save takes longer than the rest of --exit-signal-grace-seconds 60.0" in reason
         ) == (code == 76)
         assert reason in log or "exiting at" not in log, "rank 0 tells"
     assert re.search(

@@ -397,7 +397,7 @@ def test_a_run_that_has_no_time_to_save_says_so_in_the_last_iteration_too(tmp_pa
     flags = ["--save", tmp_path, "--exit-signal-grace-seconds", "1e-9"]
     code, reason = signalled(iteration, *flags)
     assert code == ExitCode.PREEMPTED_UNSAVED
-    assert "a save takes longer than what is left of --exit-signal-grace-seconds 1e-09" in reason
+    assert "a save takes longer than the rest of --exit-signal-grace-seconds 1e-09" in reason
     assert published(tmp_path) == []
 
 

@@ -226,12 +226,12 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
         return run_ranks(1, run, flags_of_one)[0]
 
     other, again = (begun._replace(prefix=tmp_path / name) for name in ("other", "again"))
-    assert "texts begin with" not in log_of(chats, is_text=True)
+    assert "texts start with" not in log_of(chats, is_text=True)
     assert "but the documents" not in log_of(begun, is_text=False), "a template says how they begin"
-    warned = f"texts begin with .*, but the documents of {re.escape(str(other.prefix))} do not"
+    warned = f"texts start with .*, but the documents of {re.escape(str(other.prefix))} do not"
     assert re.search(warned, log_of(other, is_text=True))
     assert re.search(
-        "texts begin with .*, as the tokenizer's files say\n", log_of(again, is_text=True)
+        "texts start with .*, as defined by the tokenizer.s files\n", log_of(again, is_text=True)
     )
 
 

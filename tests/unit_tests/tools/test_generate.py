@@ -236,7 +236,7 @@ def test_greedy_tokens_are_those_of_transformers_whose_tokenizer_begins_texts(
             found = model.generate(inputs[:, 1:], **options)
             differs.append(found[0, inputs.shape[1] - 1 :].tolist() != new)
     assert any(differs), "it matters"
-    assert written.startswith("texts begin with")
+    assert written.startswith("texts start with")
 
 
 @pytest.mark.parametrize(

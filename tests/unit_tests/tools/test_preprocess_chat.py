@@ -93,7 +93,7 @@ BROKEN = {
     ),
     "no answer": (
         '{"messages": [{"role": "user", "content": "a"}]}',
-        "expected something that the assistant says",
+        "expected text of the assistant",
     ),
 }
 

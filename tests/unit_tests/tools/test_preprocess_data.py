@@ -181,10 +181,10 @@ def test_documents_begin_with_what_the_tokenizer_puts_before_texts(
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "the cat"}, {"text": ""}, {"text": "a"}])
     flags = ["--input", corpus, "--append-eod", "--tokenizer-model", tmp_path / "tokenizer.json"]
     _preprocess(*flags, "--output-prefix", tmp_path / "plain")
-    assert "texts begin with" not in capsys.readouterr().out
+    assert "texts start with" not in capsys.readouterr().out
     begin_texts(tmp_path, 7)
     _preprocess(*flags, "--output-prefix", tmp_path / "out", "--workers", str(workers))
-    assert "texts begin with" in capsys.readouterr().out
+    assert "texts start with" in capsys.readouterr().out
     plain, begun = (IndexedDataset(tmp_path / f"{name}_text_document") for name in ("plain", "out"))
     assert len(plain) == len(begun) == 2
     for number in range(2):

@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "too long a picture": (line("long.png"), "long.png: expected at most 200 times as long"),
     "no answer": (
         json.dumps({"messages": [{"role": "user", "content": "hi"}]}),
-        "expected something that the assistant says",
+        "expected text of the assistant",
     ),
     "places": (
         json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),

@@ -179,7 +179,7 @@ def test_turns_that_are_not_to_be_learned_are_no_answers(tokenizer: PictureToken
     whole = tokenizer.render_pictures(TALK, [2, 1])
     assert np.array_equal(found.tokens, whole.tokens)
     nothing = Conversation((user("a"), assistant("b", train=False)))
-    with pytest.raises(ConversationError, match="expected something that the assistant says"):
+    with pytest.raises(ConversationError, match="expected text of the assistant"):
         tokenizer.render(nothing)
 
 

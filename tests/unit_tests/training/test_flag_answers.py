@@ -227,14 +227,14 @@ def test_words_that_belong_to_no_flag_are_named():
     with pytest.raises(ConfigError) as error:
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
-        "train: expected a flag, which begins with --, or its value.",
+        "train: expected a flag, which starts with --, or its value.",
         "--lr: expected one value, got 2: '1 2'. One with blanks needs quotes.",
     )
 
 
 def test_a_word_that_no_flag_takes_is_not_swallowed_by_one_that_is_ignored():
     """`-bf16` meant to be `--bf16` would train in fp32."""
-    with pytest.raises(ConfigError, match="-bf16: expected a flag, which begins with --"):
+    with pytest.raises(ConfigError, match="-bf16: expected a flag, which starts with --"):
         parse_config([*MINIMAL, "--sequence-parallel", "-bf16"], 1)
     with pytest.raises(
         ConfigError, match="--use-flash-attn: expected at most one value, got 'foo bar'"

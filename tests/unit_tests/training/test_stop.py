@@ -180,7 +180,7 @@ def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
     decision = stop.stop(7, Votes(signalled=2.0, too_short=1.0))
     assert (decision.code, decision.saves) == (ExitCode.PREEMPTED_UNSAVED, False)
     assert decision.reason == (
-        "another rank was signalled, and a save takes longer than what is left of "
+        "another rank was signalled, and a save takes longer than the rest of "
         "--exit-signal-grace-seconds 30.0"
     )
 
