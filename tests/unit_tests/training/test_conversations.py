@@ -96,7 +96,7 @@ def user(content: object) -> dict[str, Any]:
         ({"conversations": [{"from": "me", "value": "x"}]}, "turn 1: expected from as one of"),
         ({"conversations": [{"from": ["gpt"], "value": "x"}]}, "turn 1: expected from as one of"),
         ({**user("a"), "system": ["b"]}, "expected a text as system"),
-        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first one, got two"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "first turn, got two"),
         ({**user("a"), "tools": "add"}, "expected a list of tools, got 'add'"),
         ({**user("a"), "tools": "[1]"}, "expected a list of tools, each an object"),
         ({**user("a"), "tools": {"name": "add"}}, "expected a list of tools, each an object"),
@@ -157,7 +157,7 @@ def test_turns_say_whether_they_are_to_be_learned(marks: dict[str, Any], expecte
 def test_errors_name_the_turn_as_the_record_has_it(mark: dict[str, Any]) -> None:
     answer = {"role": "assistant", "content": "b", **mark}
     turns = [{"role": "user", "content": "a"}, answer]
-    # A system prompt beside the turns has no number.
+    # A system prompt outside the turns has no number.
     for record in ({"messages": turns}, {"messages": turns, "system": "Be brief."}):
         with pytest.raises(ConversationError, match=r"turn 2: expected .* 0 or 1, got"):
             parse_conversation(record)
