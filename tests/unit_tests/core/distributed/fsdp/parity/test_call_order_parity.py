@@ -104,10 +104,11 @@ def test_a_layer_that_only_some_microbatches_use(setting):
 def test_modules_that_run_in_another_order_than_they_are_registered(setting):
     def build() -> Subject:
         model = Stack(*layers(4))
-        first, second, third, fourth = model.inner
 
         class Reordered(Stack):
             def run(self, x: Tensor) -> Tensor:
+                # Not names of `build`: the class, which fully_shard keeps, would keep the layers.
+                first, second, third, fourth = self.inner
                 return second(first(third(fourth(x))))
 
         model.__class__ = Reordered
