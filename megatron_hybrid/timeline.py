@@ -9,7 +9,7 @@ ranks. Prints for each lane how long it was busy, how much of that was hidden be
 computation, and how long the computation waited for it. --output draws the iteration, as SVG or
 PNG. The files themselves open in https://ui.perfetto.dev; --merge puts all ranks into one of them.
 
-docs/timeline.md describes the rows and shares.
+docs/training.md describes the rows and shares.
 """
 
 from __future__ import annotations

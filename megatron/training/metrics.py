@@ -85,7 +85,7 @@ class LoggingConfig:
     profile_lanes: str | None = option(
         None,
         "record a timeline of copies and computation in these iterations, as a Python slice: "
-        "20:23 is 20, 21 and 22 (docs/timeline.md)",
+        "20:23 is 20, 21 and 22 (docs/training.md)",
         metavar="FIRST:END",
         may_change=True,
     )

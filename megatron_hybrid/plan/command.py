@@ -5,7 +5,7 @@
     python -m megatron_hybrid plan --config run.yaml --gpus 2 --measure
 
 Prints the memory of a rank by kind, the smallest offload fraction that fits, the largest that costs
-nothing, the time of a step and what bounds it, and the size of a checkpoint; see docs/planning.md.
+nothing, the time of a step and what bounds it, and the size of a checkpoint; see docs/offload.md.
 All flags of a run may be given too, and mean what they mean there. No weights are made.
 """
 

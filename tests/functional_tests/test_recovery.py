@@ -385,7 +385,7 @@ def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
     )
 
 
-# A node that comes late can join: see docs/several-machines.md.
+# A node that comes late can join: see docs/training.md.
 LATE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
