@@ -47,7 +47,9 @@ def results_block(names: Sequence[str], results: Mapping[str, StoredResult], roo
 
 
 def benchmark_block(result: StoredResult | None, root: str) -> str:
-    """One benchmark's sides with median and spread, its ratios, and what did not run."""
+    """One benchmark's sides with median and spread, its ratios that have a bar, and the sides that
+    did not run. Ratios without a bar follow from the medians; they are shown if there are none.
+    """
     if result is None:
         return f"{NOT_MEASURED.capitalize()}: no full run's result has been stored yet."
 
@@ -56,14 +58,15 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
     lines: list[str] = []
     if found.measurements or found.not_run:
         rows = [*_measurement_rows(found.measurements), *map(_not_run_row, found.not_run)]
-        header = ["", "side", "median", "middle half of the rounds", "least to most", "rounds"]
+        header = ["", "side", "median", "middle half of the rounds", "rounds"]
         first = 0 if has_groups else 1
         lines += table(header[first:], [row[first:] for row in rows])
 
-    if found.ratios:
-        has_bars = any(one.is_met is not None for one in found.ratios)
-        header = ["ratio", "measured", "bar", ""][: 4 if has_bars else 2]
-        lines += ["", *table(header, [_ratio(one)[: len(header)] for one in found.ratios])]
+    with_bars = [one for one in found.ratios if one.is_met is not None]
+    if with_bars:
+        lines += ["", *table(["ratio", "measured", "bar", ""], [_ratio(one) for one in with_bars])]
+    elif not found.measurements and found.ratios:
+        lines += ["", *table(["ratio", "measured"], [_ratio(one)[:2] for one in found.ratios])]
     link = f"([result]({root}benchmarks/results/{result.file}))"
     *above, last = measured_on([result])
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
@@ -119,19 +122,18 @@ def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]
     groups = list(dict.fromkeys(one.group for one in measurements))
     before = None
     for one in sorted(measurements, key=lambda one: groups.index(one.group)):
-        spreads = [one.quartiles, (min(one.values), max(one.values))]
         yield [
             one.group if one.group != before else "",
             one.side,
             figure(one.median, one.unit),
-            *(spread(*ends, one.unit) if len(one.values) > 1 else "" for ends in spreads),
+            spread(*one.quartiles, one.unit) if len(one.values) > 1 else "",
             str(len(one.values)),
         ]
         before = one.group
 
 
 def _not_run_row(one: NotRun) -> list[str]:
-    return ["", one.side, f"not run: {one.why}", "", "", ""]
+    return ["", one.side, f"not run: {one.why}", "", ""]
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,13 +1,15 @@
-"""What the site needs beyond the pages of docs/: mkdocs calls these functions while it builds.
+"""Adds the pages that the site needs besides docs/: mkdocs calls these functions while it builds.
 
-Pages link to files of the source tree, `../benchmarks/results/x.json` say, which a code host shows
-and a site does not have. Each file so linked becomes a page of the site, below source/, with the
-file's text; a folder becomes a list of its files. So the links work without a host to point to. A
-link to something that does not exist stays as it is, and fails the build.
+Pages link to files of the source tree, such as `../benchmarks/results/x.json`, which a code host
+shows and a site does not have. Each linked file becomes a page of the site, below source/, with the
+file's text. A linked directory becomes a list of its files; Python files are listed with the
+first paragraph of their docstring, those of inner packages too. A link to a missing file is left
+unchanged and fails the build.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import posixpath
 import re
@@ -110,13 +112,35 @@ def _page(source: str) -> str:
 
 
 def _text(path: Path, source: str) -> str:
-    """The page of a file or a folder."""
+    """The page of a file or a directory."""
     if path.is_dir():
-        names = sorted(entry.name for entry in os.scandir(path) if entry.name[0] not in "._")
-        return f"# `{source}/`\n\n" + "".join(f"- `{name}`\n" for name in names)
+        return _listing(path, source)
 
     language = _LANGUAGES.get(path.suffix or path.name, path.suffix.removeprefix("."))
     # A file of Markdown is shown as it is written: its own links start from its own folder.
     fence = "`" * 6
     text = path.read_text(encoding="utf-8")
     return f"# `{source}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
+
+
+def _listing(folder: Path, source: str) -> str:
+    """The page of a directory: its files, then a section for each package inside it."""
+    package = folder / "__init__.py"
+    entries = sorted(entry.name for entry in os.scandir(folder) if entry.name[0] not in "._")
+    lines = [f"# `{source}/`", "", _summary(package) if package.exists() else "", ""]
+    inner = []
+    for name in entries:
+        if (folder / name / "__init__.py").exists():
+            inner.append(name)
+        else:
+            summary = _summary(folder / name) if name.endswith(".py") else ""
+            lines.append(f"- `{name}`: {summary}" if summary else f"- `{name}`")
+
+    sections = (_listing(folder / name, f"{source}/{name}") for name in inner)
+    return "\n".join(lines) + "\n\n" + "\n".join(f"#{section}" for section in sections)
+
+
+def _summary(path: Path) -> str:
+    """The first paragraph of a module's docstring, as one line of text."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())

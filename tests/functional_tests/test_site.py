@@ -65,7 +65,9 @@ def make_small(folder: Path, index: str) -> Path:
     for name, title in (("README", "All"), ("0002-b", "0002: B"), ("0001-a", "0001: A")):
         (notes / f"{name}.md").write_text(f"# {title}\n\n[run](../../tools/run.py)\n")
     (folder / "tools").mkdir()
-    (folder / "tools" / "run.py").write_text("answer = 42\n")
+    (folder / "tools" / "run.py").write_text('"""Runs\nthe tool.\n\nMore."""\nanswer = 42\n')
+    (folder / "tools" / "inner").mkdir()
+    (folder / "tools" / "inner" / "__init__.py").write_text('"""Helpers."""\n')
     return folder
 
 
@@ -102,7 +104,9 @@ def test_links_to_the_source_tree_lead_to_pages_of_the_site(tmp_path: Path) -> N
     note = (tmp_path / "site" / "notes" / "0001-a.html").read_text()
     assert 'href="../source/tools/run.py.html"' in note
     assert "answer" in (tmp_path / "site" / "source" / "tools" / "run.py.html").read_text()
-    assert "<code>run.py</code>" in (tmp_path / "site" / "source" / "tools.html").read_text()
+    listing = (tmp_path / "site" / "source" / "tools.html").read_text()
+    assert "<code>run.py</code>: Runs the tool.</li>" in listing
+    assert re.search(r"<h2[^>]*><code>tools/inner/</code></h2>\s*<p>Helpers.</p>", listing)
 
 
 def test_a_pattern_in_the_navigation_becomes_its_pages_by_name(tmp_path: Path) -> None:

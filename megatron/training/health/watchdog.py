@@ -16,7 +16,7 @@ and the event log; then each ends, with the code that docs/recovery.md lists, an
 starts the job anew. The main thread takes part by `explain(error)`, which it calls for an exception
 that it did not expect.
 
-Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0032.
+Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0021.
 """
 
 from __future__ import annotations

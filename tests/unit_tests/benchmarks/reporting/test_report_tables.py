@@ -54,23 +54,28 @@ def test_a_benchmark_has_its_sides_with_median_and_spread(tmp_path: Path) -> Non
         Measurement("save", "DCP", "s", (2.0, 2.1, 2.5)),
     ]
     not_run = [NotRun("DeepSpeed", "no compiler")]
-    ratios = [Ratio("DCP / ours", 3.5)]
+    ratios = [Ratio("DCP / ours", 3.5, at_least=3), Ratio("save / load", 2.0)]
     write_result_file(tmp_path, "one", measurements, ratios, not_run)
 
     assert benchmark_block(stored_results(tmp_path)["one"], "").splitlines() == [
-        "|  | side | median | middle half of the rounds | least to most | rounds |",
-        "|---|---|---|---|---|---|",
-        "| save | ours | 600 ms | 550 to 650 ms | 500 to 700 ms | 3 |",
-        "|  | DCP | 2.10 s | 2.05 to 2.30 s | 2 to 2.50 s | 3 |",
-        "| load | ours | 1,500 tokens/s |  |  | 1 |",
-        "|  | DeepSpeed | not run: no compiler |  |  |  |",
+        "|  | side | median | middle half of the rounds | rounds |",
+        "|---|---|---|---|---|",
+        "| save | ours | 600 ms | 550 to 650 ms | 3 |",
+        "|  | DCP | 2.10 s | 2.05 to 2.30 s | 3 |",
+        "| load | ours | 1,500 tokens/s |  | 1 |",
+        "|  | DeepSpeed | not run: no compiler |  |  |",
         "",
-        "| ratio | measured |",
-        "|---|---|",
-        "| DCP / ours | 3.50 |",
+        "| ratio | measured | bar |  |",
+        "|---|---|---|---|",
+        "| DCP / ours | 3.50 | ≥ 3 | met |",
         "",
         f"Measured on {MEASURED_ON} ([result](benchmarks/results/one.json)).",
     ]
+
+
+def test_a_benchmark_without_sides_has_its_ratios_even_without_a_bar(tmp_path: Path) -> None:
+    write_result_file(tmp_path, "one", ratios=[Ratio("DCP / ours", 3.5)])
+    assert "| DCP / ours | 3.50 |" in benchmark_block(stored_results(tmp_path)["one"], "")
 
 
 def test_a_benchmark_that_found_nothing_still_says_where_it_ran(tmp_path: Path) -> None:
