@@ -47,7 +47,7 @@ from benchmarks.helpers.result import Measurement, Ratio, Result
 
 BENCHMARK = Benchmark(
     name="checkpoint",
-    question="Saves and loads on 2 ranks, and loads on 4, against PyTorch DCP's and raw I/O",
+    question="Saves and loads on 2 ranks, and loads on 4, against PyTorch DCP and raw I/O",
     ranks=1,
     full=("--rounds=3",),
     quick=("--layers=2", "--hidden=512", "--vocabulary=4096", "--rounds=3"),

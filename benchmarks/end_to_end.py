@@ -17,7 +17,7 @@ sleep until it is their turn; their order is drawn anew each round.
 
 Facts: whether the new processes go on with the bits that the old ones went on with, whether the
 checkpoint loads on other numbers of ranks as it is, and each side's settings. The losses of all
-sides must agree in the first steps, or nothing is compared. docs/peers.md says more.
+sides must agree in the first steps, or nothing is compared. docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from benchmarks.peers.trainer import Training
 
 BENCHMARK = Benchmark(
     name="end_to_end",
-    question="How fast do two ranks train, save and resume with offloaded states: this project, "
-    "FSDP2 with CPUOffloadPolicy and DeepSpeed ZeRO-3?",
+    question="Training, saving and resuming with offloaded states on two ranks, against FSDP2 with "
+    "CPUOffloadPolicy and DeepSpeed ZeRO-3",
     ranks=1,
     full=(),
     quick=(

@@ -37,7 +37,7 @@ from megatron.training.step import Batch
 
 BENCHMARK = Benchmark(
     name="lane_profile",
-    question="A training step that is recorded, against one of a run without --profile-lanes",
+    question="A recorded training step against one without --profile-lanes",
     ranks=2,
     full=("--layers=8", "--hidden=256", "--micro-batch=1", "--sequence=128", "--rounds=60"),
     quick=("--layers=4", "--hidden=128", "--micro-batch=1", "--sequence=64", "--rounds=10"),

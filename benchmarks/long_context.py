@@ -34,8 +34,8 @@ from megatron.training.model_loss import mean_of_all
 
 BENCHMARK = Benchmark(
     name="long_context",
-    question="Time and memory of a long row: the fused loss, recomputation, activation offload and "
-    "compiled layers against none of them",
+    question="Time and memory of a long row with the fused loss, recomputation, activation offload "
+    "and compiled layers",
     ranks=1,
     full=("--sequences", "1024", "4096", "--rounds=3"),
     quick=("--layers=1", "--vocabulary=8000", "--sequences", "512", "--rounds=3"),

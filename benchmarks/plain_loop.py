@@ -43,7 +43,7 @@ from megatron.training.model_loss import mean_of_all
 
 BENCHMARK = Benchmark(
     name="plain_loop",
-    question="A step of ours against transformers' Llama in a plain PyTorch loop, on 1 and 2 ranks",
+    question="A training step against transformers' Llama in a plain loop, on 1 and 2 ranks",
     ranks=1,
     full=("--rounds=5",),
     quick=("--layers=2", "--vocabulary=8000", "--dtypes=bfloat16", "--rounds=5"),

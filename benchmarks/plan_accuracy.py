@@ -41,8 +41,7 @@ from megatron_hybrid.pretrain_gpt import forward_step_of
 
 BENCHMARK = Benchmark(
     name="plan_accuracy",
-    question="The step time and the peak memory that the planner predicts against those of "
-    "training",
+    question="The planner's step time and peak memory against measured ones",
     ranks=2,
     full=("--rounds=3",),
     quick=("--hidden", "128", "192", "--layers=3", "--rounds=3"),

@@ -61,7 +61,7 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
         use = f"{verb} {' '.join(one.use)}" if one.use else ""
         entry = FlagLine(f"line {one.line}: {one.given}", one.why, use)
         if one.handling is Handling.DELETED:
-            entry = FlagLine(one.given)  # docs/coming-from-megatron.md has the reasons
+            entry = FlagLine(one.given)  # flag_answers.yaml has the reasons
         groups[one.handling.value][entry] = None  # once: a flag may be in several branches
     return [heading, *laid_out(groups)]
 

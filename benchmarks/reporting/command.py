@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.reporting.blocks import MarkerError, blocks_of, content_of, with_contents
 from benchmarks.reporting.contents import PICTURES, pictures
 from benchmarks.reporting.drawing import svg_of
@@ -32,12 +33,12 @@ class Report:
 
     Attributes:
         root: The project's directory, with README.md, docs/*.md and docs/img/*.svg.
-        names: The names of all benchmarks.
+        benchmarks: All benchmarks by name.
         results: The stored results by benchmark.
     """
 
     root: Path
-    names: Sequence[str]
+    benchmarks: Mapping[str, Benchmark]
     results: Mapping[str, StoredResult]
 
     @property
@@ -69,11 +70,11 @@ class Report:
         if name == "peers":
             return peers_block(read_comparison(), self.results, root)
         if name == "results":
-            return results_block(self.names, self.results, root)
+            return results_block(self.benchmarks.values(), self.results, root)
         if name.removeprefix(_PICTURE) in PICTURES and name.startswith(_PICTURE):
             picture = name.removeprefix(_PICTURE)
             return picture_block(picture, is_drawn=picture in pictures(self.results), root=root)
-        if name in self.names:
+        if name in self.benchmarks:
             return benchmark_block(self.results.get(name), root)
         raise MarkerError(
             f"{page.relative_to(self.root)}: Expected the name of a benchmark, peers, results or "
@@ -106,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         results = stored_results(arguments.results)
-        report = Report(ROOT, list(registered()), results)
+        report = Report(ROOT, registered(), results)
         return check(report) if arguments.check else write(report)
     except (ResultFileError, MarkerError) as error:
         print(error, file=sys.stderr)

@@ -31,7 +31,7 @@ def _loads(resume: Mapping[str, Any]) -> str:
     if loaded:
         return f"yes, on {loaded}"
     converted = _numbers_of_ranks(resume.get("after_conversion", {}))
-    return f"once it is converted, on {converted}" if converted else "no"
+    return f"after conversion, on {converted}" if converted else "no"
 
 
 def _numbers_of_ranks(found: Mapping[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.contents import PICTURES
 from benchmarks.reporting.rounding import bar, figure, ratio, spread
@@ -27,21 +28,18 @@ def measured_on(results: Sequence[StoredResult]) -> list[str]:
     return ["Measured on", "", *(f"- {line}" for line in lines)]
 
 
-def results_block(names: Sequence[str], results: Mapping[str, StoredResult], root: str) -> str:
-    """Every ratio that has a bar, and every benchmark and side that was not measured.
+def results_block(
+    benchmarks: Iterable[Benchmark], results: Mapping[str, StoredResult], root: str
+) -> str:
+    """Each benchmark with its question and the number of bars that are met. Ratios that miss their
+    bar are listed, and so are sides that did not run.
 
     Args:
-        names: Of all benchmarks there are.
-        root: From the page to the project's root, "" or "../".
+        benchmarks: All benchmarks.
+        root: The path from the page to the project's root, "" or "../".
     """
-    rows: list[list[str]] = []
-    for name in names:
-        if name in results:
-            rows += _result_rows(results[name], root)
-        else:
-            rows.append([f"`{name}`", NOT_MEASURED, "", "", ""])
-
-    header = ["benchmark", "ratio of medians, or other figure", "measured", "bar", ""]
+    rows = [_overview_row(one, results.get(one.name), root) for one in benchmarks]
+    header = ["benchmark", "what is compared", "bars met", "missed, or not run"]
     lines = table(header, rows)
     return "\n".join([*lines, "", *measured_on([*results.values()])])
 
@@ -100,13 +98,21 @@ def picture_block(name: str, *, is_drawn: bool, root: str) -> str:
     )
 
 
-def _result_rows(result: StoredResult, root: str) -> Iterator[list[str]]:
-    """The benchmark's name stands in its first row, with the link to its file."""
-    name = f"[`{result.benchmark}`]({root}benchmarks/results/{result.file})"
-    rows = [_ratio(one) for one in result.result.ratios if one.is_met is not None]
-    rows += [[f"{one.side}: not run, {one.why}", "", "", ""] for one in result.result.not_run]
-    for index, row in enumerate(rows or [["measured; no bar is stated", "", "", ""]]):
-        yield [name if index == 0 else "", *row]
+def _overview_row(benchmark: Benchmark, result: StoredResult | None, root: str) -> list[str]:
+    if result is None:
+        return [f"`{benchmark.name}`", benchmark.question, NOT_MEASURED, ""]
+
+    name = f"[`{benchmark.name}`]({root}benchmarks/results/{result.file})"
+    with_bars = [one for one in result.result.ratios if one.is_met is not None]
+    missed = [one for one in with_bars if not one.is_met]
+    count = f"{len(with_bars) - len(missed)} of {len(with_bars)}" if with_bars else "no bars"
+    notes = [
+        f"{one.name} = {ratio(one.value, one.at_least, one.at_most)} "
+        f"({bar(one.at_least, one.at_most)})"
+        for one in missed
+    ]
+    notes += [f"{one.side} not run: {one.why}" for one in result.result.not_run]
+    return [name, benchmark.question, count, "; ".join(notes)]
 
 
 def _ratio(one: Ratio) -> list[str]:

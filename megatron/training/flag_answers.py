@@ -3,7 +3,7 @@
 Launch scripts for Megatron-LM pass many flags for behaviour that is fixed here (a distributed
 optimizer), for kernels, or for dimensions of parallelism of size 1. These flags are accepted. Flags
 that request an unsupported feature are an error with a suggestion, and so are values of shared
-flags that only Megatron-LM supports. docs/coming-from-megatron.md shows the table.
+flags that only Megatron-LM supports.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ _FROM_HF_MODEL = {
     field.name for each in (TransformerConfig, VisionConfig) for field in options_of(each)
 }
 _EPILOG = """Megatron-LM's other flags: flags without effect here are accepted, and an error names
-what to write instead of the rest (docs/coming-from-megatron.md)."""
+what to write instead of the rest (docs/coming-from.md)."""
 
 
 def build_parser(description: str, rejected: Collection[str] = ()) -> argparse.ArgumentParser:

@@ -25,7 +25,6 @@ from megatron.training.pretrain import Outcome
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import megatron_flags
 from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
-from tests.helpers.doc_commands import DOCS, commands_in
 from tests.helpers.ranks import run_ranks
 
 SCRIPTS = yaml.safe_load((Path(__file__).parent / "megatron_scripts.yaml").read_text())
@@ -176,14 +175,6 @@ def test_a_rewritten_script_means_what_the_message_asks_for(script, form, work, 
     by_message = obeyed(flags, message_about(words(flags)), {"FILE": tokenizer})
     assert parsed.config == parse_command_line(words(by_message), NUM_RANKS).config
     assert not {*argv} - {word.strip("'") for word in words(by_message)}, "it gives no others"
-
-
-@pytest.mark.wide
-def test_the_command_of_the_docs_trains():
-    """It shows one with flags that change nothing here, and one that is refused."""
-    (num_ranks, argv), _ = commands_in((DOCS / "coming-from-megatron.md").read_text())
-    outcomes = run_ranks(num_ranks, train, argv)
-    assert [outcome.iteration for outcome in outcomes] == [20] * num_ranks
 
 
 def test_under_torchrun_the_message_is_printed_once_and_without_a_traceback_of_ours(work):

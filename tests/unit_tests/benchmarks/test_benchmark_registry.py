@@ -43,12 +43,6 @@ def test_no_docs_page_and_no_docstring_starts_a_benchmark_as_a_file():
     assert not [page for page in pages if any(how in page.read_text() for how in started)]
 
 
-def test_the_page_has_a_row_for_each_benchmark_and_for_no_other():
-    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (?:[0-9.]+|-) \|$", page, re.MULTILINE)
-    assert rows == sorted(registered())
-
-
 def test_the_pages_example_is_a_benchmark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,5 +1,5 @@
-"""docs/coming-from-megatron.md lists every flag whose default differs from Megatron-LM's; the table
-of its flags has an answer to each that we lack, and names no others than it has.
+"""docs/coming-from.md lists every flag whose default differs from Megatron-LM's; the table of
+answers covers each of its flags that we lack, and names no others.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def differing() -> dict[str, tuple[str, str]]:
 
 
 def test_the_docs_list_every_flag_whose_default_differs_with_both_and_a_reason():
-    rows = ROW.findall(
-        section_of("coming-from-megatron.md", "Defaults that differ from Megatron-LM's")
-    )
+    rows = ROW.findall(section_of("coming-from.md", "Megatron-LM"))
     assert {flag: (here, there) for flag, here, there, _ in rows} == differing()
     assert len(rows) == len(differing()), "each once"
     assert all(len(why) > 20 for *_, why in rows)

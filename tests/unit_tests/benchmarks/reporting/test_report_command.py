@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, Ratio
 from benchmarks.reporting.blocks import MarkerError, with_contents
 from benchmarks.reporting.command import Report, check, main, write
@@ -44,12 +45,15 @@ def write_result(root: Path, value: float) -> None:
 
 
 def report_of(root: Path) -> Report:
-    return Report(root, ["one", "other"], stored_results(root / "results"))
+    benchmarks = {name: Benchmark(name, "", 1, (), ()) for name in ("one", "other")}
+    return Report(root, benchmarks, stored_results(root / "results"))
 
 
 def test_what_was_written_is_not_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    assert "| a / b | 2.00 | ≥ 1.5 | met |" in (root / "docs" / "benchmarks.md").read_text()
+    page = (root / "docs" / "benchmarks.md").read_text()
+    assert "| a / b | 2.00 | ≥ 1.5 | met |" in page
+    assert "| 1 of 1 |" in page
     assert "docs/img/ratios_dark.svg" in (root / "README.md").read_text()
     assert {path.name for path in (root / "docs" / "img").iterdir()} == {
         "ratios_light.svg",
@@ -84,7 +88,7 @@ def test_another_figure_makes_its_blocks_and_pictures_stale(
 
 def test_a_block_edited_by_hand_is_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = root / "docs" / "benchmarks.md"
-    page.write_text(page.read_text().replace("2.00", "3.00", 1))
+    page.write_text(page.read_text().replace("1 of 1", "2 of 2"))
     capsys.readouterr()
     assert check(report_of(root)) == 1
     assert "the block results is stale" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, NotRun, Ratio
 from benchmarks.reporting.peers import CLAIMS, peers_block, read_comparison
 from benchmarks.reporting.stored import stored_results
@@ -17,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[4]
 MEASURED_ON = "A CPU, 2 cores, 24 GiB, torch 2.13.0 · 2026-05-03 · commit 0123456"
 
 
-def test_every_ratio_with_a_bar_and_everything_that_was_not_measured_has_a_row(
+def benchmarks(*names: str) -> list[Benchmark]:
+    return [Benchmark(name, f"What {name} compares", 1, (), ()) for name in names]
+
+
+def test_a_benchmark_has_a_row_with_the_bars_that_it_misses_and_the_sides_that_did_not_run(
     tmp_path: Path,
 ) -> None:
     ratios = [Ratio("a / b", 1.714, at_least=1.5), Ratio("c | d", 2, at_most=1.5), Ratio("e", 3)]
@@ -25,23 +30,23 @@ def test_every_ratio_with_a_bar_and_everything_that_was_not_measured_has_a_row(
     write_result_file(tmp_path, "without_bars", ratios=[Ratio("f", 1)])
     results = stored_results(tmp_path)
 
-    assert results_block(["one", "two", "without_bars"], results, "../").splitlines() == [
-        "| benchmark | ratio of medians, or other figure | measured | bar |  |",
-        "|---|---|---|---|---|",
-        "| `one` | not measured |  |  |  |",
-        "| [`two`](../benchmarks/results/two.json) | a / b | 1.71 | ≥ 1.5 | met |",
-        r"|  | c \| d | 2.00 | ≤ 1.5 | **missed** |",
-        "|  | peer: not run, needs CUDA |  |  |  |",
-        "| [`without_bars`](../benchmarks/results/without_bars.json) "
-        "| measured; no bar is stated |  |  |  |",
+    named = benchmarks("one", "two", "without_bars")
+    assert results_block(named, results, "../").splitlines() == [
+        "| benchmark | what is compared | bars met | missed, or not run |",
+        "|---|---|---|---|",
+        "| `one` | What one compares | not measured |  |",
+        "| [`two`](../benchmarks/results/two.json) | What two compares | 1 of 2 "
+        r"| c \| d = 2.00 (≤ 1.5); peer not run: needs CUDA |",
+        "| [`without_bars`](../benchmarks/results/without_bars.json) | What without_bars compares "
+        "| no bars |  |",
         "",
         f"Measured on {MEASURED_ON}.",
     ]
 
 
 def test_without_results_a_table_says_so() -> None:
-    assert results_block(["one"], {}, "").splitlines()[2:] == [
-        "| `one` | not measured |  |  |  |",
+    assert results_block(benchmarks("one"), {}, "").splitlines()[2:] == [
+        "| `one` | What one compares | not measured |  |",
         "",
         "No result has been stored yet.",
     ]
@@ -151,7 +156,7 @@ def test_the_comparison_is_filled_in_from_results(tmp_path: Path) -> None:
         "| speed | 1.00 (200 tokens/s) | 0.500 (100 tokens/s) | not run |",
         "| memory | 64 MiB | not measured | not run |",
         "| resumes | yes | no, they differ by up to 0.250 | not run |",
-        "| loads | yes, on 1 and 3 | once it is converted, on 1 | not run |",
+        "| loads | yes, on 1 and 3 | after conversion, on 1 | not run |",
         "| pass | not measured | not measured | not measured |",
         "",
         f"Measured on {MEASURED_ON}.",

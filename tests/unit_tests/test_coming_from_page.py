@@ -1,5 +1,7 @@
-"""The pages for those who come from DeepSpeed and torchtitan: their flags exist, and their commands
-mean what the tables say. test_documentation.py runs their programs.
+"""docs/coming-from.md: its flags exist, its commands and tables are those of the code.
+
+test_documentation.py runs its programs. `python -m tests.unit_tests.test_coming_from_page` prints
+the table of Megatron-LM's flags.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from megatron.training.arguments import known_flags, parse_config
+from megatron.core.options import ConfigError
+from megatron.training.arguments import known_flags, parse_command_line, parse_config
 from megatron.training.config import RunConfig
+from megatron.training.flag_answers import Ruling, answer_rows
 from megatron.training.tokenizer import train_bpe
-from tests.helpers.doc_commands import DOCS, commands_in, section_of
+from tests.helpers.doc_commands import commands_in, section_of
 
-PAGES = ("coming-from-deepspeed.md", "coming-from-torchtitan.md")
-ELSEWHERE = {"--max-restarts", "--nnodes", "--safe_serialization"}  # torchrun's, DeepSpeed's
+PAGE = "coming-from.md"
+# Flags of torchrun and of DeepSpeed.
+ELSEWHERE = {"--max-restarts", "--nnodes", "--safe_serialization"}
 # As transformers saves it; the sizes do not matter here.
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,9 +45,9 @@ MODEL = {
 }
 
 
-def config_of(page: str, folder: Path) -> RunConfig:
-    """What the page's command sets, in a folder where the files that it names are."""
-    (command,) = commands_in((DOCS / page).read_text())
+def config_of(section: str, folder: Path) -> RunConfig:
+    """The configuration that a section's command sets, in a directory with the files it names."""
+    (command,) = commands_in(section_of(PAGE, section))
     model = folder / command.argv[command.argv.index("--hf-model") + 1]
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(MODEL))
@@ -56,24 +61,23 @@ def config_of(page: str, folder: Path) -> RunConfig:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one."""
+    """The current directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_flag_of_a_page_exists(page: str) -> None:
-    text = re.sub(r"torchrun .*|launch .*pretrain_gpt.py", "", (DOCS / page).read_text())
+@pytest.mark.parametrize("section", ["DeepSpeed", "torchtitan"])
+def test_every_flag_of_a_section_exists(section: str) -> None:
+    text = re.sub(r"torchrun .*|launch .*pretrain_gpt.py", "", section_of(PAGE, section))
     named = set(re.findall(r"(?<=[\s`])--[a-z][\w-]*", text))
     assert len(named) > 30
-    assert named - ELSEWHERE <= {"--config", *known_flags()}
+    assert named - ELSEWHERE <= known_flags().keys()
 
 
-def test_the_command_for_a_configuration_of_deepspeed_says_the_same(folder: Path) -> None:
-    page = (DOCS / PAGES[0]).read_text()
-    (block,) = re.findall(r"```json\n(.*?)```", page, re.S)
+def test_the_command_for_a_configuration_of_deepspeed_sets_the_same(folder: Path) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", section_of(PAGE, "DeepSpeed"), re.S)
     theirs: dict[str, Any] = json.loads(block)
-    ours = config_of(PAGES[0], folder)
+    ours = config_of("DeepSpeed", folder)
 
     assert ours.training.global_batch_size == theirs["train_batch_size"]
     assert ours.training.micro_batch_size == theirs["train_micro_batch_size_per_gpu"]
@@ -94,14 +98,44 @@ def test_the_command_for_a_configuration_of_deepspeed_says_the_same(folder: Path
     assert ours.parallel.data_parallel_sharding_strategy == "optim_grads_params"
 
 
-def test_the_command_for_what_torchtitan_has_saved_is_understood(folder: Path) -> None:
-    config = config_of(PAGES[1], folder)
+def test_the_command_for_a_checkpoint_of_torchtitan_is_understood(folder: Path) -> None:
+    config = config_of("torchtitan", folder)
     assert config.checkpoint.load_dcp == "outputs/checkpoint/step-1000"
 
 
 def test_the_section_on_fsdp2_names_all_that_fsdp2_offers() -> None:
-    section = section_of("coming-from.md", "PyTorch FSDP2")
+    section = section_of(PAGE, "PyTorch FSDP2")
     methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
     assert len(methods) > 10
     arguments = inspect.signature(fully_shard).parameters
     assert [name for name in (*methods, *arguments) if name not in section] == []
+
+
+def test_the_message_about_a_script_of_megatrons_is_the_one_that_is_shown() -> None:
+    section = section_of(PAGE, "Megatron-LM")
+    (command,) = commands_in(section)
+    with pytest.raises(ConfigError) as error:
+        parse_command_line(command.argv, command.num_ranks)
+    assert f"```\npretrain_gpt.py: {error.value.report()}\n```" in section
+
+
+def test_the_table_of_megatrons_flags_is_that_of_the_code() -> None:
+    table = section_of(PAGE, "Megatron-LM").split("\n### Flags with another name\n")[1]
+    assert [line for line in table.splitlines() if line.startswith("| `--")] == table_lines()
+
+
+def table_lines() -> list[str]:
+    """The rows of the table of flags that have another name here."""
+    lines = []
+    for row in answer_rows():
+        if row.ruling is Ruling.REPLACE:
+            flags = " ".join(f"`{flag}`" for flag in row.flags)
+            values = " ".join(f"`{value}`" for value in row.values)
+            flags = f"{flags} with {values}" if values else flags
+            unless = f", unless `{row.unless}` is given" if row.unless else ""
+            lines.append(f"| {flags}{unless} | `{row.use}` |")
+    return lines
+
+
+if __name__ == "__main__":
+    print(*table_lines(), sep="\n")
