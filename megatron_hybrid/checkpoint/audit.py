@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
 )
 from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.load.small_files import (
+from megatron.core.dist_checkpointing.load.checkpoint import (
     check_size,
     parse_train_state,
     read_marker,

@@ -44,8 +44,8 @@ from megatron.core.dist_checkpointing.formats import (
     open_checkpoint,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.small_files import (
+from megatron.core.dist_checkpointing.load.checkpoint import (
+    PublishedCheckpoint,
     check_size,
     read_marker,
     read_train_state,

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.format.names import (
 )
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import Replicated
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter

@@ -25,22 +25,22 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.dist_checkpointing.config import check_protocol
-from megatron.core.dist_checkpointing.errors import CheckpointNotFoundError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointNotFoundError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
-from megatron.core.dist_checkpointing.load.data_source import Then, ignore, read_file, read_object
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
     UnusableFileError,
+    open_regular,
     published,
     read_regular,
     sync_folder,
@@ -52,9 +52,17 @@ logger = logging.getLogger(__name__)
 MAX_SMALL_BYTES = 1 << 28  # of a file that is read whole
 MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
+_REQUEST_BYTES = 1 << 22  # of one request to a remote store
+
 SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
 _SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
 _TEMPORARY = ".tmp"  # the suffix of names from `megatron.core.files.temporary_path`
+
+Then: TypeAlias = Callable[[memoryview], None]
+
+
+def ignore(_buffer: memoryview) -> None:
+    """The default of `Store.read_into`: no work on filled buffers."""
 
 
 class Store(Protocol):
@@ -235,7 +243,19 @@ class LocalStore:
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
     ) -> None:
-        read_file(self._root / path, offset, buffers, then)
+        # Opened once for all buffers: each opened file has a separate read-ahead.
+        with open_regular(self._root / path) as file:
+            file.seek(offset)
+            for buffer in buffers:
+                rest = buffer
+                while rest:
+                    num_read = file.readinto(rest)
+                    if not num_read:
+                        got = buffer.nbytes - rest.nbytes
+                        begin = file.tell() - got
+                        raise _truncated(self._root / path, begin, buffer.nbytes, got)
+                    rest = rest[num_read:]
+                then(buffer)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
         with naming(self._root / path), published(self._root / path, sync) as stream:
@@ -347,7 +367,17 @@ class RemoteStore:
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
     ) -> None:
-        read_object(self._files, self._at(path), path_of(self, path), offset, buffers, then)
+        # Each request has a latency, so it is for several buffers.
+        for batch in _batches(buffers):
+            nbytes = sum(buffer.nbytes for buffer in batch)
+            content = self._files.cat_file(self._at(path), start=offset, end=offset + nbytes)
+            if len(content) != nbytes:
+                raise _truncated(path_of(self, path), offset, nbytes, len(content))
+
+            offset, rest = offset + nbytes, memoryview(content)
+            for buffer in batch:
+                buffer[:], rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
+                then(buffer)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:  # noqa: ARG002 (all)
         self._files.pipe_file(self._at(path), content)
@@ -421,6 +451,24 @@ class RemoteStore:
         except FileNotFoundError:
             return {}
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
+
+
+def _batches(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Buffers that are not empty, in lists for one request each."""
+    batch: list[memoryview] = []
+    for buffer in filter(len, buffers):
+        batch.append(buffer)
+        if sum(each.nbytes for each in batch) >= _REQUEST_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _truncated(source: Path | str, offset: int, nbytes: int, got: int) -> CheckpointDamagedError:
+    return CheckpointDamagedError(
+        f"Expected {nbytes} bytes at byte {offset} of {source}, got {got}: truncated."
+    )
 
 
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:

@@ -25,8 +25,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, bytes_of
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.description import ModelDescription

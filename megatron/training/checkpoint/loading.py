@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.format.names import (
     published_iterations,
 )
 from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, read_train_state
 from megatron.core.dist_checkpointing.load.reader import (
     Wanted,
     check_contents,
@@ -53,7 +53,6 @@ from megatron.core.dist_checkpointing.load.reader import (
     is_skipped,
     load_entries,
 )
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents

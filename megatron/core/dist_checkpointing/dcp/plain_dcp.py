@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -79,11 +79,11 @@ def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> st
             of them is `model.`.
     """
     known = set(names)
-    most_dots = max((name.count(".") for name in known), default=0)
     # A key counts for every prefix that leaves a name of the model.
     found: Counter[str] = Counter()
     for key in keys:
-        found.update(prefix for prefix, name in _divided(key, most_dots) if name in known)
+        starts = [0, *(match.end() for match in re.finditer(r"\.", key))]
+        found.update(key[:start] for start in starts if key[start:] in known)
     if not found:
         raise CheckpointError(
             f"Expected the weights of this model in {path}, as {MODEL_PREFIX}<name> or under any "
@@ -101,18 +101,6 @@ def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> st
             f"{len(known)} names under each of {few([repr(prefix) for prefix in sorted(best)])}."
         )
     return best[0]
-
-
-def _divided(key: str, most_dots: int) -> Iterator[tuple[str, str]]:
-    """("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c"): the second part has at most so many dots."""
-    # The bound is for a prepared key of a million dots: dividing it at each takes quadratic time.
-    end = len(key)
-    for _ in range(most_dots + 1):
-        dot = key.rfind(".", 0, end)
-        yield key[: dot + 1], key[dot + 1 :]
-        if dot < 0:
-            return
-        end = dot
 
 
 def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAI
 from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import FrozenChanges, differences, is_rounded
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
 from megatron.core.dtensors import local_tensor
 from megatron.core.files import remove_empty_folder, sync_stream

@@ -21,33 +21,28 @@ import xxhash
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.blob import blob_layout
-from megatron.core.dist_checkpointing.format.json_members import (
+from megatron.core.dist_checkpointing.format.manifest import (
+    DTYPES,
     FORMAT_VERSION,
+    Manifest,
+    Marker,
     check_version,
+    data_file,
+    dtype_name,
     expect,
     is_count,
     is_counts,
     is_text,
+    may_hold_chunks,
+    num_blocks,
     parse_object,
     to_json,
     values_of,
-)
-from megatron.core.dist_checkpointing.format.manifest import (
-    DTYPES,
-    Manifest,
-    Marker,
-    data_file,
-    dtype_name,
-    may_hold_chunks,
-    num_blocks,
     writer_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.coverage import check_coverage
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 
-# Readers compare a key with others, and put it into messages, for every chunk of its tensor.
-MAX_KEY_CHARS = 4096
 _MAX_DIMS = 64  # as torch's
 
 
@@ -223,9 +218,7 @@ class _Reader:
         return {key: self._tensor(key, values) for key, values in members.items()}
 
     def _tensor(self, key: str, values: Any) -> SavedTensor:
-        is_key = 0 < len(key) <= MAX_KEY_CHARS
-        expect(is_key, f"keys of 1 to {MAX_KEY_CHARS} characters", key[:64], self._source)
-
+        expect(key != "", "keys that are not empty", key, self._source)
         where = f"{key!r} in {self._source}"
         is_whole = isinstance(values, list) and len(values) == 3
         expect(is_whole, "dtype, shape and chunks of", values, where)

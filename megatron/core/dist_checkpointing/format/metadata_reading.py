@@ -6,10 +6,6 @@ here to a fixed list: dtypes, `torch.Size`, and stand-ins for the rest. The stan
 keeps the state of an object; the stand-in for a function ignores its arguments. A pickle cannot
 change the stand-ins, so it has no effect on the next one. A load uses the state only after its
 types have been checked.
-
-A small pickle can refer to one long list from a hundred thousand records, so shared values are
-checked once. Keys and sizes have a bounded length, because the readers of a checkpoint iterate over
-them for every chunk.
 """
 
 from __future__ import annotations
@@ -30,12 +26,9 @@ from megatron.core.dist_checkpointing.errors import (
     reason,
     shown,
 )
-from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS
 from megatron.core.dist_checkpointing.format.manifest import DTYPES, writer_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-
-_MAX_DIMS = 64  # of a tensor: torch's own bound
 
 
 class Blob(NamedTuple):
@@ -162,10 +155,7 @@ class _RecordReader(UntrustedReader):
 
     def __init__(self, source: str) -> None:
         super().__init__(source)
-        # Checked values. The pickle's value keeps all of them alive, so no id is used twice.
-        self._files: set[str] = set()
-        self._sizes: set[int] = set()  # ids
-        self._transforms: set[int] = set()  # ids of lists
+        self._files: set[str] = set()  # names that have been checked
 
     def index(self, record: Any) -> DcpIndex:
         fields = self._fields(record, dcp.Metadata)
@@ -178,19 +168,14 @@ class _RecordReader(UntrustedReader):
             self._fail("one place for each chunk", got)
 
         found = DcpIndex({}, {}, {})
-        num_chunks = 0
         for key, entry in entries.items():
-            self._check_key(key)
+            self._expect(key, str, "a key")
             if type(entry) is _RECORDS[dcp.BytesStorageMetadata]:
                 self._fields(entry, dcp.BytesStorageMetadata)
                 found.plain[key] = self._blob_at(places, key, None)
                 continue
-            # A million tensors could refer to one list of chunks; but each chunk has its own place.
             fields = self._fields(entry, dcp.TensorStorageMetadata)
             records = self._expect(fields["chunks"], list, f"the chunks of {key}")
-            num_chunks += len(records)
-            if num_chunks > len(places):
-                self._fail(f"no more chunks than the {len(places)} places", "more")
             size, chunks = self._size(fields["size"], key), []
             for box in [self._box(each, key) for each in records]:
                 blob = found.blobs[key, box.offsets] = self._blob_at(places, key, box.offsets)
@@ -220,7 +205,7 @@ class _RecordReader(UntrustedReader):
     def _place(self, record: Any) -> tuple[str, tuple[int, ...] | None]:
         fields = self._fields(record, dcp.MetadataIndex)
         key, offsets = fields["fqn"], fields.get("offset")
-        self._check_key(key)
+        self._expect(key, str, "a key")
         return key, None if offsets is None else self._size(offsets, key)
 
     def _blob(self, record: Any) -> Blob:
@@ -233,10 +218,8 @@ class _RecordReader(UntrustedReader):
             self._fail(f"a place in {file} as numbers of bytes", got)
 
         transforms = fields.get("transform_descriptors") or []
-        if id(transforms) not in self._transforms:
-            for name in self._expect(transforms, list, "transform_descriptors"):
-                self._expect(name, str, "a transform's descriptor")
-            self._transforms.add(id(transforms))
+        for name in self._expect(transforms, list, "transform_descriptors"):
+            self._expect(name, str, "a transform's descriptor")
         return Blob(file, offset, length, transforms)
 
     def _check_file(self, file: Any) -> None:
@@ -250,17 +233,9 @@ class _RecordReader(UntrustedReader):
         self._files.add(file)
 
     def _size(self, found: Any, key: str) -> tuple[int, ...]:
-        # Most sizes are shared by many chunks.
-        if id(found) not in self._sizes:
-            if type(found) is not torch.Size or min(found, default=0) < 0 or len(found) > _MAX_DIMS:
-                wanted = f"at most {_MAX_DIMS} sizes or offsets of {key}, of at least 0"
-                self._fail(wanted, shown(found))
-            self._sizes.add(id(found))
+        if type(found) is not torch.Size or min(found, default=0) < 0:
+            self._fail(f"sizes or offsets of {key}, of at least 0", shown(found))
         return tuple(found)
-
-    def _check_key(self, found: Any) -> None:
-        if len(self._expect(found, str, "a key")) > MAX_KEY_CHARS:
-            self._fail(f"keys of at most {MAX_KEY_CHARS} characters", f"one of {len(found)}")
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
         """The fields of a record of `kind`, if its class has them."""

@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -55,30 +58,12 @@ def iteration_of(name: str) -> int | None:
     return found.iteration if found is not None and not found.suffix else None
 
 
-class Folders(Protocol):
-    """The part of a `Store` that this file needs."""
-
-    @property
-    def root(self) -> str: ...
-
-    @property
-    def is_rename_atomic(self) -> bool: ...
-
-    def folders(self) -> list[str]: ...
-
-    def is_published(self, name: str) -> bool: ...
-
-    def read(self, path: str) -> bytes: ...
-
-    def write(self, path: str, content: bytes) -> None: ...
-
-
-def path_of(store: Folders, path: str) -> str:
+def path_of(store: Store, path: str) -> str:
     """A file or folder of a store, as messages name it."""
     return f"{store.root}/{path}"
 
 
-def published_iterations(store: Folders) -> list[int]:
+def published_iterations(store: Store) -> list[int]:
     """The iterations of the published checkpoints, ascending; empty if the store has no folder yet.
 
     CheckpointError if there is a file in the folder's place.
@@ -91,7 +76,7 @@ def published_iterations(store: Folders) -> list[int]:
     return sorted(iteration for name, iteration in found if store.is_published(name))
 
 
-def latest_iteration(store: Folders) -> int | None:
+def latest_iteration(store: Store) -> int | None:
     """The newest published checkpoint's iteration, or None if the store holds no checkpoint.
 
     The folders decide, not the tracker file, which a crash may leave one behind.
@@ -131,7 +116,7 @@ def latest_iteration(store: Folders) -> int | None:
     return published[-1]
 
 
-def track(store: Folders, iteration: int) -> bool:
+def track(store: Store, iteration: int) -> bool:
     """Makes the tracker file name a published checkpoint. Returns whether that is durable.
 
     Raises nothing: the checkpoint is published, so a failure here is only logged.
@@ -147,7 +132,7 @@ def track(store: Folders, iteration: int) -> bool:
     return True
 
 
-def _read_tracker(store: Folders) -> int | None:
+def _read_tracker(store: Store) -> int | None:
     """The iteration in the tracker file, or None if there is no such file."""
     tracker = path_of(store, TRACKER_FILE)
     try:

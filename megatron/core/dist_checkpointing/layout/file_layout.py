@@ -8,18 +8,77 @@ between blobs are zeros. Plain data lies behind all tensors, in rank 0's file.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
-from megatron.core.dist_checkpointing.format.index import MAX_KEY_CHARS, Index
+from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.holdings import Holdings, shares
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.save.export import Export
+
+
+class ExportedRows(NamedTuple):
+    """Consecutive bytes of an exported file: a box of one of its tensors, row by row."""
+
+    name: str  # of the tensor in the file
+    dtype: torch.dtype  # in which it is written
+    box: Box  # of that tensor
+    own: Box  # the same elements, in the entry's global tensor
+    file: str  # its path in the checkpoint
+    offset: int  # of the first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.numel * self.dtype.itemsize
+
+
+class ExportedTensor(NamedTuple):
+    """A tensor as the exported files have it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ExportFile(NamedTuple):
+    """An exported file: a header, and behind it the rows of tensors without gaps."""
+
+    header: bytes
+    nbytes: int  # header included
+
+
+class Export(Protocol):
+    """What a save writes besides the entries. The same on every rank, `small_files` excepted.
+
+    Attributes:
+        files: by their paths in the checkpoint.
+        tensors: by their names; each lies in one file.
+        is_exact: whether all rows are written in the dtypes of their entries, and so to the bit.
+            The checkpoint then needs no other copy of these entries.
+        small_files: the content of further files, by their paths; empty on ranks other than 0.
+    """
+
+    @property
+    def files(self) -> Mapping[str, ExportFile]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, ExportedTensor]: ...
+
+    @property
+    def is_exact(self) -> bool: ...
+
+    @property
+    def small_files(self) -> Mapping[str, bytes]: ...
+
+    def rows(self, key: str, box: Box) -> Iterator[ExportedRows]:
+        """Where the elements of a box of an entry go; nothing for an entry that is not exported.
+
+        Args:
+            box: of the entry's global tensor; it must have elements.
+        """
 
 
 class SavedAs(NamedTuple):
@@ -48,7 +107,7 @@ def build_index(
             those of all.
 
     Raises:
-        ValueError: for two tensors, or plain data, of one key, and for a key that is too long.
+        ValueError: for two tensors, or plain data, of one key, and for an empty key.
     """
     _check_keys([*(tensor.key for tensor in tensors), *plain_nbytes])
     saved = [SavedTensor(key, dtype, shape, []) for key, dtype, shape, _ in tensors]
@@ -104,8 +163,5 @@ def _check_keys(keys: Sequence[str]) -> None:
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:
         raise ValueError(f"Expected each key once, got several of {', '.join(repeated)}.")
-    wrong = next((key for key in keys if not 0 < len(key) <= MAX_KEY_CHARS), None)
-    if wrong is not None:
-        raise ValueError(
-            f"Expected keys of 1 to {MAX_KEY_CHARS} characters, got one of {len(wrong)}."
-        )
+    if "" in keys:
+        raise ValueError("Expected keys that are not empty, got an empty one.")

@@ -42,8 +42,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
-from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.format.names import (
     path_of,
     published_iterations,
 )
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication, abandon, await_outcome
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft

@@ -235,7 +235,7 @@ class _Collector:
             key = f"{prefix}{section.name}{suffix}"
             if section.num_rows is None:
                 saved_as = SavedAs(key, dtype, shape, own.holdings)
-                found.append(Entry(saved_as, own.offsets, values, parameter))
+                found.append(Entry(saved_as, own.offsets, values))
                 continue
 
             holdings: Holdings = SectionHoldings(own.holdings, section.first_row, section.num_rows)
@@ -246,9 +246,7 @@ class _Collector:
             num_rows = max(end - begin, 0)
             first_row = begin - own.offsets[0] if num_rows else 0
             offsets = (begin - section.first_row if num_rows else 0, *own.offsets[1:])
-            found.append(
-                Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row)
-            )
+            found.append(Entry(saved_as, offsets, values, first_row, num_rows))
         return found
 
     def _whole(
@@ -263,9 +261,7 @@ class _Collector:
         shape = tuple(values.shape)
         saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
         is_own = self._rank in ranks
-        return Entry(
-            saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied
-        )
+        return Entry(saved_as, (0,) * len(shape), values, is_own=is_own, is_copied=is_copied)
 
     def _own_box(self, parameter: torch.Tensor) -> _OwnBox:
         group = group_of(parameter)

@@ -132,7 +132,8 @@ def test_the_text_of_an_error_is_bounded_when_it_is_sent():
 def _receive(size: int, content: bytes) -> str:
     """The error of rank 1 when rank 0 sends this."""
     if dist.get_rank() == 0:
-        dist.broadcast(torch.tensor(size), src=0)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sizes, torch.tensor([size]))
         if content:
             dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), src=0)
         return ""

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     files_of,
 )
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
-from megatron.core.dist_checkpointing.load.small_files import read_marker
+from megatron.core.dist_checkpointing.load.checkpoint import read_marker
 from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
 from megatron.core.dist_checkpointing.store import LocalStore
 from tests.unit_tests.core.dist_checkpointing.helpers.interleaving import (

@@ -1,4 +1,4 @@
-"""PyTorch DCP reads our checkpoints, loads into our tensors, and saves them."""
+"""PyTorch DCP reads our checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
@@ -20,10 +19,8 @@ from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     ITERATION,
     Setting,
     Trained,
-    differences,
     full_tensors,
     moments,
-    next_losses,
 )
 
 RUNS = {
@@ -31,9 +28,6 @@ RUNS = {
     "fp8": (2, Setting("optim", compute_dtype=torch.bfloat16, optimizer=moments("fp8", "fp32"))),
     "three ranks alike": (3, Setting("no_shard", 1.0, is_fused=False, is_tied=False)),
     "hfsdp": (4, Setting(HFSDP, 0.5, optimizer=moments("bf16", "bf16"))),
-}
-BY_PYTORCH = {
-    "hfsdp by PyTorch": (4, Setting(HFSDP, 0.5)),
 }
 
 # Runs where this project cannot be imported. Argument: pairs of a checkpoint and a file with its
@@ -126,8 +120,8 @@ def _ranks_own(rank: int) -> torch.Tensor:
     return torch.arange(5, dtype=torch.uint8) + rank
 
 
-def _save(root: str, setting: Setting) -> list[float]:
-    """Publishes a checkpoint and stores its expected tensors. Returns the next losses."""
+def _save(root: str, setting: Setting) -> None:
+    """Publishes a checkpoint and stores its expected tensors."""
     trained = Trained(setting, seed=0)
     for number in range(ITERATION):
         trained.step(number)
@@ -137,7 +131,6 @@ def _save(root: str, setting: Setting) -> list[float]:
     expected[PARAM_GROUPS] = trained.contents().plain[PARAM_GROUPS]
     if trained.rank == 0:
         torch.save(expected, f"{root}/expected.pt")
-    return next_losses(trained)
 
 
 def read_by_pytorch_alone(*places: tuple[Path, Path]) -> list[dict[str, Any]]:
@@ -150,26 +143,13 @@ def read_by_pytorch_alone(*places: tuple[Path, Path]) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-def _save_by_pytorch(root: str, setting: Setting) -> None:
-    """As `_save`, but with `dcp.save`, which saves no parameter groups here."""
-    trained = Trained(setting, seed=0)
-    for number in range(ITERATION):
-        trained.step(number)
-    trained.optimizer.synchronize()
-    dcp.save(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
-    expected = full_tensors(trained)
-    if trained.rank == 0:
-        torch.save(expected, f"{root}/expected.pt")
-
-
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The directories of RUNS and BY_PYTORCH."""
+    """The directories of RUNS."""
     found = {}
-    for save, runs in ((_save, RUNS), (_save_by_pytorch, BY_PYTORCH)):
-        for name, (world_size, setting) in runs.items():
-            found[name] = tmp_path_factory.mktemp("run")
-            run_ranks(world_size, save, str(found[name]), setting)
+    for name, (world_size, setting) in RUNS.items():
+        found[name] = tmp_path_factory.mktemp("run")
+        run_ranks(world_size, _save, str(found[name]), setting)
     return found
 
 
@@ -209,56 +189,3 @@ def test_a_flipped_bit_would_be_seen(verdicts):
     assert len(verdict["dcp.load"]) == 3
     assert len(verdict["dcp.load of a part"]) == 1
     assert len(verdict["dcp_to_torch_save"]) == 2
-
-
-def _load_by_pytorch(root: str, setting: Setting) -> tuple[list[str], list[float]]:
-    """The keys that differ after `dcp.load`, and the next losses."""
-    trained = Trained(setting, seed=1)
-    # DCP does not wait for updates in flight.
-    trained.step(99)
-    trained.optimizer.synchronize()
-    dcp.load(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
-    expected = torch.load(f"{root}/expected.pt", weights_only=True)
-    tensors = {
-        key: value
-        for key, value in expected.items()
-        if key.startswith(("model.", "optimizer.state."))
-    }
-    found = differences(full_tensors(trained), tensors)
-    return found, next_losses(trained)
-
-
-def _load_by_ourselves(root: str, setting: Setting) -> list[float]:
-    trained = Trained(setting, seed=1)
-    trained.load(root, skip=["rng.*"])
-    return next_losses(trained)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "fraction"),
-    [
-        ("no_shard", 0.5),
-        ("optim_grads_params", None),
-        pytest.param(HFSDP, 0.0, marks=pytest.mark.wide),
-    ],
-)
-def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(
-    roots, strategy, fraction
-):
-    root = str(roots["three ranks alike"])
-    setting = Setting(strategy, fraction, is_tied=False, compute_dtype=torch.bfloat16)
-    losses = run_ranks(4, _load_by_ourselves, root, setting)
-    for (found, after), expected in zip(
-        run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True
-    ):
-        assert found == []
-        assert after == expected
-
-
-@pytest.mark.parametrize("name", BY_PYTORCH)
-def test_a_checkpoint_that_pytorch_saved_from_our_tensors_is_whole_and_loads_anywhere(
-    roots, verdicts, name
-):
-    assert (verdicts[name]["dcp.load"], verdicts[name]["dcp_to_torch_save"]) == ([], [])
-    for found, _ in run_ranks(3, _load_by_pytorch, str(roots[name]), Setting(is_fused=False)):
-        assert found == []

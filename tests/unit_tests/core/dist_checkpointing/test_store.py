@@ -15,7 +15,6 @@ import pytest
 from megatron.core.dist_checkpointing import store as store_module
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
-from megatron.core.dist_checkpointing.load import data_source
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
     LocalStore,
@@ -135,7 +134,7 @@ def test_a_file_that_is_missing_is_a_file_not_found(store):
 
 @pytest.mark.parametrize("request_bytes", [100, 1 << 22])
 def test_buffers_are_filled_in_order_and_passed_on_one_by_one(store, monkeypatch, request_bytes):
-    monkeypatch.setattr(data_source, "_REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(store_module, "_REQUEST_BYTES", request_bytes)
     content = os.urandom(1000)
     store.make_folder(FINAL)
     store.write(f"{FINAL}/file", content)

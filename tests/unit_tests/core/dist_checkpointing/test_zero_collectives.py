@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.distributed_c10d as c10d
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -241,33 +240,3 @@ def test_that_a_save_has_failed_on_one_rank_is_known_on_all_without_communicatio
     for num_bytes, failure in run_ranks(NUM_RANKS, _fail_counted, str(tmp_path)):
         assert num_bytes == 0
         assert "No space left on device" in failure
-
-
-def _plan_counted(setting: Setting) -> tuple[int, int]:
-    """State dicts for PyTorch DCP, and its own plans of this rank's part, to save and to load."""
-    trained = Trained(setting, seed=0)
-    _train(trained, 0, 1)
-    num_items: list[int] = []
-
-    def plan_save() -> None:
-        state = trained.contents().state_dict()
-        saving = dcp.DefaultSavePlanner()
-        saving.set_up_planner(state, is_coordinator=trained.rank == 0)
-        plan = saving.create_local_plan()
-        for item in plan.items:
-            saving.resolve_data(item)
-        num_items.append(len(plan.items))
-
-    return _bytes_of(plan_save), num_items[0]
-
-
-@needs_linux
-@pytest.mark.parametrize(
-    "setting",
-    [Setting(HSDP, 0.5), Setting("no_shard"), Setting("optim", 0.5, expert_size=4)],
-    ids=str,
-)
-def test_chunks_come_to_a_state_dict_for_pytorch_without_communication(setting):
-    for num_bytes, num_items in run_ranks(NUM_RANKS, _plan_counted, setting):
-        assert num_bytes == 0
-        assert num_items > 0

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import (
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
 from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
+from megatron.core.dist_checkpointing.load.checkpoint import read_train_state
 from megatron.core.dist_checkpointing.store import LocalStore, open_store
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (

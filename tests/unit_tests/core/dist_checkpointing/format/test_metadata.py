@@ -43,8 +43,7 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
     parse_metadata,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.coverage import check_coverage
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 from tests.helpers.ranks import run_ranks
 
 SOURCE = "iter_0000010/.metadata"

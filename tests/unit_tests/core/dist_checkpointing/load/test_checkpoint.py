@@ -28,8 +28,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.data_source import Then, ignore
-from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.dist_checkpointing.store import LocalStore, Then, ignore, open_store
 from tests.helpers.checkpoints import (
     Cut,
     chunks_of,

@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.shared_file import SharedFile
 

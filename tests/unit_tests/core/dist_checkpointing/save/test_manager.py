@@ -70,7 +70,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 1)
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in collect(model, optimizer).state_dict().items()}
+    entries = collect(model, optimizer).entries
+    return {entry.key: entry.part_of(entry.values.read()).clone() for entry in entries}
 
 
 def load(store: Store, iteration: int) -> dict[str, torch.Tensor]:
