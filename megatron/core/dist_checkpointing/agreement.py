@@ -1,9 +1,9 @@
 """Agreement among ranks about files: a result or an error of one rank reaches all of them.
 
 Ranks exchange JSON of bounded size. `broadcast_object_list` and its like would send pickles, with
-which anybody who can write to the connection of two ranks could run code on a rank. Saving needs no
-agreement: see [Note: saving] in save/manager.py. The exception are weights for the transformers
-library, which all ranks write into the same files (`hf_weights.save_hf`).
+which an attacker who can write to the connection of two ranks could run code on a rank. Saving
+needs no agreement: see [Note: saving] in save/manager.py. The exception are weights for the
+transformers library, which all ranks write into the same files (`hf_weights.save_hf`).
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ class ReadableCheckpoint(Protocol):
 
 
 def format_of(store: Store, name: str) -> str | None:
-    """The format of the checkpoint in a folder, even if it has lost files; None without one."""
+    """The format of the checkpoint in a directory, even if it has lost files; None without one."""
     if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
         return FSDP_DTENSOR
     if store.exists(f"{name}/{SIGN_FILE}"):
-        return None  # begun in a remote store and never published
+        return None  # created in a remote store and never published
 
     # Both files may be lost, of a checkpoint that a run wrote: its train state names its format.
     try:
@@ -73,10 +73,10 @@ def format_of(store: Store, name: str) -> str | None:
 
 
 def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
-    """The checkpoint in the folder `name`, whatever its format.
+    """The checkpoint in the directory `name`, whatever its format.
 
     Raises:
-        CheckpointNotFoundError: if there is no such folder.
+        CheckpointNotFoundError: if there is no such directory.
         CheckpointError: if it has none, or it cannot be read, as `PublishedCheckpoint.open`.
     """
     expect_folder(store, name)

@@ -1,20 +1,22 @@
-"""A folder of checkpoints: in the file system, or in a remote store through fsspec.
+"""A directory of checkpoints: in the file system, or in a remote store through fsspec.
 
 [Note: publishing] Half a checkpoint must never look like a whole one, whatever is killed at
 whatever moment. The marker is written last, when all other files are on disk. The rest depends on
 the store:
 
     local     A checkpoint is written as a draft, `iter_0000020.<token>.saving`, and renamed to
-              `iter_0000020`, which is one step for every reader. A folder to delete is first
+              `iter_0000020`, which is one step for every reader. A directory to delete is first
               renamed as well, to `<name>.<token>.deleting`. So a publish that races with a sweep
-              finds all of its draft or none of it.
-    remote    Object stores cannot rename a folder. The files have their final names from the start,
+              finds all of its draft, or no draft.
+    remote    Object stores cannot rename a directory. The files have their final names from the
+    start,
               and the marker alone makes them a checkpoint: it is written last and deleted first,
               `.metadata` right after it. Two runs must not save into one remote folder: a sweep by
               one may come between the steps of the other.
 
-In a remote folder, a sign that this class began it is written first and deleted last. A sweep does
-not touch a folder without one: it may be another program's checkpoint, which has no marker either.
+In a remote directory, a sign that this class created it is written first and deleted last. A sweep
+does not touch a directory without one: it may be another program's checkpoint, which has no marker
+either.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
-SIGN_FILE = "begun.txt"  # in remote folders, see [Note: publishing]
+SIGN_FILE = "begun.txt"  # in remote directories, see [Note: publishing]
 _SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
 _TEMPORARY = ".tmp"  # the suffix of names from `megatron.core.files.temporary_path`
 
@@ -66,37 +68,38 @@ def ignore(_buffer: memoryview) -> None:
 
 
 class Store(Protocol):
-    """A folder of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
+    """A directory of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
 
-    OSErrors of the file system reach the caller. FileNotFoundError always means that there is no
-    such file.
+    OSErrors of the file system reach the caller. FileNotFoundError always means a missing file.
     """
 
     @property
     def root(self) -> str:
-        """The folder, as messages name it."""
+        """The directory, as messages name it."""
 
     @property
     def is_rename_atomic(self) -> bool:
         """Whether a rename publishes checkpoints, or their marker. See [Note: publishing]."""
 
     def folders(self) -> list[str]:
-        """The names of all folders, including drafts, sorted; empty if there is no root yet."""
+        """The names of all directories, including drafts, sorted; empty if there is no root yet."""
 
     def files(self, name: str) -> list[str]:
-        """The names of the complete files in a folder, sorted.
+        """The names of the complete files in a directory, sorted.
 
-        FileNotFoundError if a local store has no such folder.
+        FileNotFoundError if a local store has no such directory.
         """
 
     def is_published(self, name: str) -> bool:
-        """Whether an existing folder with a checkpoint's name contains a published checkpoint."""
+        """Whether an existing directory with a checkpoint's name contains a published
+        checkpoint.
+        """
 
     def make_folder(self, name: str) -> None:
-        """Makes a folder, and the root if need be. An existing one stays as it is."""
+        """Makes a directory, and the root if need be. An existing one stays as it is."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether there is such a file or directory."""
 
     def size(self, path: str) -> int:
         """Bytes in a file."""
@@ -112,7 +115,7 @@ class Store(Protocol):
         Args:
             buffers: contiguous; one may come again once `then` has returned.
             then: called with each as soon as it has been filled, while it is still in the
-                processor's cache. What it raises ends the reading.
+                processor's cache. An error that it raises ends the reading.
 
         Raises:
             CheckpointDamagedError: if the file ends before that.
@@ -122,18 +125,18 @@ class Store(Protocol):
         """Writes a small file, which appears whole or not at all. Replaces an existing one.
 
         Args:
-            sync: what is durable when this returns; remote stores make everything durable. With
-                anything but `Sync.ALL`, the appearance of the file is the last step.
+            sync: the parts that are durable when this returns; remote stores make everything
+                durable. With anything but `Sync.ALL`, the appearance of the file is the last step.
         """
 
     def delete(self, path: str) -> None:
-        """Deletes a file, if there is one."""
+        """Deletes a file, if it exists."""
 
     def open_data(self, path: str) -> DataSink:
         """A new data file. FileExistsError, where rename is atomic, if another save has made it."""
 
     def draft_name(self, final: str, token: str) -> str:
-        """The folder to write checkpoint `final` in.
+        """The directory to write checkpoint `final` in.
 
         Args:
             token: that no other save has.
@@ -154,8 +157,8 @@ class Store(Protocol):
     def sweep(self) -> list[str]:
         """Deletes abandoned drafts and the remains of deleted checkpoints. Returns their names.
 
-        For the beginning of a run: it makes a save fail that another run has under way. Failures
-        are logged and left to the next sweep; nothing left over is taken for a checkpoint.
+        For the beginning of a run: it makes another run's save in flight fail. Failures are logged
+        and left to the next sweep; remains are never taken for a checkpoint.
         """
 
     def remove(self, name: str) -> None:
@@ -183,14 +186,14 @@ def open_store(root: str | Path) -> Store:
 
 
 def expect_folder(store: Store, name: str) -> None:
-    """CheckpointNotFoundError unless the store has the folder of a checkpoint."""
+    """CheckpointNotFoundError unless the store has the directory of a checkpoint."""
     if not store.exists(name):
         place = path_of(store, name)
         raise CheckpointNotFoundError(f"Expected a checkpoint in {place}, got no such folder.")
 
 
 def remove_or_warn(store: Store, name: str) -> None:
-    """Deletes a folder that nobody needs; a failure is only logged."""
+    """Deletes a directory that is no longer needed; a failure is only logged."""
     try:
         store.remove(name)
     except FileNotFoundError:
@@ -200,7 +203,7 @@ def remove_or_warn(store: Store, name: str) -> None:
 
 
 class LocalStore:
-    """A folder of a file system that all ranks see, on this machine or shared."""
+    """A directory of a file system that all ranks see, on this machine or shared."""
 
     is_rename_atomic = True
 
@@ -227,7 +230,7 @@ class LocalStore:
         folder = self._root / name
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        # A new folder's name is in its parent, which has to reach the disk.
+        # A new directory's name is in its parent, which has to reach the disk.
         for place in reversed(missing):
             sync_folder(place.parent)
 
@@ -283,11 +286,12 @@ class LocalStore:
             sync_folder(source)
             source.rename(target)
         except OSError as error:
-            # A network file system may rename, lose the answer, repeat the request, and fail then.
+            # A network file system may rename, lose the response, repeat the request, and fail
+            # then.
             if folder is None or not _is_at(target, folder):
                 _raise_unpublished(error, source, target)
 
-        # From here on there is a checkpoint, and nothing may look like a failure to publish it.
+        # The checkpoint is published, so later errors must not look like failures.
         try:
             sync_folder(self._root)
         except OSError as error:
@@ -321,7 +325,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A folder behind an fsspec URL, whose files appear whole, as objects do.
+    """A directory behind an fsspec URL, whose files appear whole, as objects do.
 
     Listings are cached by fsspec; what another process has written shows only without the cache.
     """
@@ -345,7 +349,7 @@ class RemoteStore:
 
     def make_folder(self, name: str) -> None:
         self._files.makedirs(self._at(name), exist_ok=True)
-        # An object store has no folders: a file has to say that there is one.
+        # An object store has no directories, so a file marks them.
         sign = f"Not a checkpoint unless {MARKER_FILE} is here, too.\n"
         self.write(f"{name}/{SIGN_FILE}", sign.encode())
 
@@ -389,7 +393,7 @@ class RemoteStore:
     def open_data(self, path: str) -> DataSink:
         return RemoteSink(self._files, self._at(path))
 
-    def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (nothing is renamed here)
+    def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (there is no rename)
         return final
 
     def publish(self, draft: str, final: str) -> bool:
@@ -400,7 +404,7 @@ class RemoteStore:
         path = path_of(self, final)
         try:
             is_whole = all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE))
-        except Exception as error:  # remote stores have errors of their own
+        except Exception as error:  # remote stores raise other errors, too
             # The marker was acknowledged. The check is only for sweeps by a second run, which must
             # not save here anyway.
             logger.warning("%s is published, but cannot be looked at: %s", path, error)
@@ -422,7 +426,7 @@ class RemoteStore:
         self.remove(name)
 
     def _is_begun(self, name: str) -> bool:
-        """Whether this class has begun a checkpoint that is not published, or no longer."""
+        """Whether this class has created a checkpoint that is not published, or no longer."""
         names = self._list(self._at(name))
         return SIGN_FILE in names and MARKER_FILE not in names
 
@@ -436,7 +440,7 @@ class RemoteStore:
 
         for file in names:
             self._files.rm(self._at(f"{name}/{file}"), recursive=True)
-        # An object store has lost the folder with its last file.
+        # An object store has lost the directory with its last file.
         with contextlib.suppress(FileNotFoundError):
             self._files.rmdir(self._at(name))
 
@@ -444,7 +448,7 @@ class RemoteStore:
         return f"{self._path}/{path}"
 
     def _list(self, path: str) -> dict[str, str]:
-        """{name: "file" or "directory"} of what is in a folder; empty if there is none."""
+        """{name: "file" or "directory"} of the entries of a directory, which need not exist."""
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(path, detail=True)
@@ -472,7 +476,7 @@ def _truncated(source: Path | str, offset: int, nbytes: int, got: int) -> Checkp
 
 
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:
-    """Deletes folders, and returns the names of those that it could. See `Store.sweep`."""
+    """Deletes directories, and returns the names of the deleted ones. See `Store.sweep`."""
     deleted = []
     for name in names:
         try:
@@ -493,7 +497,7 @@ def _is_abandoned(name: str) -> bool:
 
 
 def _is_at(path: Path, folder: os.stat_result) -> bool:
-    """Whether a folder, as it was before it was renamed, is the one at a path now."""
+    """Whether a directory, as it was before it was renamed, is the one at a path now."""
     try:
         return os.path.samestat(path.lstat(), folder)
     except OSError:
@@ -503,7 +507,7 @@ def _is_at(path: Path, folder: os.stat_result) -> bool:
 def _raise_unpublished(error: OSError, source: Path, target: Path) -> NoReturn:
     if isinstance(error, FileNotFoundError):
         raise _is_swept(source) from error
-    # Another run was faster: a rename replaces an empty folder, but never a checkpoint.
+    # Another run was faster: a rename replaces an empty directory, but never a checkpoint.
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
         raise _is_published(target) from error
     raise error

@@ -1,4 +1,4 @@
-"""A checkpoint that PyTorch DCP wrote, read without running anything.
+"""A checkpoint that PyTorch DCP wrote, read without executing code.
 
 DCP's own reader unpickles whatever is not a tensor, code included. Here every blob is compared with
 its `.metadata` before memory is taken for it, read once, and checked in that memory.
@@ -57,8 +57,8 @@ class TorchDcpCheckpoint:
 
     @classmethod
     def open(cls, store: Store, name: str, *, checks_crc: bool = True) -> TorchDcpCheckpoint:
-        """Opens the checkpoint in the folder `name`, and compares the sizes in `.metadata` with the
-        files, before anybody makes such tensors.
+        """Opens the checkpoint in the directory `name`, and compares the sizes in `.metadata` with
+        the files, before tensors are allocated.
 
         Args:
             checks_crc: whether to compare blobs with the CRC-32 of `torch.save` as they are read.
@@ -79,7 +79,7 @@ class TorchDcpCheckpoint:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """As in `ReadableCheckpoint`; empty if there is none."""
+        """As in `ReadableCheckpoint`; may be empty."""
         has_state = self._store.exists(f"{self._name}/{TRAIN_STATE_FILE}")
         return read_train_state(self._store, self._name) if has_state else {}
 
@@ -89,14 +89,14 @@ class TorchDcpCheckpoint:
         return [*self.tensors, *self.plain]
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
-        """Keys of tensors in the order in which their first chunks lie in the files."""
+        """Keys of tensors in the order of their first chunks in the files."""
         return sorted(keys, key=lambda key: [chunk[2:] for chunk in self.tensors[key].chunks[:1]])
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
         """As `PublishedCheckpoint.read`, but by whole chunks, of which the last one is kept.
 
         Raises:
-            CheckpointDamagedError: if the bytes are not those of such a tensor.
+            CheckpointDamagedError: for bytes of another tensor.
             CheckpointError: if they name anything else, or were transformed by DCP's extensions.
         """
         chunks = self.tensors[key].chunks
@@ -179,7 +179,7 @@ class TorchDcpCheckpoint:
 
         ends: dict[str, int] = {}
         for key, blob, least, most in limits:
-            # Of what was compressed, say, the length tells nothing about the tensor.
+            # The length of a transformed blob does not depend on the tensor alone.
             if not least <= blob.nbytes <= most and not blob.transforms:
                 raise CheckpointDamagedError(
                     f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "

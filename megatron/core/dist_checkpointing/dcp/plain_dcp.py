@@ -1,4 +1,4 @@
-"""Weights and an optimizer's options from a folder that another program wrote with PyTorch DCP.
+"""Weights and an optimizer's options from a directory that another program wrote with PyTorch DCP.
 
 Programs choose their own keys. So weights are found by the names of the model's parameters,
 whatever prefix they have in the folder:
@@ -25,15 +25,15 @@ from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
 
-MODEL_PREFIX = "model."  # ours, and the usual one
+MODEL_PREFIX = "model."  # the usual one, and that of our checkpoints
 
-# Keys that stay unread beside weights without a prefix. With a prefix, all other keys do.
+# Keys that stay unread if weights have no prefix. With a prefix, all other keys do.
 _OTHERS = ("optim.", "optimizer.", "rng.")
 _OPTION_KEY = re.compile(r"optim(?:izer)?\.param_groups\.(\d{1,9})\.(.+)")
 
 
 def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None:
-    """Loads a model's weights and buffers in place from a folder that DCP wrote.
+    """Loads a model's weights and buffers in place from a directory that DCP wrote.
 
     Args:
         model: sharded or plain; every rank of its process group calls this.
@@ -56,7 +56,7 @@ def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None
 
 
 def weight_keys(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> set[str]:
-    """The keys that `load_model_weights` would read. Raises what it does if there are none."""
+    """The keys that `load_model_weights` would read. Raises the same errors for missing weights."""
     own = DCPState(model).state_dict()["model"]
     return {f"{_prefix(checkpoint, own)}{name}" for name in own}
 
@@ -108,7 +108,7 @@ def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
     `optim.param_groups.<number>.<option>`, or `optimizer.param_groups...`.
 
     Raises:
-        CheckpointError: if there are none, or they are no such.
+        CheckpointError: for missing or wrong parameter groups.
     """
     groups: dict[int, dict[str, Any]] = {}
     for key in [*checkpoint.plain, *checkpoint.tensors]:

@@ -40,7 +40,7 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.files import remove_empty_folder, sync_stream
 from megatron.core.optimizer.state_loading import check_step
 
-# Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
+# Of the state of one parameter, in checkpoints of `torch_dcp` and of `fsdp_checkpoint`.
 _STEP_KEY = re.compile(r"optim(?:izer)?\.state\..+\.step")
 
 
@@ -60,13 +60,12 @@ def save_checkpoint(
         state: nested dict of tensors (DTensors stay sharded: each rank writes its part) and of
             plain data: numbers, strings, and lists, tuples and dicts of them.
         train_state: plain data, for `train_state.json`; rank 0's is written. None: no such file.
-        name: of the folder of a checkpoint that is not to count among a run's; the tracker file
-            does not move to it. Default: `checkpoint_name(iteration)`.
+        name: directory of a checkpoint outside of the run's sequence; the tracker file does not
+            change. Default: `checkpoint_name(iteration)`.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. Nothing is published then, and
-            nothing is left of it. Once the folder has its name, nothing counts as a failure: a
-            failed sync, or a tracker that cannot be written, is a warning.
+        CheckpointError: on every rank, if any rank could not write. The draft is deleted then. Once
+            the checkpoint is published, a failed sync or an unwritable tracker is a warning.
     """
     draft = _Draft(Path(root), checkpoint_name(iteration) if name is None else name)
 
@@ -101,7 +100,7 @@ class _Draft:
     def __init__(self, root: Path, final: str) -> None:
         self.folder = root / final
         # Without a token: no sweep comes before these saves, so the next save of this checkpoint
-        # has to find what a killed run has left.
+        # has to find the draft of a killed run.
         self.path = root / f"{final}.saving"
         self._store = LocalStore(root)
         self._train_state: bytes | None = None
@@ -140,7 +139,7 @@ class _Draft:
             track(self._store, tracked)
 
     def discard(self) -> None:
-        """Deletes what a failed save has written: it must not keep a full disk full."""
+        """Deletes the files of a failed save, which must not keep a full disk full."""
         remove_or_warn(self._store, self.path.name)
 
     @contextmanager
@@ -253,7 +252,7 @@ def _check_fits(
     ignored_prefixes: tuple[str, ...],
     changes: FrozenChanges,
 ) -> None:
-    """Compares what is to be loaded with what there is, and changes nothing."""
+    """Compares the wanted values with the checkpoint, without changes."""
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
     plain, saved = wanted.keys() - tensors.keys(), checkpoint.tensors
     ignored = changes.left_out_keys

@@ -10,9 +10,9 @@ of each storage. The pickle names the storages and describes each tensor as a vi
 
 The unpickler of `torch.load(weights_only=True)` reads the pickle, after every name in it has been
 compared with a fixed list: other modules extend torch's own list, for example by DeviceMesh, which
-creates process groups. Storages are made on the meta device, which allocates nothing, and are
-marked with their record. Each tensor is then checked against its record, and becomes a view of the
-bytes in memory or in a mapped file.
+creates process groups. Storages are made on the meta device, which takes no memory, and are marked
+with their record. Each tensor is then checked against its record, and becomes a view of the bytes
+in memory or in a mapped file.
 
 The records are found by Python's zipfile, not by torch's reader: on the meta device, `torch.load`
 computes the offset of every storage but the first from the order in the pickle, which need not be
@@ -70,7 +70,7 @@ def read_archive(memory: torch.Tensor, source: str, *, checks_crc: bool = True) 
             views of it.
         source: its name in messages: a path, or a key and a path.
         checks_crc: whether to compare storages with the CRC-32 in the archive. All other records
-            are always compared. A CRC-32 of 0 means that there is none.
+            are always compared. A CRC-32 of 0 means none.
 
     Raises:
         CheckpointDamagedError: if it is not a whole archive of `torch.save`.
@@ -128,7 +128,7 @@ class _ArchiveReader(UntrustedReader):
         self._content = memory.numpy().data
         # By name in lower case, without the folder: torch finds names without regard to case.
         self._records: dict[str, _Record] = {}
-        self._tensors: dict[int, torch.Tensor] = {}  # by the ids of those on the meta device
+        self._tensors: dict[int, torch.Tensor] = {}  # by the ids of the tensors on the meta device
 
     def read(self, checks_crc: bool) -> object:
         try:

@@ -1,4 +1,4 @@
-"""The files in which a checkpoint vouches for itself: a manifest per rank, and one marker.
+"""The files that prove a checkpoint intact: a manifest per rank, and one marker.
 
     manifest_0.json     a digest of every block that rank 0 has written
     published.json      the marker: sizes of all files, digests of the small ones and of itself
@@ -97,15 +97,15 @@ TRAIN_STATE_FILE = "train_state.json"
 MARKER_FILE = "published.json"
 
 BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be shorter
-DATA_ALIGNMENT = 4096  # bytes; direct I/O wants a tensor's data to begin at a multiple of it
+DATA_ALIGNMENT = 4096  # bytes; the alignment of tensors for direct I/O
 
 _DATA_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")  # of DCP, with the rank that wrote it
-# A file in folders of the checkpoint's folder, without a way out of it.
+# A file in a subdirectory of the checkpoint.
 FURTHER_FILE = re.compile(r"(?:\w[\w.-]*/)+\w[\w.-]*", re.ASCII)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# By their own names, which indexes and pickles use; aliases such as torch.float are left out.
+# By the names in indexes and pickles; aliases such as torch.float are left out.
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -119,13 +119,13 @@ def data_file(rank: int) -> str:
 
 
 def writer_of(file: str) -> int:
-    """The rank that wrote a data file, by its name; -1 if that does not tell."""
+    """The rank that wrote a data file, by its name; -1 for any other name."""
     match = _DATA_FILE.fullmatch(file)
     return int(match[1]) if match else -1
 
 
 def may_hold_chunks(file: str) -> bool:
-    """Whether it is a name that a file with chunks may have, in the checkpoint's folder."""
+    """Whether it is a name that a file with chunks may have, in the checkpoint's directory."""
     return writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
 
 
@@ -196,7 +196,8 @@ class Manifest:
             "rank": self.rank,
             "layout": self.layout,
         }
-        # Put together by hand: `json.dumps` writes all on one line, or every digest on its own.
+        # Put together by hand: `json.dumps` writes all on one line, or every digest on a separate
+        # line.
         lines = ",".join(f"\n{to_json(digests)}" for digests in self.digests)
         return f'{to_json(head)[:-1]},"digests":[{lines}\n]}}\n'.encode()
 
@@ -240,7 +241,7 @@ class Marker:
     save_id: str
     iteration: int
     world_size: int  # ranks that saved
-    files: dict[str, FileRecord]  # of `files_of(world_size)`, and further ones in folders
+    files: dict[str, FileRecord]  # of `files_of(world_size)`, and further ones in directories
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per file in the order of their names."""
@@ -252,7 +253,7 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str) -> Marker:
-        """Reads the output of `to_bytes`, and nothing else.
+        """Reads the output of `to_bytes`.
 
         Args:
             source: the file's name, for errors.

@@ -5,8 +5,8 @@ dtype, shape and chunks, and for every chunk the file and the place in it.
 
 [Note: composing] A checkpoint of a thousand ranks has a hundred thousand chunks. Making four
 objects for each, only for `pickle` to take them apart again, takes several times as long as writing
-the opcodes directly. Few are needed: the pickle begins with everything that is named over and over,
-and the rest refers to it.
+the opcodes directly. Few are needed: the pickle starts with all repeated objects, and the rest
+refers to them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor
     """The `.metadata` that DCP would write for these, in their order. See [Note: composing].
 
     Args:
-        tensors: all of whose chunks lie in `.distcp` files.
+        tensors: tensors with all chunks in `.distcp` files.
         plain: see layout/saved.py.
     """
     return _Composer().compose(list(tensors), list(plain))
 
 
 def nested_path(key: str) -> tuple[str, ...]:
-    """Where a key's value stands in the nested dict that DCP makes of a whole checkpoint.
+    """The path of a key in the nested dict that DCP makes of a whole checkpoint.
 
     "model.layers.0.weight" is at "layers.0.weight" in "model": names of parameters stay whole.
     """
@@ -87,8 +87,8 @@ def _code_of_text(value: str) -> bytes:
 class _Composer:
     """Writes the opcodes of one pickle. Lives for one `compose_metadata`.
 
-    The unpickler numbers what it is told to remember in the order in which it comes. So opcodes
-    have to be made in the order in which they are written.
+    The unpickler numbers memoized objects in order, so opcodes must be created in the order in
+    which they are written.
     """
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class _Composer:
         self._files: dict[str, bytes] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
 
-        # Everything below refers to objects that the pickle makes, and drops again, at its
-        # beginning. Their order fixes their numbers, and so the bytes of every `.metadata`.
+        # The pickle first creates and drops these objects, and refers to them later. Their order
+        # determines the bytes of every `.metadata`.
         self._text = {name: self._prepared(_code_of_text(name)) for name in _FIELD_NAMES}
         classes = [self._prepared_class(c.__module__, c.__qualname__) for c in _COMPOSED_CLASSES]
         self._chunk, self._tensor, self._properties, self._bytes = classes[:4]
@@ -139,7 +139,7 @@ class _Composer:
 
         parts += [pickle.SETITEMS, text["storage_meta"], pickle.NONE]
         parts += [text["version"], _code_of_text(CURRENT_DCP_VERSION), _END_OBJECT, pickle.STOP]
-        # One frame around all: `pickle` itself would begin a new one every 64 KiB.
+        # One frame around all: `pickle` starts a new one every 64 KiB.
         body = b"".join(parts)
         return pickle.PROTO + b"\x04" + pickle.FRAME + len(body).to_bytes(8, "little") + body
 
@@ -165,7 +165,7 @@ class _Composer:
 
     def _add_place(self, file: str, blob_offset: int, blob_nbytes: int) -> None:
         text, parts = self._text, self._parts
-        # A file is named in full once, at its first chunk, and recalled after that.
+        # A file's name is written once, and recalled later.
         name = self._files.get(file)
         if name is None:
             self._files[file], name = self._remembered(_code_of_text(file))
@@ -184,7 +184,7 @@ class _Composer:
         return code
 
     def _size_of(self, sizes: tuple[int, ...]) -> bytes:
-        # Most chunks are as large as another, and begin where another does.
+        # Most sizes and offsets are those of other chunks.
         code = self._sizes.get(sizes)
         if code is None:
             integers = b"".join([pickle.MARK, *map(_code_of_int, sizes), pickle.TUPLE])
@@ -203,7 +203,7 @@ class _Composer:
         return reference
 
     def _remembered(self, code: bytes) -> tuple[bytes, bytes]:
-        """The opcodes that recall what `code` makes, and those that make it now."""
+        """The opcodes that recall an object, and the opcodes that create and memoize it."""
         number = self._num_remembered
         self._num_remembered += 1
         if number < 256:

@@ -2,10 +2,10 @@
 
 [Note: reading] A pickle can name any function of any module, call it, and set attributes of
 whatever it has named. Python's unpickler resolves each name with `find_class`, which is limited
-here to a fixed list: dtypes, `torch.Size`, and stand-ins for the rest. The stand-in for a DCP class
-keeps the state of an object; the stand-in for a function ignores its arguments. A pickle cannot
-change the stand-ins, so it has no effect on the next one. A load uses the state only after its
-types have been checked.
+here to a fixed list: dtypes, `torch.Size`, and replacements for the rest. The replacement for a DCP
+class keeps the state of an object; the replacement for a function ignores its arguments. A pickle
+cannot change the replacements, so it has no effect on the next one. A load uses the state only
+after its types have been checked.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_metadata(content: bytes, source: str) -> DcpIndex:
         is_too_large = isinstance(error, MemoryError)
         got = "one that does not fit in memory" if is_too_large else reason(error)
         raise CheckpointDamagedError(f"Expected a pickle in {source}, got {got}.") from None
-    # Two writers may have left them. A crafted frame can hold more bytes, which nothing reads.
+    # Two writers may have left them. A crafted frame can hold more bytes, which are not read.
     if rest := len(stream.read()):
         raise CheckpointDamagedError(
             f"Expected {source} to end with its pickle, got {rest} further bytes."
@@ -93,7 +93,7 @@ _FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
 
 
 class _StandIn(type):
-    """The metaclass of the stand-ins: their attributes are fixed."""
+    """The metaclass of the replacements: their attributes are fixed."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"Expected no attributes of {cls.__name__}, got {name}.")

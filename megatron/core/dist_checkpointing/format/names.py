@@ -1,11 +1,11 @@
-"""The names of checkpoint folders, and which of them count.
+"""The names of checkpoint directories, and which of them count.
 
 SAVE/latest_checkpointed_iteration.txt      moves last, atomically; for people and other programs
 SAVE/iter_0000010/                          published
 SAVE/iter_0000020.<token>.saving/           in flight or abandoned: never loaded
 
-No other file takes such a name apart. This one does not import torch, which would cost tools that
-look at a folder often two seconds each time.
+Only this file parses such names. It does not import torch, which would cost frequent tools two
+seconds each time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# ASCII digits: \d matches those of other scripts, and int() takes them. 64 bits hold 18 of them.
+# ASCII digits: \d and int() accept digits of other scripts, too. 64 bits hold 18 of them.
 _FOLDER = re.compile(r"iter_([0-9]{7,18})((?:\..+)?)")
 _ITERATION = re.compile(r"[0-9]{1,18}")
 _MAX_SHOWN = 40  # characters of a tracker file in a message
 
 
 class FolderName(NamedTuple):
-    """The name of a run's checkpoint folder, taken apart."""
+    """The parts of the name of a checkpoint directory."""
 
     iteration: int
     suffix: str  # "" if it is published, or such as ".3f9a01c21.saving"
 
 
 def checkpoint_name(iteration: int) -> str:
-    """The folder of the checkpoint of this iteration."""
+    """The directory of the checkpoint of this iteration."""
     return f"iter_{iteration:07d}"
 
 
 def parse_folder(name: str) -> FolderName | None:
-    """Takes a name apart. None for one that no run gives to a checkpoint, whole or not."""
+    """Parses a name. None for names that no run gives to a checkpoint."""
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -59,14 +59,15 @@ def iteration_of(name: str) -> int | None:
 
 
 def path_of(store: Store, path: str) -> str:
-    """A file or folder of a store, as messages name it."""
+    """A file or directory of a store, as messages name it."""
     return f"{store.root}/{path}"
 
 
 def published_iterations(store: Store) -> list[int]:
-    """The iterations of the published checkpoints, ascending; empty if the store has no folder yet.
+    """The iterations of the published checkpoints, ascending; empty if the store has no directory
+    yet.
 
-    CheckpointError if there is a file in the folder's place.
+    CheckpointError if there is a file in the directory's place.
     """
     # Only the root of a local store is a path of the file system.
     if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
@@ -77,14 +78,13 @@ def published_iterations(store: Store) -> list[int]:
 
 
 def latest_iteration(store: Store) -> int | None:
-    """The newest published checkpoint's iteration, or None if the store holds no checkpoint.
+    """The iteration of the newest published checkpoint, or None.
 
-    The folders decide, not the tracker file, which a crash may leave one behind.
+    The directories decide, not the tracker file, which a crash may leave one behind.
 
     Raises:
         CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
-            A checkpoint that cannot be found must not look like none at all, or a run would start
-            afresh over its own results.
+            A run must not start afresh because its checkpoint cannot be found.
     """
     published = published_iterations(store)
     tracked = _read_tracker(store)
@@ -119,11 +119,11 @@ def latest_iteration(store: Store) -> int | None:
 def track(store: Store, iteration: int) -> bool:
     """Makes the tracker file name a published checkpoint. Returns whether that is durable.
 
-    Raises nothing: the checkpoint is published, so a failure here is only logged.
+    Never raises: the checkpoint is published, so a failure is only logged.
     """
     try:
         store.write(TRACKER_FILE, f"{iteration}\n".encode())
-    except Exception as error:  # remote stores have errors of their own
+    except Exception as error:  # remote stores raise other errors, too
         path = path_of(store, checkpoint_name(iteration))
         message = "%s is published, but %s may still name another: %s"
         logger.warning(message, path, TRACKER_FILE, error)
@@ -144,7 +144,7 @@ def _read_tracker(store: Store) -> int | None:
         raise CheckpointError(f"Expected to read {tracker}, got {got}.") from error
 
     text = content.decode(errors="replace").strip()
-    # Before int(), which refuses thousands of digits with an error of its own.
+    # Before int(), which raises another error for thousands of digits.
     if _ITERATION.fullmatch(text) is None:
         more = len(text) - _MAX_SHOWN
         shown = repr(text[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,5 @@
-"""What a checkpoint says of the tensors in it: their chunks, and the places of these in its files.
+"""The tensors of a checkpoint: their chunks, the offsets of these in files, and proof that they
+tile the tensors.
 
     box         a hyper-rectangle of a tensor (boxes.py)
     holding     a box, and the ranks that hold it (holdings.py)
@@ -30,11 +31,11 @@ _STATE_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)", re.DOTALL)
 
 
 class SavedChunk(NamedTuple):
-    """A box of a tensor in a file of a checkpoint. Its elements lie there row by row."""
+    """A box of a tensor in a file of a checkpoint. Its elements are stored row by row."""
 
     box: Box
-    rank: int  # that writes it; -1 if that is not known, in files of other programs
-    file: str  # in the checkpoint's folder
+    rank: int  # that writes it; -1 if unknown, in files of other programs
+    file: str  # in the checkpoint's directory
     offset: int  # bytes from the beginning of the file to the data
 
 

@@ -83,7 +83,7 @@ class PublishedCheckpoint:
 
     @classmethod
     def open(cls, store: Store, name: str, *, verify: bool = True) -> PublishedCheckpoint:
-        """Opens the checkpoint in the folder `name` of `store`.
+        """Opens the checkpoint in the directory `name` of `store`.
 
         Args:
             verify: whether to compare data with its digests as it is read. Everything else is
@@ -91,10 +91,10 @@ class PublishedCheckpoint:
 
         Raises:
             CheckpointDamagedError: if it is not whole: a file is missing or has another size, the
-                marker, the index or `train_state.json` is not what was written, or chunks do not
-                cover a tensor.
+                marker, the index or `train_state.json` was changed, or chunks do not cover a
+                tensor.
             CheckpointError: if it is of another version of the format, or cannot be read for a
-                reason that does not lie in its files.
+                reason outside of its files.
         """
         # The marker first: it has the digests of the other small files.
         marker = read_marker(store, name)
@@ -120,7 +120,7 @@ class PublishedCheckpoint:
         """The plain data of a key.
 
         Raises:
-            CheckpointDamagedError: if the bytes are not those that were written.
+            CheckpointDamagedError: for other bytes than were written.
             CheckpointError: if there is no plain data of that key, or more than plain data.
         """
         saved = self.index.plain.get(key)
@@ -141,7 +141,7 @@ class PublishedCheckpoint:
         return read_plain(content, f"plain data {source}", checks_crc=False)
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """Fills `out` with the box of a tensor that begins at `offsets` and has `out`'s shape.
+        """Fills `out` with the box of a tensor at `offsets` with the shape of `out`.
 
         Only the blocks that the box needs are read, whichever chunks they belong to; without
         digests, only its bytes, give or take a page. Where they are contiguous in a chunk and in
@@ -152,8 +152,8 @@ class PublishedCheckpoint:
             The number of bytes of data read.
 
         Raises:
-            CheckpointDamagedError: if the bytes are not those that were written; some of `out` may
-                have been filled.
+            CheckpointDamagedError: for other bytes than were written; a part of `out` may have been
+                filled.
             CheckpointError: if there is no tensor of that key.
             ValueError: for a box that is not in the tensor, or another dtype, except that values
                 are converted from one floating-point dtype to another.
@@ -181,7 +181,7 @@ class PublishedCheckpoint:
         """The manifest of a rank, compared with the marker and the index.
 
         Raises:
-            CheckpointDamagedError: if it is not what was written, or belongs to another save.
+            CheckpointDamagedError: if it was changed, or belongs to another save.
         """
         source = path_of(self._store, f"{self._name}/{manifest_file(rank)}")
         content = read_small(self._store, self._name, manifest_file(rank), self.marker)
@@ -228,7 +228,7 @@ class PublishedCheckpoint:
 
 
 _STAGING_BYTES = 16 * BLOCK_BYTES  # for elements that cannot be read straight to their place
-_PAGE_BYTES = 4096  # the system reads whole pages, so a gap within one costs nothing
+_PAGE_BYTES = 4096  # the system reads whole pages, so a gap within one is free
 
 
 class ChunkData:
@@ -248,7 +248,7 @@ class ChunkData:
     ) -> None:
         """
         Args:
-            name: of the checkpoint's folder in the store.
+            name: of the checkpoint's directory in the store.
             tensor, chunk: a chunk of a tensor.
             digests: of its blocks, with which whole blocks are compared as they are read; None: no
                 digest is compared.
@@ -268,15 +268,14 @@ class ChunkData:
         """Reads the bytes of the data from `begin` on, as many as `into` holds.
 
         Raises:
-            CheckpointDamagedError: if they are not those that were written; `into` may have been
-                filled.
+            CheckpointDamagedError: for other bytes than were written; `into` may have been filled.
         """
         if self._digests is None:
             self._read_raw(begin, [into], self._count)
             return
 
-        # Only whole blocks have digests. Those within the range are read to their place; of the
-        # others, at its ends, a copy is read, and a part of that is taken.
+        # Only whole blocks have digests. Blocks inside the range are read to their place, and parts
+        # of the others, at its ends, are copied.
         nbytes, end, position = self._nbytes, begin + into.nbytes, begin
         while position < end:
             block, skipped = divmod(position, BLOCK_BYTES)
@@ -313,14 +312,14 @@ class ChunkData:
             return
 
         max_span = _STAGING_BYTES // itemsize
-        # A shorter gap contains no whole block, or page, so leaving it out would save nothing.
+        # A shorter gap contains no whole block or page that could be skipped.
         max_gap = ((BLOCK_BYTES if self._digests is not None else _PAGE_BYTES) - 1) // itemsize
         staging = torch.empty(min(max_span, whole.span), dtype=dtype)
         for part in ranges(box, sizes, max_span=max_span, max_gap=max_gap):
             self._read_part(part, staging, target[part.box.within(box.offsets).slices()])
 
     def _check_box(self, box: Box) -> None:
-        """Reads the blocks that a box needs, each once, and keeps nothing."""
+        """Reads the blocks that a box needs, each once, to compare them with their digests."""
         itemsize, done = self._tensor.dtype.itemsize, 0
         memory = memoryview(bytearray(min(BLOCK_BYTES, self._nbytes)))
         parts = ranges(
@@ -410,7 +409,7 @@ def system_errors(path: str) -> Iterator[None]:
 
 
 def read_marker(store: Store, name: str) -> Marker:
-    """The marker of the checkpoint in the folder `name`. Raises what `Marker.from_bytes` does."""
+    """The marker of a checkpoint. Raises as `Marker.from_bytes`."""
     source = path_of(store, f"{name}/{MARKER_FILE}")
     with system_errors(source):
         content = store.read(f"{name}/{MARKER_FILE}", _MAX_HEAD_BYTES)
@@ -465,7 +464,7 @@ def parse_train_state(content: bytes, source: str) -> dict[str, Any]:
 
 def train_state_bytes(state: Mapping[str, Any]) -> bytes:
     """The content of `train_state.json`. CheckpointError for a state that could not be read."""
-    # Parsed again, to refuse now what no load would accept later.
+    # Parsed again, to reject a state that no load would accept.
     try:
         content = (json.dumps(state, indent=1) + "\n").encode()
         parse_json(content, allow_nan=True)
@@ -483,6 +482,6 @@ def train_state_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def read_index(store: Store, name: str, marker: Marker) -> Index:
-    """The index of the checkpoint in the folder `name`. Raises what `Index.from_bytes` does."""
+    """The index of a checkpoint. Raises as `Index.from_bytes`."""
     source = path_of(store, f"{name}/{INDEX_FILE}")
     return Index.from_bytes(read_small(store, name, INDEX_FILE, marker), marker, source)

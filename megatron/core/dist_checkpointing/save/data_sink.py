@@ -24,7 +24,7 @@ class DataSink(Protocol):
         """Closes the file, which is then durable. ValueError unless it has `nbytes` bytes."""
 
     def abort(self) -> None:
-        """Closes and deletes the file. May be called in any state; raises nothing."""
+        """Closes and deletes the file. May be called in any state; never raises."""
 
 
 class LocalSink:

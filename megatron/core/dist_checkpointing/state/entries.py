@@ -6,8 +6,8 @@
     rng.<rank>.<name>                each rank's own
 
 Keys and shapes are the same however the model is sharded and however much of it is offloaded. A
-fused weight and its states are stored as sections, each under the name it would have as a layer of
-its own beside the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
+fused weight and its states are stored as sections, each under the name of a separate layer next to
+the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
 
 An `Entry` is one tensor under one key, with this rank's part of it: memory of the live state, not a
 copy.
@@ -113,12 +113,12 @@ class Entry:
     """One tensor under one key.
 
     Attributes:
-        saved_as: key, dtype, global shape, and how it lies on all ranks.
-        offsets: where this rank's part begins in the global tensor.
+        saved_as: key, dtype, global shape, and its shards on all ranks.
+        offsets: of this rank's part in the global tensor.
         values: this rank's part; of a fused weight, including the other sections.
         first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
         is_own: False for an entry of another rank, which has no values here.
-        is_copied: whether a save copies it when it begins. Counters and buffers may change at any
+        is_copied: whether a save copies it at its start. Counters and buffers may change at any
             time: an offloaded optimizer counts a step when it is queued.
     """
 
@@ -140,7 +140,7 @@ class Entry:
 
     def frozen(self) -> Entry:
         """The entry with a copy of its present values."""
-        # The copy has this entry's rows alone, so they begin at its first.
+        # The copy has only this entry's rows, from its first row on.
         part = Values(self.part_of(self.values.read()).detach().clone())
         return replace(self, values=part, first_row=0)
 
@@ -149,7 +149,7 @@ class EntryGroup(NamedTuple):
     """Entries that may be written while the others are being updated.
 
     Attributes:
-        unit: keeps them as they are while they are read; None: nothing changes them.
+        unit: keeps them unchanged while they are read; None: they do not change.
         entries: in the order in which they are written.
     """
 

@@ -186,16 +186,3 @@ def test_all_ranks_agree_after_an_operation_that_succeeded_and_raised_an_error(s
 def test_a_disk_that_no_longer_syncs_costs_all_ranks_seconds(scenes, rank, other):
     walk_through_faults(scenes, rank, other, is_of_syncs=True)
     assert scenes.num_failed > 10
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "how", [{}, {"is_carried_out": True}], ids=["not carried out", "carried out"]
-)
-@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_any_operation_that_fails_after_any_pause_fails_the_save_on_all_ranks_or_on_none(
-    scenes, rank, other, how
-):
-    for pause in scenes.pauses(rank, other, is_every=True):
-        scenes.save(pause, Fault(rank, pause.at, **how))
-    assert scenes.num_failed > 100

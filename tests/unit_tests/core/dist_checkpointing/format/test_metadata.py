@@ -414,19 +414,6 @@ def test_two_places_for_one_chunk_are_found():
         parse_metadata(pickle.dumps(metadata), SOURCE)
 
 
-def test_shared_objects_are_read():
-    metadata = metadata_of_one_tensor()
-    metadata.state_dict_metadata["model.tied"] = entry(metadata)
-    first = entry(metadata).chunks[0]
-    for chunk in entry(metadata).chunks:
-        metadata.storage_data[MetadataIndex("model.tied", chunk.offsets)] = info(metadata)
-    metadata.state_dict_metadata["model.other"] = TensorStorageMetadata(
-        TensorProperties(), first.sizes, [first]
-    )
-    metadata.storage_data[MetadataIndex("model.other", first.offsets)] = info(metadata)
-    assert_same(parse_metadata(pickle.dumps(metadata), SOURCE), metadata)
-
-
 # Damage.
 
 
