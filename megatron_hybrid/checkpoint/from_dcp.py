@@ -101,7 +101,7 @@ def _train_state(view: DcpView) -> dict[str, Any]:
 def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
     shape, values = source.shape, _Rows(view, key, source)
     saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
-    return Entry(saved_as, (0,) * len(shape), values, values.stored)
+    return Entry(saved_as, (0,) * len(shape), values)
 
 
 class _Rows(Values):

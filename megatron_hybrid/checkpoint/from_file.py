@@ -190,7 +190,7 @@ def _write(
 def _entry(key: str, tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
     saved_as = SavedAs(key, tensor.dtype, shape, Replicated(shape, [0]))
-    return Entry(saved_as, (0,) * len(shape), Values(tensor), tensor)
+    return Entry(saved_as, (0,) * len(shape), Values(tensor))
 
 
 def _read_torch_save(path: Path) -> dict[str, object]:

@@ -29,7 +29,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -64,112 +64,7 @@ Then: TypeAlias = Callable[[memoryview], None]
 
 
 def ignore(_buffer: memoryview) -> None:
-    """The default of `Store.read_into`: no work on filled buffers."""
-
-
-class Store(Protocol):
-    """A directory of checkpoints. Paths are relative to it, with "/": "iter_0000010/.metadata".
-
-    OSErrors of the file system reach the caller. FileNotFoundError always means a missing file.
-    """
-
-    @property
-    def root(self) -> str:
-        """The directory, as messages name it."""
-
-    @property
-    def is_rename_atomic(self) -> bool:
-        """Whether a rename publishes checkpoints, or their marker. See [Note: publishing]."""
-
-    def folders(self) -> list[str]:
-        """The names of all directories, including drafts, sorted; empty if there is no root yet."""
-
-    def files(self, name: str) -> list[str]:
-        """The names of the complete files in a directory, sorted.
-
-        FileNotFoundError if a local store has no such directory.
-        """
-
-    def is_published(self, name: str) -> bool:
-        """Whether an existing directory with a checkpoint's name contains a published
-        checkpoint.
-        """
-
-    def make_folder(self, name: str) -> None:
-        """Makes a directory, and the root if need be. An existing one stays as it is."""
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file or directory."""
-
-    def size(self, path: str) -> int:
-        """Bytes in a file."""
-
-    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        """The content of a small file. UnusableFileError if it is larger, or no regular file."""
-
-    def read_into(
-        self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
-    ) -> None:
-        """Fills buffers of bytes, one after the other, with a file from `offset` on. Thread-safe.
-
-        Args:
-            buffers: contiguous; one may come again once `then` has returned.
-            then: called with each as soon as it has been filled, while it is still in the
-                processor's cache. An error that it raises ends the reading.
-
-        Raises:
-            CheckpointDamagedError: if the file ends before that.
-        """
-
-    def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
-        """Writes a small file, which appears whole or not at all. Replaces an existing one.
-
-        Args:
-            sync: the parts that are durable when this returns; remote stores make everything
-                durable. With anything but `Sync.ALL`, the appearance of the file is the last step.
-        """
-
-    def delete(self, path: str) -> None:
-        """Deletes a file, if it exists."""
-
-    def open_data(self, path: str) -> DataSink:
-        """A new data file. FileExistsError, where rename is atomic, if another save has made it."""
-
-    def draft_name(self, final: str, token: str) -> str:
-        """The directory to write checkpoint `final` in.
-
-        Args:
-            token: that no other save has.
-        """
-
-    def publish(self, draft: str, final: str) -> bool:
-        """Turns a draft, whose files are durable, into the checkpoint `final`.
-
-        Returns:
-            Whether that is durable. If not, which is logged, the checkpoint is published all the
-            same, but may not outlive a crash.
-
-        Raises:
-            FileExistsError: if there is a checkpoint of that name. It stays as it is.
-            FileNotFoundError: if the draft, or a part of it, has been swept.
-        """
-
-    def sweep(self) -> list[str]:
-        """Deletes abandoned drafts and the remains of deleted checkpoints. Returns their names.
-
-        For the beginning of a run: it makes another run's save in flight fail. Failures are logged
-        and left to the next sweep; remains are never taken for a checkpoint.
-        """
-
-    def remove(self, name: str) -> None:
-        """Deletes a published checkpoint. From the first step on, no reader finds it."""
-
-    def set_aside(self, name: str) -> str | None:
-        """Renames a damaged checkpoint so that it is never found again.
-
-        Returns:
-            Where its files are, for people to look at; None if a remote store has deleted them.
-        """
+    """The default of `LocalStore.read_into`: no work on filled buffers."""
 
 
 def open_store(root: str | Path) -> Store:
@@ -203,7 +98,16 @@ def remove_or_warn(store: Store, name: str) -> None:
 
 
 class LocalStore:
-    """A directory of a file system that all ranks see, on this machine or shared."""
+    """A directory of a file system that all ranks see, on this machine or shared.
+
+    Paths are relative to it, with "/": "iter_0000010/.metadata". OSErrors of the file system reach
+    the caller. FileNotFoundError always means a missing file.
+
+    Attributes:
+        root: the directory, as messages name it.
+        is_rename_atomic: whether a rename publishes checkpoints, or their marker. See
+            [Note: publishing].
+    """
 
     is_rename_atomic = True
 
@@ -212,6 +116,7 @@ class LocalStore:
         self._root = root
 
     def folders(self) -> list[str]:
+        """The names of all directories, including drafts, sorted; empty if there is no root yet."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
@@ -219,14 +124,22 @@ class LocalStore:
             return []
 
     def files(self, name: str) -> list[str]:
+        """The names of the complete files in a directory, sorted.
+
+        FileNotFoundError if a local store has no such directory.
+        """
         with os.scandir(self._root / name) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
         return sorted(name for name in names if not name.endswith(_TEMPORARY))
 
     def is_published(self, name: str) -> bool:  # noqa: ARG002 (a draft has another name)
+        """Whether an existing directory with a checkpoint's name contains a published
+        checkpoint.
+        """
         return True
 
     def make_folder(self, name: str) -> None:
+        """Makes a directory, and the root if need be. An existing one stays as it is."""
         folder = self._root / name
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,17 +148,30 @@ class LocalStore:
             sync_folder(place.parent)
 
     def exists(self, path: str) -> bool:
+        """Whether there is such a file or directory."""
         return (self._root / path).exists()
 
     def size(self, path: str) -> int:
+        """Bytes in a file."""
         return (self._root / path).stat().st_size
 
     def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        """The content of a small file. UnusableFileError if it is larger, or no regular file."""
         return read_regular(self._root / path, max_bytes=max_bytes)
 
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
     ) -> None:
+        """Fills buffers of bytes, one after the other, with a file from `offset` on. Thread-safe.
+
+        Args:
+            buffers: contiguous; one may come again once `then` has returned.
+            then: called with each as soon as it has been filled, while it is still in the
+                processor's cache. An error that it raises ends the reading.
+
+        Raises:
+            CheckpointDamagedError: if the file ends before that.
+        """
         # Opened once for all buffers: each opened file has a separate read-ahead.
         with open_regular(self._root / path) as file:
             file.seek(offset)
@@ -261,19 +187,42 @@ class LocalStore:
                 then(buffer)
 
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
+        """Writes a small file, which appears whole or not at all. Replaces an existing one.
+
+        Args:
+            sync: the parts that are durable when this returns; remote stores make everything
+                durable. With anything but `Sync.ALL`, the appearance of the file is the last step.
+        """
         with naming(self._root / path), published(self._root / path, sync) as stream:
             stream.write(content)
 
     def delete(self, path: str) -> None:
+        """Deletes a file, if it exists."""
         (self._root / path).unlink(missing_ok=True)
 
     def open_data(self, path: str) -> DataSink:
+        """A new data file. FileExistsError, where rename is atomic, if another save has made it."""
         return LocalSink(self._root / path)
 
     def draft_name(self, final: str, token: str) -> str:
+        """The directory to write checkpoint `final` in.
+
+        Args:
+            token: that no other save has.
+        """
         return f"{final}.{token}{_SAVING}"
 
     def publish(self, draft: str, final: str) -> bool:
+        """Turns a draft, whose files are durable, into the checkpoint `final`.
+
+        Returns:
+            Whether that is durable. If not, which is logged, the checkpoint is published all the
+            same, but may not outlive a crash.
+
+        Raises:
+            FileExistsError: if there is a checkpoint of that name. It stays as it is.
+            FileNotFoundError: if the draft, or a part of it, has been swept.
+        """
         source, target = self._root / draft, self._root / final
         if os.path.lexists(target):
             raise _is_published(target)
@@ -300,16 +249,27 @@ class LocalStore:
         return True
 
     def sweep(self) -> list[str]:
+        """Deletes abandoned drafts and the remains of deleted checkpoints. Returns their names.
+
+        For the beginning of a run: it makes another run's save in flight fail. Failures are logged
+        and left to the next sweep; remains are never taken for a checkpoint.
+        """
         abandoned = [name for name in self.folders() if _is_abandoned(name)]
         return _delete_each(abandoned, self.remove, self.root)
 
     def set_aside(self, name: str) -> str:
+        """Renames a damaged checkpoint so that it is never found again.
+
+        Returns:
+            Where its files are, for people to look at; None if a remote store has deleted them.
+        """
         aside = f"{name}.{secrets.token_hex(4)}{_DAMAGED}"
         (self._root / name).rename(self._root / aside)
         sync_folder(self._root)
         return aside
 
     def remove(self, name: str) -> None:
+        """Deletes a published checkpoint. From the first step on, no reader finds it."""
         folder = self._root / name
         # The rename reaches the disk before any file is deleted: a crash must not bring back the
         # old name with half of the files.
@@ -325,7 +285,8 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A directory behind an fsspec URL, whose files appear whole, as objects do.
+    """A directory behind an fsspec URL, whose files appear whole, as objects do. Has the interface
+    of `LocalStore`.
 
     Listings are cached by fsspec; what another process has written shows only without the cache.
     """
@@ -421,9 +382,10 @@ class RemoteStore:
         begun = [name for name in named if self._is_begun(name)]
         return _delete_each(begun, self.remove, self.root)
 
-    def set_aside(self, name: str) -> None:
+    def set_aside(self, name: str) -> str | None:
         # It cannot be renamed, and the next save of this iteration needs its place.
         self.remove(name)
+        return None
 
     def _is_begun(self, name: str) -> bool:
         """Whether this class has created a checkpoint that is not published, or no longer."""
@@ -475,8 +437,11 @@ def _truncated(source: Path | str, offset: int, nbytes: int, got: int) -> Checkp
     )
 
 
+Store: TypeAlias = LocalStore | RemoteStore
+
+
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:
-    """Deletes directories, and returns the names of the deleted ones. See `Store.sweep`."""
+    """Deletes directories, and returns the names of the deleted ones. See `LocalStore.sweep`."""
     deleted = []
     for name in names:
         try:

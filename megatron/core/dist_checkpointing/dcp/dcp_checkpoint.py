@@ -36,7 +36,7 @@ class TorchDcpCheckpoint:
     file, and the key where there is one.
 
     Attributes:
-        path, tensors, plain: as in `ReadableCheckpoint`. A chunk's offset is that of its blob.
+        path, tensors, plain: as in `PublishedCheckpoint`. A chunk's offset is that of its blob.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TorchDcpCheckpoint:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """As in `ReadableCheckpoint`; may be empty."""
+        """As in `PublishedCheckpoint`; may be empty."""
         has_state = self._store.exists(f"{self._name}/{TRAIN_STATE_FILE}")
         return read_train_state(self._store, self._name) if has_state else {}
 
