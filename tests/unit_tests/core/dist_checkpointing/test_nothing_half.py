@@ -42,7 +42,6 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Operation,
     PowerCut,
     forks,
-    give_up_privileges,
     mount_small_disk,
     resize_disk,
 )
@@ -332,41 +331,6 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_nothing(nursery, old
         outcomes.append(published)
     assert outcomes[:3] == [[OLD]] * 3
     assert outcomes[-1] == [NEW]
-
-
-def _write_protect(root: Path, number: int) -> str | None:
-    """A rank saves to a directory that is write-protected from an operation on."""
-
-    def protect() -> None:
-        for folder in (root, *root.glob(f"{checkpoint_name(NEW)}*")):
-            folder.chmod(0o555)
-
-    give_up_privileges()
-    try:
-        return outcome_of_save(root, At(number, protect), size=SMALL)
-    finally:
-        for folder in (root, *root.glob(f"{checkpoint_name(NEW)}*")):
-            folder.chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("operation", "is_new"),
-    [
-        (f"mkdir {DRAFT}", False),
-        (f"open {DRAFT}/__0_0.distcp", False),
-        (f"replace {DRAFT}/index.json", False),
-        (f"rename {checkpoint_name(NEW)}", False),
-        ("open latest_checkpointed_iteration.txt", True),
-    ],
-)
-def test_a_directory_that_becomes_write_protected_leaves_the_old_checkpoint_or_the_new_one(
-    nursery, old, own, operation, is_new
-):
-    root = old.copy(SMALL)
-    error = nursery.run(_write_protect, root, own.index(operation))
-    assert error is None if is_new else "Permission denied" in error
-    published = nursery.run(check_published, root, SMALL)
-    assert published.keys() == ({OLD, NEW} if is_new else {OLD})
 
 
 def test_a_file_instead_of_the_directory_is_an_error_and_no_fresh_start(tmp_path):

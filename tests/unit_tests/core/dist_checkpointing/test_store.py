@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import resource
@@ -273,16 +272,6 @@ def test_a_small_file_that_cannot_be_written_is_named_and_its_folder_stays_away(
     assert local.folders() == []
 
 
-def test_all_drafts_are_swept_whichever_format_left_them(local):
-    names = ["iter_0000010.0a.saving", "iter_0000020.saving", "iter_0000030.0a.saving.0b.deleting"]
-    for name in names:
-        local.make_folder(name)
-        local.make_folder(f"{name}/folder")
-        local.write(f"{name}/folder/file", b"content")
-    assert local.sweep() == names
-    assert local.folders() == []
-
-
 def test_a_checkpoint_whose_name_cannot_be_synced_is_published_but_not_durable(local, monkeypatch):
     first, second = save(local), save(local, final="iter_0000020")
     assert local.publish(first, FINAL) is True
@@ -390,56 +379,11 @@ def test_a_link_to_a_checkpoint_is_removed_without_the_checkpoint(local, tmp_pat
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[bool, int]]:
-    """The calls of `pwritev`: whether each is direct I/O, and its number of bytes."""
-    found, pwritev = [], os.pwritev
-
-    def noted(descriptor: int, spans: list[memoryview], offset: int) -> int:
-        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-        found.append((is_direct, sum(span.nbytes for span in spans)))
-        return pwritev(descriptor, spans, offset)
-
-    monkeypatch.setattr(os, "pwritev", noted)
-    return found
-
-
-@pytest.fixture
 def sink(local):
     local.make_folder(FINAL)
     opened = local.open_data(f"{FINAL}/__0_0.distcp")
     yield opened
     opened.abort()
-
-
-def test_whole_blocks_are_written_past_the_page_cache_and_the_last_bytes_through_it(
-    local, sink, calls
-):
-    if sink._file._direct is None:
-        pytest.skip("this file system has no direct I/O")
-    content = os.urandom(5 * PAGE + 100)
-    sink.write([aligned(content[: 2 * PAGE])])
-    sink.write([aligned(content[2 * PAGE : 3 * PAGE]), aligned(content[3 * PAGE :])])
-    sink.close(len(content))
-    assert calls == [(True, 2 * PAGE), (True, 3 * PAGE), (False, 100)]
-    assert local.read(f"{FINAL}/__0_0.distcp") == content
-
-
-def test_without_direct_io_a_file_is_written_through_the_page_cache(local, calls, monkeypatch):
-    os_open = os.open
-
-    def refuse_direct(path: object, flags: int, *args: object, **options: object) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return os_open(path, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
-    local.make_folder(FINAL)
-    sink = local.open_data(f"{FINAL}/__0_0.distcp")
-    content = os.urandom(3 * PAGE + 100)
-    sink.write([aligned(content)])
-    sink.close(len(content))
-    assert calls == [(False, len(content))]
-    assert local.read(f"{FINAL}/__0_0.distcp") == content
 
 
 def test_a_file_that_the_system_cuts_short_is_an_error_that_names_it(local, sink):

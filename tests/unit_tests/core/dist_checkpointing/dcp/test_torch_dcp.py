@@ -85,13 +85,6 @@ def test_an_abandoned_save_is_not_found_and_is_replaced_by_the_next(tmp_path):
     assert not (folder / "half").exists()
 
 
-def test_a_published_checkpoint_is_never_overwritten(tmp_path):
-    save(tmp_path, 5, 1.0)
-    with pytest.raises(CheckpointError, match="iter_0000005"):
-        save(tmp_path, 5, 2.0)
-    assert torch.equal(load(checkpoint_folder(tmp_path, 5), w=torch.zeros(3))["w"], torch.ones(3))
-
-
 def test_a_crash_before_the_tracker_is_written_loses_no_checkpoint(tmp_path):
     save(tmp_path, 5)
     (tmp_path / TRACKER_FILE).unlink()

@@ -355,46 +355,6 @@ def test_layouts_differ_when_any_part_of_them_does():
     assert index.layout_of(0) != index.layout_of(1)
 
 
-BLOCKS = {0: (1, 1), 1: (1, 1, 1)}  # of each chunk of the example
-
-
-def manifest(rank: int, **changed: Any) -> Manifest:
-    index = parse(example())
-    digests = tuple((digest(b""),) * number for number in BLOCKS[rank])
-    values = {"save_id": SAVE_ID, "rank": rank, "layout": index.layout_of(rank), "digests": digests}
-    return Manifest(**{**values, **changed})
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (manifest(0, save_id="another"), "Expected save id a save in here, got another."),
-        (manifest(1), "Expected rank 0 in here, got 1."),
-        (
-            manifest(0, layout=digest(b"another")),
-            "Expected rank 0 to have written the 2 chunks of the index, got 2 others in here.",
-        ),
-        (
-            manifest(0, digests=((digest(b""),),)),
-            "Expected rank 0 to have written the 2 chunks of the index, got 1 others in here.",
-        ),
-        (
-            manifest(0, digests=((digest(b""),), (digest(b""),) * 2)),
-            "Expected 1 digests of 'p' at (0,) in here, got 2.",
-        ),
-        (
-            manifest(0, digests=((), (digest(b""),))),
-            "Expected 1 digests of 'w' at (0, 0) in here, got 0.",
-        ),
-    ],
-)
-def test_a_manifest_that_does_not_fit_the_index_is_found(found: Manifest, message: str):
-    index = parse(example())
-    assert list(manifest_problems(found, 0, index, "here")) == [message]
-    assert list(manifest_problems(manifest(0), 0, index, "here")) == []
-    assert list(manifest_problems(manifest(1), 1, index, "here")) == []
-
-
 # Files.
 
 

@@ -372,7 +372,6 @@ _NEWNS, _NEWUSER, _PRIVATE, _REMOUNT = (
     0x44000,
     0x20,
 )  # <linux/sched.h>, <linux/mount.h>
-_CAPABILITY_VERSION = 0x20080522
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> bool:
@@ -400,13 +399,6 @@ def _mount(folder: Path, nbytes: int, flags: int) -> bool:
     return bool(
         mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={nbytes}".encode()) == 0
     )
-
-
-def give_up_privileges() -> None:
-    """Makes permissions of files apply to this thread and the threads it starts, even to root."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    assert ctypes.CDLL(None).capset(header, nothing) == 0
 
 
 # Processes

@@ -146,35 +146,6 @@ def test_opening_a_checkpoint_reads_no_data(pristine: Path):
     assert store.reads == []
 
 
-class WithoutMetadata(LocalStore):
-    """A store in which `.metadata` cannot be read."""
-
-    def read(self, path: str, *most: int) -> bytes:
-        assert not path.endswith(METADATA_FILE), "read"
-        return super().read(path, *most)
-
-    def read_into(self, path: str, *others: Any) -> None:
-        assert not path.endswith(METADATA_FILE), "read"
-        super().read_into(path, *others)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_loads_do_not_read_the_metadata_for_other_programs(root: Path, verify: bool):
-    checkpoint = PublishedCheckpoint.open(WithoutMetadata(root), NAME, verify=verify)
-    for key, (tensor, _) in TENSORS.items():
-        out = torch.empty_like(tensor)
-        checkpoint.read(key, (0,) * tensor.dim(), out)
-        assert raw_bytes(out) == raw_bytes(tensor)
-    assert {key: checkpoint.read_plain(key) for key in checkpoint.plain} == PLAIN
-
-    # Its content does not matter, as long as it has the size in the marker.
-    path = root / NAME / METADATA_FILE
-    path.write_bytes(bytes(path.stat().st_size))
-    assert read_all(root, verify).keys() == {*TENSORS, *PLAIN}
-    with pytest.raises(AssertionError, match="read"):
-        WithoutMetadata(root).read(f"{NAME}/{METADATA_FILE}")
-
-
 @st.composite
 def wanted_boxes(draw: st.DrawFn) -> tuple[str, Box]:
     key = draw(st.sampled_from(sorted(TENSORS)))
@@ -457,6 +428,7 @@ def test_errors_of_the_system_that_are_no_damage_have_another_type(
         (lambda _: {"save_id": "another"}, "save id a-save in .*_0.json, got another"),
         (lambda _: {"rank": 1}, "rank 0 in .*_0.json, got 1"),
         (lambda _: {"layout": digest(b"another")}, "the 6 chunks .* got 6 others in .*_0.json"),
+        (lambda it: {"digests": it.digests[1:]}, "the 6 chunks .* got 5 others in .*_0.json"),
         (
             lambda manifest: {"digests": (manifest.digests[0][1:], *manifest.digests[1:])},
             r"4 digests of 'model.big' at \(0, 0\) in .*manifest_0.json, got 3",

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
@@ -31,7 +29,6 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     in_place,
     is_same,
     saved_parts,
-    saving,
 )
 
 FRACTIONS = (None, 0.0, 0.5, 1.0)
@@ -135,36 +132,3 @@ def test_a_save_of_weights_alone_has_the_values_at_its_start_under_any_delays(ho
 def hold_all_back(contents: Contents, gate: threading.Event) -> None:
     """Delays all reads until an event, except the copies at the start of a save."""
     hold_entries_back(contents.entries, gate)
-
-
-# Failures.
-
-
-class BrokenStore(LocalStore):
-    """A store that raises an error for each data file."""
-
-    def __init__(self, root: Path, error: BaseException) -> None:
-        super().__init__(root)
-        self._error = error
-
-    def open_data(self, _: str) -> DataSink:
-        raise self._error
-
-
-def _saves_fail(fraction: float | None, root: Path) -> None:
-    expected = _train(fraction, True)
-    for error in (OSError("no disk"), KeyboardInterrupt()):
-        training = Training(fraction)
-        with saving(root, BrokenStore(root, error)) as manager:
-            for number in range(1, NUM_STEPS + 1):
-                training.backward(number)
-                training.update(number)
-                manager.save(number, training.contents(), {})
-                with pytest.raises(CheckpointError, match=f"iter_000000{number}"):
-                    manager.finish()
-        assert is_same(training.parts(), expected.last)
-
-
-@pytest.mark.parametrize("fraction", [None, 0.5])
-def test_failed_saves_do_not_change_the_training(home, fraction):
-    run_ranks(1, _saves_fail, fraction, home / f"broken_{fraction}")

@@ -582,29 +582,6 @@ def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_
         check_usable(pool, disk)
 
 
-@pytest.mark.parametrize("use", ["write", "pad_to", "write_tensor", "finish"])
-def test_the_first_call_after_an_error_raises_it(pool, disk, use):
-    sink = FailingSink(0)
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write_tensor(random_tensor(SMALL))
-    # On a busy machine the disk could fail before the call that sends it the buffer returns.
-    may_write = threading.Event()
-    disk.enqueue(may_write.wait)
-    writer.write(b"which sends the full buffer to the disk")
-    may_write.set()
-    disk.enqueue(lambda: None).synchronize()
-    assert sink.num_failures == 1
-    arguments = {
-        "write": (b"more",),
-        "pad_to": (2 * SMALL,),
-        "write_tensor": (torch.ones(1),),
-        "finish": (),
-    }
-    with pytest.raises(OSError, match="No space left"):
-        getattr(writer, use)(*arguments[use])
-    check_usable(pool, disk)
-
-
 # Aborted saves.
 
 

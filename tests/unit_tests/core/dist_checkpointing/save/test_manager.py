@@ -151,18 +151,6 @@ def test_a_published_checkpoint_is_never_overwritten(root):
     assert_same(load(store, 5), expected)
 
 
-def test_what_was_never_published_is_swept_at_the_start_and_said_so(root, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
-    store = open_store(root)
-    draft = store.draft_name("iter_0000005", "abc1")
-    store.make_folder(draft)
-    store.write(f"{draft}/__0_0.distcp", b"half")
-    assert published_iterations(store) == []
-    with CheckpointManager.start(root, DEVICE):
-        assert store.folders() == []
-    assert f"swept what earlier runs left unfinished in {root}: {draft}" in caplog.text
-
-
 def test_a_failure_is_told_once_and_the_next_save_succeeds(root, monkeypatch):
     model, optimizer = trained(seed=0)
     with CheckpointManager.start(root, DEVICE) as manager:
