@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.format.metadata_reading import (
     parse_metadata,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import (
     check_size,
@@ -39,7 +38,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import (
     read_small,
     system_errors,
 )
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of
 
 T = TypeVar("T")
 

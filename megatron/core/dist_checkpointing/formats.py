@@ -19,11 +19,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
     METADATA_FILE,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, read_train_state
-from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder
+from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder, path_of
 
 _PIECE_BYTES = 16 << 20
 

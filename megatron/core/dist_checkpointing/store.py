@@ -25,6 +25,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -35,9 +36,17 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.dist_checkpointing.config import check_protocol
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointNotFoundError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
-from megatron.core.dist_checkpointing.format.names import iteration_of, parse_folder, path_of
+from megatron.core.dist_checkpointing.format.names import (
+    checkpoint_name,
+    iteration_of,
+    parse_folder,
+)
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
@@ -55,6 +64,10 @@ MAX_SMALL_BYTES = 1 << 28  # of a file that is read whole
 MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"[0-9]{1,18}")
+_MAX_SHOWN = 40  # characters of a tracker file in a message
 
 SIGN_FILE = "begun.txt"  # in remote directories, see [Note: publishing]
 _SAVING, _DELETING, _DAMAGED = ".saving", ".deleting", ".damaged"
@@ -438,6 +451,100 @@ def _truncated(source: Path | str, offset: int, nbytes: int, got: int) -> Checkp
 
 
 Store: TypeAlias = LocalStore | RemoteStore
+
+
+def path_of(store: Store, path: str) -> str:
+    """A file or directory of a store, as messages name it."""
+    return f"{store.root}/{path}"
+
+
+def published_iterations(store: Store) -> list[int]:
+    """The iterations of the published checkpoints, ascending; empty if the store has no directory
+    yet.
+
+    CheckpointError if there is a file in the directory's place.
+    """
+    # Only the root of a local store is a path of the file system.
+    if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
+        raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
+    names = {name: iteration_of(name) for name in store.folders()}
+    found = [(name, iteration) for name, iteration in names.items() if iteration is not None]
+    return sorted(iteration for name, iteration in found if store.is_published(name))
+
+
+def latest_iteration(store: Store) -> int | None:
+    """The iteration of the newest published checkpoint, or None.
+
+    The directories decide, not the tracker file, which a crash may leave one behind.
+
+    Raises:
+        CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
+            A run must not start afresh because its checkpoint cannot be found.
+    """
+    published = published_iterations(store)
+    tracked = _read_tracker(store)
+    if tracked is None:
+        if published:
+            # A crash between the publication of the very first checkpoint and the tracker's.
+            logger.warning(
+                "%s has no %s; taking its newest checkpoint, %d",
+                store.root,
+                TRACKER_FILE,
+                published[-1],
+            )
+        return published[-1] if published else None
+
+    tracker = path_of(store, TRACKER_FILE)
+    if tracked not in published:
+        raise CheckpointError(
+            f"Expected {path_of(store, checkpoint_name(tracked))}, which {tracker} names, got "
+            f"checkpoints {published}. Name one with --ckpt-step, or correct the file."
+        )
+    if tracked != published[-1]:
+        logger.warning(
+            "%s names %d, and %d has been published since; taking that. To go back, use "
+            "--ckpt-step.",
+            tracker,
+            tracked,
+            published[-1],
+        )
+    return published[-1]
+
+
+def track(store: Store, iteration: int) -> bool:
+    """Makes the tracker file name a published checkpoint. Returns whether that is durable.
+
+    Never raises: the checkpoint is published, so a failure is only logged.
+    """
+    try:
+        store.write(TRACKER_FILE, f"{iteration}\n".encode())
+    except Exception as error:  # remote stores raise other errors, too
+        path = path_of(store, checkpoint_name(iteration))
+        message = "%s is published, but %s may still name another: %s"
+        logger.warning(message, path, TRACKER_FILE, error)
+        return False
+
+    return True
+
+
+def _read_tracker(store: Store) -> int | None:
+    """The iteration in the tracker file, or None if there is no such file."""
+    tracker = path_of(store, TRACKER_FILE)
+    try:
+        content = store.read(TRACKER_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        got = error.strerror or error
+        raise CheckpointError(f"Expected to read {tracker}, got {got}.") from error
+
+    text = content.decode(errors="replace").strip()
+    # Before int(), which raises another error for thousands of digits.
+    if _ITERATION.fullmatch(text) is None:
+        more = len(text) - _MAX_SHOWN
+        shown = repr(text[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        raise CheckpointError(f"Expected an iteration in {tracker}, got {shown}.")
+    return int(text)
 
 
 def _delete_each(names: Iterable[str], delete: Callable[[str], None], root: str) -> list[str]:

@@ -24,11 +24,10 @@ from megatron.core.dist_checkpointing.format.metadata_reading import (
     DcpIndex,
     parse_metadata,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 from megatron.core.dist_checkpointing.load.checkpoint import read_train_state, system_errors
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store, path_of
 
 
 class TorchDcpCheckpoint:

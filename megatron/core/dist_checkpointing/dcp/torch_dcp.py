@@ -31,11 +31,16 @@ from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoi
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import FrozenChanges, differences, is_rounded
 from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
+from megatron.core.dist_checkpointing.store import (
+    MAX_METADATA_BYTES,
+    LocalStore,
+    remove_or_warn,
+    track,
+)
 from megatron.core.dtensors import local_tensor
 from megatron.core.files import remove_empty_folder, sync_stream
 from megatron.core.optimizer.state_loading import check_step

@@ -32,7 +32,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
     num_blocks,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import (
     Box,
     BoxIndex,
@@ -42,7 +41,7 @@ from megatron.core.dist_checkpointing.layout.boxes import (
     row_major_strides,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store, path_of
 from megatron.core.files import UnusableFileError
 from megatron.core.json_reading import parse_json
 

@@ -34,17 +34,19 @@ from typing import Any
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    path_of,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication, abandon, await_outcome
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
+from megatron.core.dist_checkpointing.store import (
+    Store,
+    open_store,
+    path_of,
+    published_iterations,
+    remove_or_warn,
+)
 from megatron.core.lanes import Event, Lane, is_lane_thread, relay
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import CHECKPOINT

@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata
-from megatron.core.dist_checkpointing.format.names import path_of, track
 from megatron.core.dist_checkpointing.save.writer import (
     ABANDONED_FILE,
     Draft,
@@ -36,7 +35,7 @@ from megatron.core.dist_checkpointing.save.writer import (
     release,
 )
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
+from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, path_of, track
 from megatron.core.files import Sync
 
 logger = logging.getLogger(__name__)

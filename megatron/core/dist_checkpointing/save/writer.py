@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk
@@ -45,7 +44,7 @@ from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFile
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, Lane, ThreadEvent

@@ -20,14 +20,10 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.names import (
-    TRACKER_FILE,
-    checkpoint_name,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import TRACKER_FILE, LocalStore, published_iterations
 from megatron.core.files import Sync
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     CPU,

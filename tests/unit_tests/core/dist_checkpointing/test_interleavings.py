@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digest,
     files_of,
 )
-from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import read_marker
 from megatron.core.dist_checkpointing.save.publisher import _PATIENCE
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import TRACKER_FILE, LocalStore
 from tests.unit_tests.core.dist_checkpointing.helpers.interleaving import (
     Fault,
     Interleaved,

@@ -25,14 +25,14 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    latest_iteration,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import (
+    latest_iteration,
+    open_store,
+    published_iterations,
+)
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     KILLED,
     At,

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron.core.dist_checkpointing import store as stores
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
     load_tensors,
@@ -22,9 +23,9 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import (
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format import names as folders
-from megatron.core.dist_checkpointing.format.names import TRACKER_FILE, checkpoint_name
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import read_train_state
-from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.dist_checkpointing.store import TRACKER_FILE, LocalStore, open_store
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     Fault,
@@ -35,11 +36,11 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
 
 
 def latest_iteration(root: Path) -> int | None:
-    return folders.latest_iteration(open_store(root))
+    return stores.latest_iteration(open_store(root))
 
 
 def published_iterations(root: Path) -> list[int]:
-    return folders.published_iterations(open_store(root))
+    return stores.published_iterations(open_store(root))
 
 
 def checkpoint_folder(root: Path, iteration: int) -> Path:

@@ -22,18 +22,20 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    latest_iteration,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
-from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    LocalStore,
+    Store,
+    latest_iteration,
+    open_store,
+    published_iterations,
+)
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_weights import HfExport

@@ -13,11 +13,10 @@ import pytest
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import published_iterations
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import LocalStore, published_iterations
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (

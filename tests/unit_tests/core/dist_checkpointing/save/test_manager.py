@@ -23,19 +23,21 @@ from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     METADATA_FILE,
 )
-from megatron.core.dist_checkpointing.format.names import (
-    TRACKER_FILE,
-    checkpoint_name,
-    latest_iteration,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.dist_checkpointing.store import RemoteStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    TRACKER_FILE,
+    RemoteStore,
+    Store,
+    latest_iteration,
+    open_store,
+    published_iterations,
+)
 from megatron.core.files import Sync
 from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.fused_adam import FusedAdam
