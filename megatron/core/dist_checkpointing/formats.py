@@ -6,8 +6,8 @@ for `torch_dcp`, which PyTorch itself writes, without digests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -27,8 +27,30 @@ from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_fold
 _PIECE_BYTES = 16 << 20
 
 
-# A checkpoint to read from: `path`, `tensors`, `plain`, `train_state`, `read`, `read_plain`.
-ReadableCheckpoint: TypeAlias = PublishedCheckpoint | TorchDcpCheckpoint
+class ReadableCheckpoint(Protocol):
+    """A checkpoint to read from."""
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors by key; chunks cover each of them exactly."""
+
+    @property
+    def plain(self) -> Collection[str]:
+        """The keys of plain data."""
+
+    @property
+    def train_state(self) -> dict[str, Any]:
+        """Plain data."""
+
+    def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
+        """As `PublishedCheckpoint.read`."""
+
+    def read_plain(self, key: str) -> object:
+        """As `PublishedCheckpoint.read_plain`."""
 
 
 def format_of(store: Store, name: str) -> str | None:

@@ -35,7 +35,7 @@ class TorchDcpCheckpoint:
     file, and the key where there is one.
 
     Attributes:
-        path, tensors, plain: as in `PublishedCheckpoint`. A chunk's offset is that of its blob.
+        path, tensors, plain: as in `ReadableCheckpoint`. A chunk's offset is that of its blob.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TorchDcpCheckpoint:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """As in `PublishedCheckpoint`; may be empty."""
+        """As in `ReadableCheckpoint`; may be empty."""
         has_state = self._store.exists(f"{self._name}/{TRAIN_STATE_FILE}")
         return read_train_state(self._store, self._name) if has_state else {}
 

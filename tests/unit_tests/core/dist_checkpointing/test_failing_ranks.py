@@ -137,13 +137,13 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks_at_once_and_the_next_sav
 
 def test_ranks_that_never_come_are_named_within_the_timeout_and_may_come_later(tmp_path):
     # The others wait twice as long, within which rank 0 leaves its reason.
-    with ranks_of(tmp_path, 4, timeout_seconds=8.0) as ranks:
+    with ranks_of(tmp_path, 4, timeout_seconds=4.0) as ranks:
         ranks.begin(10, 0, 3)
         own, other = ranks.endings(0, 3)
         draft = f"{tmp_path}/iter_0000010.abcd1.saving"
         named = f"Expected a manifest of every rank in {draft}, got none of rank 1, 2 "
-        assert f"{named}within 8 s." in own
-        assert f"rank 0: {named}within 8 s." in other
+        assert f"{named}within 4 s." in own
+        assert f"rank 0: {named}within 4 s." in other
         ranks.begin(10, 1, 2)
         assert all(named in ending for ending in ranks.endings(1, 2)), (
             "the reason has been left for them"

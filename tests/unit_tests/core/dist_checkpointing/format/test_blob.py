@@ -77,7 +77,7 @@ def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(DTYPES), shapes(max_numel=1 << 17))
 @example(torch.float32, ())
 @example(torch.bfloat16, (0, 3))
@@ -95,7 +95,7 @@ def test_frame_and_data_are_a_blob_that_loads_bit_equal(dtype, shape):
     assert layout.nbytes == len(content) == len(saved(tensor))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(DTYPES), shapes(max_numel=1 << 45))
 def test_lengths_are_those_of_torch_save_at_any_size(dtype, shape):
     assert blob_layout(dtype, shape).nbytes == nbytes_that_torch_saves(dtype, shape)

@@ -139,7 +139,7 @@ def drawn_tensors(draw: st.DrawFn) -> list[SavedTensor]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn_tensors(), st.lists(st.integers(0, 300), max_size=300, unique=True))
 def test_composed_metadata_is_the_pickle_of_the_objects_that_dcp_would_create(tensors, ranks):
     plain = [plain_of(f"rng.{rank}.torch", rank, 1 << 33, 1000 + rank) for rank in ranks]
