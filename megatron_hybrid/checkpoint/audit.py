@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     files_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata_reading import (
+from megatron.core.dist_checkpointing.format.metadata import (
     parse_metadata,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor

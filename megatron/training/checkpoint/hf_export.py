@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.dcp.plain_dcp import MODEL_PREFIX, weights_prefix
+from megatron.core.dist_checkpointing.dcp.torch_dcp import MODEL_PREFIX, weights_prefix
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces

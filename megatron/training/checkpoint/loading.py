@@ -25,16 +25,14 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.dcp.plain_dcp import (
-    MODEL_PREFIX,
-    dcp_param_groups,
-    load_model_weights,
-    weight_keys,
-)
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    MODEL_PREFIX,
     check_steps,
+    dcp_param_groups,
     frozen_changes,
+    load_model_weights,
     load_tensors,
+    weight_keys,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE

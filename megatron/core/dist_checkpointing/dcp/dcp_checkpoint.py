@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.format.blob_reading import (
     read_plain,
 )
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.metadata_reading import (
+from megatron.core.dist_checkpointing.format.metadata import (
     Blob,
     DcpIndex,
     parse_metadata,

@@ -35,11 +35,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.index import blob_place
 from megatron.core.dist_checkpointing.format.manifest import data_file, writer_of
-from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
-from megatron.core.dist_checkpointing.format.metadata_reading import (
+from megatron.core.dist_checkpointing.format.metadata import (
     _ADMITTED,
     Blob,
     DcpIndex,
+    compose_metadata,
+    nested_path,
     parse_metadata,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.dcp.plain_dcp import (
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
     load_model_weights,
     weights_prefix,
 )
