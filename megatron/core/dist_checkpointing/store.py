@@ -50,18 +50,13 @@ from megatron.core.dist_checkpointing.format.names import (
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
-    UnusableFileError,
     open_regular,
     published,
-    read_regular,
     sync_folder,
 )
 from megatron.core.shared_file import naming
 
 logger = logging.getLogger(__name__)
-
-MAX_SMALL_BYTES = 1 << 28  # of a file that is read whole
-MAX_METADATA_BYTES = 1 << 31  # of the metadata of fifteen million chunks
 
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
@@ -168,9 +163,10 @@ class LocalStore:
         """Bytes in a file."""
         return (self._root / path).stat().st_size
 
-    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        """The content of a small file. UnusableFileError if it is larger, or no regular file."""
-        return read_regular(self._root / path, max_bytes=max_bytes)
+    def read(self, path: str) -> bytes:
+        """The content of a small file. UnusableFileError if it is no regular file."""
+        with open_regular(self._root / path) as file:
+            return file.read()
 
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
@@ -335,11 +331,8 @@ class RemoteStore:
         self._files.invalidate_cache()
         return int(self._files.size(self._at(path)))
 
-    def read(self, path: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        size = self.size(path)
-        if size > max_bytes:
-            message = f"Expected a file of at most {max_bytes} bytes, got {size}"
-            raise UnusableFileError(errno.EFBIG, message, path_of(self, path))
+    def read(self, path: str) -> bytes:
+        self._files.invalidate_cache()
         return bytes(self._files.cat_file(self._at(path)))
 
     def read_into(

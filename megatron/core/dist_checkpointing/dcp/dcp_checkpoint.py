@@ -14,7 +14,6 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES
 from megatron.core.dist_checkpointing.format.blob_reading import (
-    MAX_PLAIN_BYTES,
     read_archive,
     read_plain,
 )
@@ -27,7 +26,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
 from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 from megatron.core.dist_checkpointing.load.checkpoint import read_train_state, system_errors
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store, path_of
+from megatron.core.dist_checkpointing.store import Store, path_of
 
 
 class TorchDcpCheckpoint:
@@ -69,7 +68,7 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            content = store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES)
+            content = store.read(f"{name}/{METADATA_FILE}")
         index = parse_metadata(content, source)
         check_coverage(index.tensors.values(), source)
         found = cls(store, name, index, checks_crc=checks_crc)
@@ -170,7 +169,7 @@ class TorchDcpCheckpoint:
         return memory, source
 
     def _check_sizes(self) -> None:
-        limits = [(key, blob, 0, MAX_PLAIN_BYTES) for key, blob in self._index.plain.items()]
+        limits = [(key, blob, 0, blob.nbytes) for key, blob in self._index.plain.items()]
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 least, blob = tensor.chunk_nbytes(chunk), self._index.blobs[key, chunk.box.offsets]

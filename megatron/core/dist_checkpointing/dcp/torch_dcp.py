@@ -14,7 +14,6 @@ model's parameters, whatever prefix they have in the directory:
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import warnings
@@ -48,7 +47,6 @@ from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
 from megatron.core.dist_checkpointing.store import (
-    MAX_METADATA_BYTES,
     LocalStore,
     remove_or_warn,
     track,
@@ -141,12 +139,6 @@ class _Draft:
             # DCP syncs this file while some of its content is still in DCP's buffer.
             with (self.path / METADATA_FILE).open("rb") as stream:
                 sync_stream(stream)
-                num_bytes = os.fstat(stream.fileno()).st_size
-            # A reader rejects more, and a checkpoint that cannot be loaded must not be published.
-            if num_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(
-                    f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}."
-                )
             if self._train_state is not None:
                 self._store.write(f"{self.path.name}/{TRAIN_STATE_FILE}", self._train_state)
             is_durable = self._store.publish(self.path.name, self.folder.name)

@@ -35,8 +35,6 @@ from torch import _weights_only_unpickler as weights_only
 from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, reason, shown
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
 
-MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data in a checkpoint
-
 # Of a record: a signature, and the lengths of a name and of extra data, which follow.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\3\4"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.blob_reading import MAX_PLAIN_BYTES, read_plain
+from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.index import Index, manifest_problems
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.layout.boxes import (
     row_major_strides,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store, path_of
+from megatron.core.dist_checkpointing.store import Store, path_of
 from megatron.core.files import UnusableFileError
 from megatron.core.json_reading import parse_json
 
@@ -129,11 +129,6 @@ class PublishedCheckpoint:
             )
         (chunk,) = saved.chunks
         source = f"{key!r} in {self.path}/{chunk.file}"
-        if saved.nbytes > MAX_PLAIN_BYTES:
-            raise CheckpointDamagedError(
-                f"Expected at most {MAX_PLAIN_BYTES} bytes of plain data {source}, got "
-                f"{saved.nbytes}."
-            )
         content = torch.empty(saved.nbytes, dtype=torch.uint8)
         self._open_chunk(saved, chunk).read(0, content.numpy().data)
         # Without the CRC-32: digests cover all of the blob.
@@ -386,8 +381,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-_MAX_HEAD_BYTES = 1 << 26  # of the marker of half a million ranks, or of a train state
-
 # Errors of the system that mean that the file itself is at fault: an older checkpoint may do. Other
 # errors, such as EACCES, would hit that one, too.
 _DAMAGE = {errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR}
@@ -411,7 +404,7 @@ def read_marker(store: Store, name: str) -> Marker:
     """The marker of a checkpoint. Raises as `Marker.from_bytes`."""
     source = path_of(store, f"{name}/{MARKER_FILE}")
     with system_errors(source):
-        content = store.read(f"{name}/{MARKER_FILE}", _MAX_HEAD_BYTES)
+        content = store.read(f"{name}/{MARKER_FILE}")
     return Marker.from_bytes(content, source)
 
 
@@ -430,7 +423,7 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
     """A file whose digest is in the marker. CheckpointDamagedError if it has another."""
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
-        content = store.read(f"{name}/{file}", MAX_METADATA_BYTES)
+        content = store.read(f"{name}/{file}")
     got, written = digest(content), marker.files[file].digest
     if got != written:
         raise CheckpointDamagedError(
@@ -443,7 +436,7 @@ def read_train_state(store: Store, name: str) -> dict[str, Any]:
     """The train state of a checkpoint of any format. CheckpointDamagedError if it has none."""
     source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
     with system_errors(source):
-        content = store.read(f"{name}/{TRAIN_STATE_FILE}", _MAX_HEAD_BYTES)
+        content = store.read(f"{name}/{TRAIN_STATE_FILE}")
     return parse_train_state(content, source)
 
 
@@ -467,17 +460,11 @@ def train_state_bytes(state: Mapping[str, Any]) -> bytes:
     try:
         content = (json.dumps(state, indent=1) + "\n").encode()
         parse_json(content, allow_nan=True)
+        return content
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}."
         ) from error
-
-    most, got = _MAX_HEAD_BYTES, len(content)
-    if got > most:
-        raise CheckpointError(
-            f"Expected at most {most} bytes of {TRAIN_STATE_FILE}, got {got} bytes."
-        )
-    return content
 
 
 def read_index(store: Store, name: str, marker: Marker) -> Index:

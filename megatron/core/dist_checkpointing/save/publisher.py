@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.save.writer import (
     release,
 )
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, path_of, track
+from megatron.core.dist_checkpointing.store import path_of, track
 from megatron.core.files import Sync
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,7 @@ class Publication:
     _small_files: dict[str, bytes] = field(default_factory=dict)
 
     def describe(self) -> None:
-        """Composes the small files of all ranks without writing them. CheckpointError if a reader
-        would reject their size.
-        """
+        """Composes the small files of all ranks without writing them."""
         export = self.contents.export
         self._index = index = self.contents.index(self.draft.save_id)
         self._small_files = {
@@ -66,8 +64,6 @@ class Publication:
             TRAIN_STATE_FILE: self.train_state,
             **({} if export is None else export.small_files),
         }
-        for name, content in self._small_files.items():
-            _check_size(name, content, index)
 
     def publish(self, timeout_seconds: float) -> bool:
         """Publishes the described checkpoint, once this rank's manifest is written.
@@ -269,13 +265,3 @@ def _record(draft: Draft, file: str, nbytes: int) -> FileRecord:
     if size != nbytes:
         raise CheckpointError(f"Expected {nbytes} bytes in {draft.shown(file)}, got {size}.")
     return FileRecord(size, None)
-
-
-def _check_size(name: str, content: bytes, index: Index) -> None:
-    # A checkpoint that readers would reject must not be published.
-    if len(content) > MAX_METADATA_BYTES:
-        num_chunks = sum(len(tensor.chunks) for tensor in index.all_tensors)
-        raise CheckpointError(
-            f"Expected {name} to have at most {MAX_METADATA_BYTES} bytes, got {len(content)} of "
-            f"{num_chunks} chunks."
-        )

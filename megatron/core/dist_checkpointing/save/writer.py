@@ -55,7 +55,6 @@ from megatron.core.trace_file import CHECKPOINT
 logger = logging.getLogger(__name__)
 
 ABANDONED_FILE = "abandoned.json"
-_MAX_REASON_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def release(draft: Draft, rank: int) -> None:
 def read_reason(draft: Draft, file: str) -> str | None:
     """The reason that `give_up` left for this save, or None."""
     try:
-        text = draft.store.read(draft.path(file), _MAX_REASON_BYTES)
+        text = draft.store.read(draft.path(file))
         if not text:
             # Where drafts have no separate names, an earlier save may have left the file.
             if not draft.store.is_rename_atomic:
