@@ -52,12 +52,14 @@ from megatron.core.files import (
     Sync,
     open_regular,
     published,
+    read_regular,
     sync_folder,
 )
 from megatron.core.shared_file import naming
 
 logger = logging.getLogger(__name__)
 
+_MOST_BYTES = 1 << 36  # of a file that is read whole; no save writes more
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -164,9 +166,8 @@ class LocalStore:
         return (self._root / path).stat().st_size
 
     def read(self, path: str) -> bytes:
-        """The content of a small file. UnusableFileError if it is no regular file."""
-        with open_regular(self._root / path) as file:
-            return file.read()
+        """The content of a small file. UnusableFileError for other kinds of files."""
+        return read_regular(self._root / path, max_bytes=_MOST_BYTES)
 
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
