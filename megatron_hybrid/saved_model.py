@@ -24,10 +24,10 @@ from torch import nn
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, latest_iteration, path_of
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.load.checkpoint import read_train_state
+from megatron.core.dist_checkpointing.store import Store, latest_iteration, open_store, path_of
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import ConfigError, shown

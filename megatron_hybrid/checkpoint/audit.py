@@ -27,19 +27,18 @@ from megatron.core.dist_checkpointing.format.manifest import (
     files_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.metadata_reading import (
+from megatron.core.dist_checkpointing.format.metadata import (
     parse_metadata,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.load.small_files import (
+from megatron.core.dist_checkpointing.load.checkpoint import (
     check_size,
     parse_train_state,
     read_marker,
     read_small,
     system_errors,
 )
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of
 
 T = TypeVar("T")
 

@@ -32,11 +32,9 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
-    TRACKER_FILE,
     checkpoint_name,
     iteration_of,
     parse_folder,
-    path_of,
 )
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
@@ -44,17 +42,19 @@ from megatron.core.dist_checkpointing.formats import (
     open_checkpoint,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.small_files import (
+from megatron.core.dist_checkpointing.load.checkpoint import (
+    PublishedCheckpoint,
     check_size,
     read_marker,
     read_train_state,
 )
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
+    TRACKER_FILE,
     Store,
     expect_folder,
     open_store,
+    path_of,
 )
 from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes

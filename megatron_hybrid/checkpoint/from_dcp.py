@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import Replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import open_store, path_of
 from megatron.core.optimizer.state_tensors import STEP
 from megatron.training.checkpoint.dcp_import import DcpView
 from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
@@ -101,7 +101,7 @@ def _train_state(view: DcpView) -> dict[str, Any]:
 def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
     shape, values = source.shape, _Rows(view, key, source)
     saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
-    return Entry(saved_as, (0,) * len(shape), values, values.stored)
+    return Entry(saved_as, (0,) * len(shape), values)
 
 
 class _Rows(Values):

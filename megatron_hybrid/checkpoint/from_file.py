@@ -24,19 +24,15 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import read_archive
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    path_of,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import Replicated
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of, published_iterations
 from megatron.core.files import open_regular, remove_empty_folder
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, ThreadEvent
@@ -190,7 +186,7 @@ def _write(
 def _entry(key: str, tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
     saved_as = SavedAs(key, tensor.dtype, shape, Replicated(shape, [0]))
-    return Entry(saved_as, (0,) * len(shape), Values(tensor), tensor)
+    return Entry(saved_as, (0,) * len(shape), Values(tensor))
 
 
 def _read_torch_save(path: Path) -> dict[str, object]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, path_of
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import Store, open_store, path_of
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import OwnModel, build_model

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.format.names import latest_iteration
-from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.dist_checkpointing.store import LocalStore, latest_iteration, open_store
 from megatron.training.health.exits import exit_process
 from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase

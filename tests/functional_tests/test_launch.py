@@ -15,8 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.dist_checkpointing.format.names import latest_iteration
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import latest_iteration, open_store
 from megatron_hybrid import pretrain_gpt
 from tests.functional_tests.helpers.runs import (
     LAUNCHER,

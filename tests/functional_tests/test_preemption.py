@@ -12,8 +12,7 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.format.names import latest_iteration
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import latest_iteration, open_store
 from megatron.training.checkpoint.saver import Saver
 from megatron.training.health.inject import Injections
 from tests.functional_tests.helpers.recovery_scenes import (

@@ -31,9 +31,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import LocalStore, track
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh

@@ -1,4 +1,4 @@
-"""Where checkpoints are written and read, and what they hold."""
+"""The options of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ class CheckpointConfig:
         check_options(self)
 
     def resolve(self, default_format: str) -> CheckpointConfig:
-        """With the format chosen, if none was named. ConfigError for a flag or a folder that this
-        format cannot honour.
+        """With the format chosen, if none was named. ConfigError for a flag or a directory that
+        this format cannot honour.
         """
         config = replace(self, ckpt_format=self.ckpt_format or default_format)
         save = config.save
@@ -227,11 +227,11 @@ class CheckpointConfig:
 
 
 def check_protocol(place: str, prefix: str = "") -> None:
-    """ConfigError for a URL whose protocol fsspec does not know, or lacks the package for.
+    """ConfigError for a URL whose protocol is unknown to fsspec, or lacks a package.
 
     Args:
-        place: a folder, or an fsspec URL; "simplecache::s3://bucket/run" has two protocols.
-        prefix: what the message begins with.
+        place: a directory, or an fsspec URL; "simplecache::s3://bucket/run" has two protocols.
+        prefix: of the message.
     """
     if "://" not in place:
         return

@@ -1,4 +1,4 @@
-"""The exceptions for checkpoints on disk, and how their messages show what was read."""
+"""The exceptions for checkpoints on disk, and how their messages show wrong values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is nothing in the place that was named as a checkpoint."""
+    """The named checkpoint does not exist."""
 
 
 class CheckpointDamagedError(CheckpointError):
@@ -30,12 +30,12 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class UntrustedReader:
-    """Base of what reads a file that others may have prepared: every complaint names the file."""
+    """Base of readers of untrusted files: every error names the file."""
 
     def __init__(self, source: str) -> None:
         """
         Args:
-            source: what is read, as messages name it: a path, or a key and a path.
+            source: its name in messages: a path, or a key and a path.
         """
         self._source = source
 
@@ -78,7 +78,7 @@ def shown(value: object, limit: int = 200, *, depth: int = 2) -> str:
     """
     if isinstance(value, str):
         return printable(repr(value[:limit]), limit)
-    # Python refuses to convert an integer of thousands of digits to text.
+    # Python cannot convert an integer of thousands of digits to text.
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, bool | int | float) or value is None:

@@ -19,12 +19,10 @@ from megatron.core.dist_checkpointing.format.manifest import (
     METADATA_FILE,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
-from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, read_train_state
+from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_folder, path_of
 
 _PIECE_BYTES = 16 << 20
 
@@ -56,11 +54,11 @@ class ReadableCheckpoint(Protocol):
 
 
 def format_of(store: Store, name: str) -> str | None:
-    """The format of the checkpoint in a folder, even if it has lost files; None without one."""
+    """The format of the checkpoint in a directory, even if it has lost files; None without one."""
     if any(store.exists(f"{name}/{file}") for file in (MARKER_FILE, manifest_file(0))):
         return FSDP_DTENSOR
     if store.exists(f"{name}/{SIGN_FILE}"):
-        return None  # begun in a remote store and never published
+        return None  # created in a remote store and never published
 
     # Both files may be lost, of a checkpoint that a run wrote: its train state names its format.
     try:
@@ -74,10 +72,10 @@ def format_of(store: Store, name: str) -> str | None:
 
 
 def open_checkpoint(store: Store, name: str) -> ReadableCheckpoint:
-    """The checkpoint in the folder `name`, whatever its format.
+    """The checkpoint in the directory `name`, whatever its format.
 
     Raises:
-        CheckpointNotFoundError: if there is no such folder.
+        CheckpointNotFoundError: if there is no such directory.
         CheckpointError: if it has none, or it cannot be read, as `PublishedCheckpoint.open`.
     """
     expect_folder(store, name)

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.dcp.plain_dcp import MODEL_PREFIX, weights_prefix
+from megatron.core.dist_checkpointing.dcp.torch_dcp import MODEL_PREFIX, weights_prefix
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.chunk_data import bytes_of
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, bytes_of
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
 from megatron.core.models.description import ModelDescription

@@ -42,7 +42,7 @@ from megatron.core.dist_checkpointing.errors import (
     shown,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
-from megatron.core.dist_checkpointing.load.small_files import system_errors
+from megatron.core.dist_checkpointing.load.checkpoint import system_errors
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.dist_checkpointing.store import LocalStore

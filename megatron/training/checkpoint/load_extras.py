@@ -17,15 +17,12 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import (
-    iteration_of,
-    path_of,
-)
+from megatron.core.dist_checkpointing.format.names import iteration_of
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load.reader import is_skipped
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of
 from megatron.core.log import counted
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig

@@ -25,27 +25,20 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.dcp.plain_dcp import (
-    MODEL_PREFIX,
-    dcp_param_groups,
-    load_model_weights,
-    weight_keys,
-)
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    MODEL_PREFIX,
     check_steps,
+    dcp_param_groups,
     frozen_changes,
+    load_model_weights,
     load_tensors,
+    weight_keys,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    latest_iteration,
-    path_of,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.formats import format_of
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
+from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, read_train_state
 from megatron.core.dist_checkpointing.load.reader import (
     Wanted,
     check_contents,
@@ -53,12 +46,17 @@ from megatron.core.dist_checkpointing.load.reader import (
     is_skipped,
     load_entries,
 )
-from megatron.core.dist_checkpointing.load.small_files import read_train_state
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS, check_param_groups
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    Store,
+    latest_iteration,
+    open_store,
+    path_of,
+    published_iterations,
+)
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, expect, given_options, options_of
 from megatron.training.checkpoint.load_extras import (

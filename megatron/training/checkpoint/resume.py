@@ -21,8 +21,7 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import shown
-from megatron.core.dist_checkpointing.format.names import latest_iteration
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import latest_iteration, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
 from megatron.training.checkpoint.dcp_import import load_dcp

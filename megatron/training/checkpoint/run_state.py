@@ -25,17 +25,17 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, CheckpointConf
 from megatron.core.dist_checkpointing.dcp.torch_dcp import save_checkpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
-from megatron.core.dist_checkpointing.format.names import (
-    TRACKER_FILE,
-    checkpoint_name,
-    iteration_of,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name, iteration_of
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    TRACKER_FILE,
+    Store,
+    open_store,
+    published_iterations,
+)
 from megatron.core.files import reason_of, remove_empty_folder
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.lr_schedule import LRSchedule

@@ -198,7 +198,7 @@ def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]
             "all-reduce of the number of restarts",
             lambda: pretrain._agreed_restart_count(launch, cpu),
         ),
-        "on_first_rank": ("broadcast of a length", lambda: on_first_rank(lambda: None, "looking")),
+        "on_first_rank": ("all-gather of lengths", lambda: on_first_rank(lambda: None, "looking")),
         "on_all_ranks": ("all-gather of lengths", lambda: on_all_ranks(lambda: None)),
         "global_grad_norm": ("all-reduce of a measure", lambda: _norm(mesh)),
         "barrier": ("barrier of torch.distributed", dist.barrier),

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.load.small_files import read_marker
+from megatron.core.dist_checkpointing.load.checkpoint import read_marker
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.training.checkpoint.run_info import RecoverInfo

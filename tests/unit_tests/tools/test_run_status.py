@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.format.names import published_iterations
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.store import open_store, published_iterations
 from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, STOPPED, read_events
 from megatron.training.health.exits import ExitCode
 from megatron_hybrid import run_status

@@ -1,5 +1,4 @@
-"""Checkpoints in PyTorch DCP's own format: torch_dcp.py saves and loads them.
+"""Checkpoints in PyTorch DCP's format: torch_dcp.py saves and loads ours and other programs'.
 
-dcp_checkpoint.py reads them without running anything; plain_dcp.py finds weights in a folder that
-another program wrote.
+dcp_checkpoint.py reads them without executing code.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint that PyTorch DCP wrote, read without running anything.
+"""A checkpoint that PyTorch DCP wrote, read without executing code.
 
 DCP's own reader unpickles whatever is not a tensor, code included. Here every blob is compared with
 its `.metadata` before memory is taken for it, read once, and checked in that memory.
@@ -14,22 +14,19 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.blob import MAX_FRAME_BYTES
 from megatron.core.dist_checkpointing.format.blob_reading import (
-    MAX_PLAIN_BYTES,
     read_archive,
     read_plain,
 )
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.metadata_reading import (
+from megatron.core.dist_checkpointing.format.metadata import (
     Blob,
     DcpIndex,
     parse_metadata,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
-from megatron.core.dist_checkpointing.layout.coverage import check_coverage
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.load.small_files import read_train_state, system_errors
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, Store
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
+from megatron.core.dist_checkpointing.load.checkpoint import read_train_state, system_errors
+from megatron.core.dist_checkpointing.store import Store, path_of
 
 
 class TorchDcpCheckpoint:
@@ -58,8 +55,8 @@ class TorchDcpCheckpoint:
 
     @classmethod
     def open(cls, store: Store, name: str, *, checks_crc: bool = True) -> TorchDcpCheckpoint:
-        """Opens the checkpoint in the folder `name`, and compares the sizes in `.metadata` with the
-        files, before anybody makes such tensors.
+        """Opens the checkpoint in the directory `name`, and compares the sizes in `.metadata` with
+        the files, before tensors are allocated.
 
         Args:
             checks_crc: whether to compare blobs with the CRC-32 of `torch.save` as they are read.
@@ -71,7 +68,7 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            content = store.read(f"{name}/{METADATA_FILE}", MAX_METADATA_BYTES)
+            content = store.read(f"{name}/{METADATA_FILE}")
         index = parse_metadata(content, source)
         check_coverage(index.tensors.values(), source)
         found = cls(store, name, index, checks_crc=checks_crc)
@@ -80,7 +77,7 @@ class TorchDcpCheckpoint:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """As in `ReadableCheckpoint`; empty if there is none."""
+        """As in `ReadableCheckpoint`; may be empty."""
         has_state = self._store.exists(f"{self._name}/{TRAIN_STATE_FILE}")
         return read_train_state(self._store, self._name) if has_state else {}
 
@@ -90,14 +87,14 @@ class TorchDcpCheckpoint:
         return [*self.tensors, *self.plain]
 
     def in_order(self, keys: Iterable[str]) -> list[str]:
-        """Keys of tensors in the order in which their first chunks lie in the files."""
+        """Keys of tensors in the order of their first chunks in the files."""
         return sorted(keys, key=lambda key: [chunk[2:] for chunk in self.tensors[key].chunks[:1]])
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
         """As `PublishedCheckpoint.read`, but by whole chunks, of which the last one is kept.
 
         Raises:
-            CheckpointDamagedError: if the bytes are not those of such a tensor.
+            CheckpointDamagedError: for bytes of another tensor.
             CheckpointError: if they name anything else, or were transformed by DCP's extensions.
         """
         chunks = self.tensors[key].chunks
@@ -172,7 +169,7 @@ class TorchDcpCheckpoint:
         return memory, source
 
     def _check_sizes(self) -> None:
-        limits = [(key, blob, 0, MAX_PLAIN_BYTES) for key, blob in self._index.plain.items()]
+        limits = [(key, blob, 0, blob.nbytes) for key, blob in self._index.plain.items()]
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 least, blob = tensor.chunk_nbytes(chunk), self._index.blobs[key, chunk.box.offsets]
@@ -180,7 +177,7 @@ class TorchDcpCheckpoint:
 
         ends: dict[str, int] = {}
         for key, blob, least, most in limits:
-            # Of what was compressed, say, the length tells nothing about the tensor.
+            # The length of a transformed blob does not depend on the tensor alone.
             if not least <= blob.nbytes <= most and not blob.transforms:
                 raise CheckpointDamagedError(
                     f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "

@@ -3,20 +3,28 @@
 A checkpoint consists of PyTorch DCP's files and `train_state.json`, which has the rest of the state
 as plain data. It is written as a draft and published by rename, after DCP's collectives report that
 all ranks have written.
+
+Other programs choose their own keys. So `load_model_weights` finds weights by the names of the
+model's parameters, whatever prefix they have in the directory:
+
+    dcp.save({"model": model.state_dict()})          model.layers.0.weight
+    dcp.save(model.state_dict())                     layers.0.weight
+    dcp.save({"app": AppState(model, optimizer)})    app.model.layers.0.weight, app.optim.state....
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -31,16 +39,23 @@ from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoi
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
-from megatron.core.dist_checkpointing.format.names import checkpoint_name, track
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import FrozenChanges, differences, is_rounded
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES, LocalStore, remove_or_warn
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
+from megatron.core.dist_checkpointing.state.dcp_state import DCPState
+from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
+from megatron.core.dist_checkpointing.store import (
+    LocalStore,
+    remove_or_warn,
+    track,
+)
 from megatron.core.dtensors import local_tensor
 from megatron.core.files import remove_empty_folder, sync_stream
 from megatron.core.optimizer.state_loading import check_step
 
-# Of the state of one parameter, in `torch_dcp` checkpoints and in those of `fsdp_checkpoint`.
+# Of the state of one parameter, in checkpoints of `torch_dcp` and of `fsdp_checkpoint`.
 _STEP_KEY = re.compile(r"optim(?:izer)?\.state\..+\.step")
 
 
@@ -60,13 +75,12 @@ def save_checkpoint(
         state: nested dict of tensors (DTensors stay sharded: each rank writes its part) and of
             plain data: numbers, strings, and lists, tuples and dicts of them.
         train_state: plain data, for `train_state.json`; rank 0's is written. None: no such file.
-        name: of the folder of a checkpoint that is not to count among a run's; the tracker file
-            does not move to it. Default: `checkpoint_name(iteration)`.
+        name: directory of a checkpoint outside of the run's sequence; the tracker file does not
+            change. Default: `checkpoint_name(iteration)`.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. Nothing is published then, and
-            nothing is left of it. Once the folder has its name, nothing counts as a failure: a
-            failed sync, or a tracker that cannot be written, is a warning.
+        CheckpointError: on every rank, if any rank could not write. The draft is deleted then. Once
+            the checkpoint is published, a failed sync or an unwritable tracker is a warning.
     """
     draft = _Draft(Path(root), checkpoint_name(iteration) if name is None else name)
 
@@ -101,7 +115,7 @@ class _Draft:
     def __init__(self, root: Path, final: str) -> None:
         self.folder = root / final
         # Without a token: no sweep comes before these saves, so the next save of this checkpoint
-        # has to find what a killed run has left.
+        # has to find the draft of a killed run.
         self.path = root / f"{final}.saving"
         self._store = LocalStore(root)
         self._train_state: bytes | None = None
@@ -125,12 +139,6 @@ class _Draft:
             # DCP syncs this file while some of its content is still in DCP's buffer.
             with (self.path / METADATA_FILE).open("rb") as stream:
                 sync_stream(stream)
-                num_bytes = os.fstat(stream.fileno()).st_size
-            # A reader rejects more, and a checkpoint that cannot be loaded must not be published.
-            if num_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(
-                    f"Expected metadata of at most {MAX_METADATA_BYTES} bytes, got {num_bytes}."
-                )
             if self._train_state is not None:
                 self._store.write(f"{self.path.name}/{TRAIN_STATE_FILE}", self._train_state)
             is_durable = self._store.publish(self.path.name, self.folder.name)
@@ -140,7 +148,7 @@ class _Draft:
             track(self._store, tracked)
 
     def discard(self) -> None:
-        """Deletes what a failed save has written: it must not keep a full disk full."""
+        """Deletes the files of a failed save, which must not keep a full disk full."""
         remove_or_warn(self._store, self.path.name)
 
     @contextmanager
@@ -253,7 +261,7 @@ def _check_fits(
     ignored_prefixes: tuple[str, ...],
     changes: FrozenChanges,
 ) -> None:
-    """Compares what is to be loaded with what there is, and changes nothing."""
+    """Compares the wanted values with the checkpoint, without changes."""
     tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
     plain, saved = wanted.keys() - tensors.keys(), checkpoint.tensors
     ignored = changes.left_out_keys
@@ -311,3 +319,104 @@ def _no_word_about_single_process() -> Iterator[None]:
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         yield
+
+
+MODEL_PREFIX = "model."  # the usual one, and that of our checkpoints
+
+# Keys that stay unread if weights have no prefix. With a prefix, all other keys do.
+_OTHERS = ("optim.", "optimizer.", "rng.")
+_OPTION_KEY = re.compile(r"optim(?:izer)?\.param_groups\.(\d{1,9})\.(.+)")
+
+
+def load_model_weights(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> None:
+    """Loads a model's weights and buffers in place from a directory that DCP wrote.
+
+    Args:
+        model: sharded or plain; every rank of its process group calls this.
+
+    Raises:
+        CheckpointError: before anything is changed, if weights are missing, if the model does not
+            have all weights under the prefix, or if shapes or dtypes differ.
+    """
+    app = DCPState(model)
+    own = app.state_dict()["model"]
+    prefix = _prefix(checkpoint, own)
+    others: tuple[str, ...] = _OTHERS
+    if prefix:
+        others = tuple(key for key in checkpoint.keys if not key.startswith(prefix))
+
+    # The tensors are the model's own memory. Plain data, of extra states, comes back in the dict.
+    wanted = {f"{prefix}{name}": value for name, value in own.items()}
+    load_tensors(checkpoint, wanted, others, [f"{prefix}{name}" for name in app.frozen])
+    app.load_state_dict({"model": {name: wanted[f"{prefix}{name}"] for name in own}})
+
+
+def weight_keys(checkpoint: TorchDcpCheckpoint, model: nn.Module) -> set[str]:
+    """The keys that `load_model_weights` would read. Raises the same errors for missing weights."""
+    own = DCPState(model).state_dict()["model"]
+    return {f"{_prefix(checkpoint, own)}{name}" for name in own}
+
+
+def _prefix(checkpoint: TorchDcpCheckpoint, own: Collection[str]) -> str:
+    return weights_prefix(own, checkpoint.keys, checkpoint.path)
+
+
+def weights_prefix(names: Collection[str], keys: Sequence[str], path: str) -> str:
+    """The prefix of a model's weights in the keys: "model.", "app.model.", "".
+
+    If no prefix has all names, it is the one with most of them, so the missing ones can be named.
+    Of several with equally many, it is `model.`.
+
+    Args:
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: if no prefix has any of the names, or if several have equally many and none
+            of them is `model.`.
+    """
+    known = set(names)
+    # A key counts for every prefix that leaves a name of the model.
+    found: Counter[str] = Counter()
+    for key in keys:
+        starts = [0, *(match.end() for match in re.finditer(r"\.", key))]
+        found.update(key[:start] for start in starts if key[start:] in known)
+    if not found:
+        raise CheckpointError(
+            f"Expected the weights of this model in {path}, as {MODEL_PREFIX}<name> or under any "
+            f"other prefix, got {few(list(keys)) or 'nothing'}, where the model has "
+            f"{few(list(names))}."
+        )
+
+    most = max(found.values())
+    best = [prefix for prefix, number in found.items() if number == most]
+    if MODEL_PREFIX in best:
+        return MODEL_PREFIX
+    if len(best) > 1:
+        raise CheckpointError(
+            f"Expected the weights of this model under one prefix in {path}, got {most} of its "
+            f"{len(known)} names under each of {few([repr(prefix) for prefix in sorted(best)])}."
+        )
+    return best[0]
+
+
+def dcp_param_groups(checkpoint: ReadableCheckpoint) -> list[dict[str, Any]]:
+    """The parameter groups in a checkpoint that PyTorch DCP wrote:
+    `optim.param_groups.<number>.<option>`, or `optimizer.param_groups...`.
+
+    Raises:
+        CheckpointError: for missing or wrong parameter groups.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for key in [*checkpoint.plain, *checkpoint.tensors]:
+        match = _OPTION_KEY.fullmatch(key)
+        if match is None:
+            continue
+        group, tensor = groups.setdefault(int(match[1]), {}), checkpoint.tensors.get(key)
+        if tensor is None:
+            group[match[2]] = checkpoint.read_plain(key)
+        elif (whole := Box.whole(tensor.shape)).numel == 1:
+            # A learning rate that an optimizer keeps on the device, for example.
+            group[match[2]] = read_piece(checkpoint, key, whole).item()
+    if not groups:
+        raise CheckpointError(f"Expected parameter groups in {checkpoint.path}, got none.")
+    return check_param_groups([groups[number] for number in sorted(groups)], checkpoint.path)

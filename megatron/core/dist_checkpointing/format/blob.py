@@ -1,24 +1,24 @@
 """What `torch.save` writes around a tensor's data, made without the tensor.
 
 DCP stores each chunk of a tensor as one blob, the output of `torch.save`: a zip archive with a
-small pickle, the raw data in a record of its own, and a directory. The length of a blob can be
-computed, so one rank can tell where the blobs of all ranks lie. Header and footer can be made apart
-from the data, so the data is written straight from where it is.
+small pickle, the raw data in a separate record, and a directory. The length of a blob can be
+computed, so one rank computes the offsets of all blobs. Header and footer do not depend on the
+data, which is written in place.
 
 [Note: blob lengths] The header contains the sizes, the strides, and the number of elements or bytes
 of the storage, as pickled integers; an integer takes 2, 3, 5 or more bytes by its magnitude alone.
 So all tensors of one dtype and number of dimensions whose integers take the same number of bytes
-together have headers of the same length. Records begin on multiples of 64 bytes, so the footer's
-length depends on how far the data reaches beyond one.
+together have headers of the same length. Records are aligned to 64 bytes, so the footer's length
+depends on how far the data reaches beyond one.
 
     | pickle | small records | record's head |     data     | small records | directory |
     0                                        ^ 64 * k
     <------------ header_nbytes ------------><-data_nbytes-><--------- footer --------->
 
-Lengths are not written down here but learned from `torch.save`, with one call per class. Sizes and
-offsets of 4 GiB and more take more room in a zip archive, so data of that size are classes of their
-own. Two kinds of shapes are always measured themselves: data just short of 4 GiB, where some of the
-offsets behind it lie beyond that and some do not, and no data, which is a record of another form.
+Lengths are measured with `torch.save`, once per class. Sizes and offsets of 4 GiB and more take
+more bytes in a zip archive, so such data are separate classes. Two kinds of shapes are always
+measured: data just short of 4 GiB, where only some of the later offsets exceed it, and empty data,
+which has another kind of record.
 
 [Note: a guard that dies with its thread] Where torch is built for GPUs and finds none, the first
 FakeTensorMode of the process replaces torch's device guard with a fake one, which serves all
@@ -91,7 +91,7 @@ def blob_layout(dtype: torch.dtype, shape: Sequence[int]) -> BlobLayout:
         return _measured_layout(dtype, tuple(shape))
 
     # The pickle has the storage's length in elements for some dtypes and in bytes for others, so
-    # the class knows how many bytes each of the two takes.
+    # the class has the number of bytes of both.
     integers_nbytes += _PICKLED_NBYTES[stride.bit_length()]
     length_nbytes = _PICKLED_NBYTES[data_nbytes.bit_length()]
     is_large = data_nbytes >= _LARGE_NBYTES
@@ -175,7 +175,7 @@ def fake_tensor_mode() -> FakeTensorMode:
 
 @cache
 def _enter_on_a_thread_that_stays() -> None:
-    # The main thread would do as well, but nobody can make it enter from here.
+    # The main thread would do as well, but this code cannot make it enter.
     has_entered = threading.Event()
     threading.Thread(
         target=_enter_and_stay, args=(has_entered,), name="fake tensors", daemon=True
@@ -195,7 +195,7 @@ def _enter_and_stay(has_entered: threading.Event) -> None:
 
 
 class _FrameSink:
-    """A file for torch.save under skip_data: keeps what is written, and the seek over the data."""
+    """A file for torch.save under skip_data. Keeps the written bytes and the seek over the data."""
 
     def __init__(self) -> None:
         self.header = bytearray()
@@ -221,7 +221,7 @@ class _FrameSink:
 
 
 def _canonical(value: object, place: str, strings: dict[str, str]) -> object:
-    """A copy of plain data in which equal strings are one object, and nothing else is.
+    """A copy of plain data in which only equal strings are shared objects.
 
     A pickle refers back to an object that it has seen before, so its bytes would depend on whether
     two equal values are one object.

@@ -10,9 +10,9 @@ of each storage. The pickle names the storages and describes each tensor as a vi
 
 The unpickler of `torch.load(weights_only=True)` reads the pickle, after every name in it has been
 compared with a fixed list: other modules extend torch's own list, for example by DeviceMesh, which
-creates process groups. Storages are made on the meta device, which allocates nothing, and are
-marked with their record. Each tensor is then checked against its record, and becomes a view of the
-bytes in memory or in a mapped file.
+creates process groups. Storages are made on the meta device, which takes no memory, and are marked
+with their record. Each tensor is then checked against its record, and becomes a view of the bytes
+in memory or in a mapped file.
 
 The records are found by Python's zipfile, not by torch's reader: on the meta device, `torch.load`
 computes the offset of every storage but the first from the order in the pickle, which need not be
@@ -35,15 +35,9 @@ from torch import _weights_only_unpickler as weights_only
 from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, reason, shown
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
 
-MAX_PLAIN_BYTES = 1 << 28  # of one piece of plain data in a checkpoint
-
 # Of a record: a signature, and the lengths of a name and of extra data, which follow.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\3\4"
-
-# Callers traverse and print the values.
-_MAX_DEPTH = 100
-_MAX_VALUES = 1 << 24
 
 # Every name that a pickle may contain.
 _NAMES = {
@@ -74,7 +68,7 @@ def read_archive(memory: torch.Tensor, source: str, *, checks_crc: bool = True) 
             views of it.
         source: its name in messages: a path, or a key and a path.
         checks_crc: whether to compare storages with the CRC-32 in the archive. All other records
-            are always compared. A CRC-32 of 0 means that there is none.
+            are always compared. A CRC-32 of 0 means none.
 
     Raises:
         CheckpointDamagedError: if it is not a whole archive of `torch.save`.
@@ -132,13 +126,12 @@ class _ArchiveReader(UntrustedReader):
         self._content = memory.numpy().data
         # By name in lower case, without the folder: torch finds names without regard to case.
         self._records: dict[str, _Record] = {}
-        self._tensors: dict[int, torch.Tensor] = {}  # by the ids of those on the meta device
-        self._num_values = 0
+        self._tensors: dict[int, torch.Tensor] = {}  # by the ids of the tensors on the meta device
 
     def read(self, checks_crc: bool) -> object:
         try:
             self._read_directory(checks_crc)
-            return self._placed(self._unpickled(), 0)
+            return self._placed(self._unpickled())
         except CheckpointError:
             raise
         except pickle.UnpicklingError:
@@ -223,22 +216,15 @@ class _ArchiveReader(UntrustedReader):
         storage.record = record
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    def _placed(self, value: object, depth: int) -> object:
-        """A copy of a value with tensors in memory. Its size and depth are bounded."""
+    def _placed(self, value: object) -> object:
+        """A copy of a value with tensors in memory."""
         kind = type(value)
         if kind in _LEAVES:
             return value
-        self._num_values += len(value) if isinstance(value, dict | list | tuple) else 1
-        if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
-            self._fail(f"{_MAX_VALUES} values in {_MAX_DEPTH} levels at most", "more")
-
         if isinstance(value, list | tuple) and kind in (list, tuple):
-            return kind(self._placed(item, depth + 1) for item in value)
+            return kind(self._placed(item) for item in value)
         if isinstance(value, dict) and kind in (dict, OrderedDict):
-            return {
-                self._placed(key, depth + 1): self._placed(item, depth + 1)
-                for key, item in value.items()
-            }
+            return {self._placed(key): self._placed(item) for key, item in value.items()}
         if isinstance(value, torch.Tensor) and kind in _TENSORS:
             if id(value) not in self._tensors:
                 # By the class: a pickle may give a tensor attributes, which are dropped here.

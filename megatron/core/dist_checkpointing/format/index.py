@@ -1,11 +1,11 @@
-"""`index.json`: everything that a load has to know of a checkpoint, in one file.
+"""`index.json`: all tensors and chunks of a checkpoint, in one file for loads.
 
     {"format_version": 3, "save_id": ..., "writers": [[file, rank], ...],
      "tensors": {key: [dtype, shape, [[writer, offset, *box's offsets, *box's sizes], ...]], ...},
      "plain": ..., "exported": ...}
 
-A *writer* is a file with a rank that writes to it; a chunk names it by its number. `.metadata` has
-the same for PyTorch, as a pickle, of what lies in `.distcp` files.
+A *writer* is a file with a rank that writes to it; a chunk names it by its number. `.metadata` is a
+pickle with the same contents for PyTorch, of `.distcp` files only.
 """
 
 from __future__ import annotations
@@ -21,33 +21,28 @@ import xxhash
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.format.blob import blob_layout
-from megatron.core.dist_checkpointing.format.json_members import (
+from megatron.core.dist_checkpointing.format.manifest import (
+    DTYPES,
     FORMAT_VERSION,
+    Manifest,
+    Marker,
     check_version,
+    data_file,
+    dtype_name,
     expect,
     is_count,
     is_counts,
     is_text,
+    may_hold_chunks,
+    num_blocks,
     parse_object,
     to_json,
     values_of,
-)
-from megatron.core.dist_checkpointing.format.manifest import (
-    DTYPES,
-    Manifest,
-    Marker,
-    data_file,
-    dtype_name,
-    may_hold_chunks,
-    num_blocks,
     writer_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.coverage import check_coverage
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 
-# Readers compare a key with others, and put it into messages, for every chunk of its tensor.
-MAX_KEY_CHARS = 4096
 _MAX_DIMS = 64  # as torch's
 
 
@@ -59,7 +54,7 @@ class Index:
         save_id: as in the manifests and the marker.
         tensors: by key.
         plain: plain data by key, as bytes; see layout/saved.py.
-        exported: of files in another format, by names of their own, with the headers of the files.
+        exported: tensors and headers of files in another format, by their names there.
     """
 
     save_id: str
@@ -74,7 +69,7 @@ class Index:
 
     @property
     def in_blobs(self) -> list[SavedTensor]:
-        """The tensors that `.metadata` lists. The others lie in an exported file."""
+        """The tensors that `.metadata` lists. The others are in an exported file."""
         return [
             tensor
             for tensor in self.tensors.values()
@@ -83,7 +78,7 @@ class Index:
 
     @cached_property
     def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, SavedChunk]]]:
-        """What each rank writes, in the order of the digests in its manifest."""
+        """The chunks of each rank, in the order of the digests in its manifest."""
         found: dict[int, list[tuple[SavedTensor, SavedChunk]]] = {}
         for tensor in self.all_tensors:
             for chunk in tensor.chunks:
@@ -155,7 +150,7 @@ class Index:
 
 
 def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
-    """A digest of what a rank writes, in this order, and of where."""
+    """A digest of the chunks of a rank, in this order, and of their offsets."""
     state = xxhash.xxh3_128()
     for tensor, (box, _, file, offset) in chunks:
         what = f"{tensor.key}\0{tensor.dtype}\0{box.offsets}{box.sizes}{file}\0{offset}\n"
@@ -164,7 +159,7 @@ def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
 
 
 def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) -> Iterator[str]:
-    """Whether a manifest tells of what its rank must have written by the index."""
+    """The contradictions between a rank's manifest and the index."""
     if manifest.save_id != index.save_id:
         yield f"Expected save id {index.save_id} in {source}, got {manifest.save_id}."
     if manifest.rank != rank:
@@ -223,9 +218,7 @@ class _Reader:
         return {key: self._tensor(key, values) for key, values in members.items()}
 
     def _tensor(self, key: str, values: Any) -> SavedTensor:
-        is_key = 0 < len(key) <= MAX_KEY_CHARS
-        expect(is_key, f"keys of 1 to {MAX_KEY_CHARS} characters", key[:64], self._source)
-
+        expect(key != "", "keys that are not empty", key, self._source)
         where = f"{key!r} in {self._source}"
         is_whole = isinstance(values, list) and len(values) == 3
         expect(is_whole, "dtype, shape and chunks of", values, where)
@@ -248,7 +241,7 @@ class _Reader:
 
 
 def _check_places(index: Index, marker: Marker | None, source: str) -> None:
-    """Whether all chunks lie in their files, none in the place of another."""
+    """Checks that all chunks are inside their files and do not overlap."""
     # With that, a load never reads more than the files.
     ends: dict[str, tuple[int, str]] = {}
     places = ((chunk, tensor) for tensor in index.all_tensors for chunk in tensor.chunks)
@@ -271,6 +264,6 @@ def _check_places(index: Index, marker: Marker | None, source: str) -> None:
 
 
 def blob_place(tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
-    """Where the blob of a tensor's chunk in a `.distcp` file begins, and its length, in bytes."""
+    """Offset and length in bytes of the blob of a chunk in a `.distcp` file."""
     layout = blob_layout(tensor.dtype, chunk.box.sizes)
     return chunk.offset - layout.header_nbytes, layout.nbytes

@@ -1,4 +1,4 @@
-"""The files in which a checkpoint vouches for itself: a manifest per rank, and one marker.
+"""The files that prove a checkpoint intact: a manifest per rank, and one marker.
 
     manifest_0.json     a digest of every block that rank 0 has written
     published.json      the marker: sizes of all files, digests of the small ones and of itself
@@ -12,24 +12,84 @@ Both files are JSON and deterministic: the same content gives the same bytes.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import xxhash
 
-from megatron.core.dist_checkpointing.format.json_members import (
-    FORMAT_VERSION,
-    check_version,
-    expect,
-    is_count,
-    is_digest,
-    is_text,
-    parse_object,
-    to_json,
-    values_of,
-)
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, shown
+from megatron.core.json_reading import parse_json
+
+FORMAT_VERSION = 3
+
+_MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def to_json(value: object, *, sort_keys: bool = False) -> str:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=sort_keys)
+
+
+def parse_object(content: bytes, source: str) -> dict[str, Any]:
+    """A JSON object. CheckpointDamagedError for anything else."""
+    try:
+        members = parse_json(content)
+    except ValueError as error:
+        raise CheckpointDamagedError(f"Expected JSON in {source}, got {error}.") from error
+    expect(isinstance(members, dict), "a JSON object", members, source)
+    return dict(members)
+
+
+def check_version(members: dict[str, Any], source: str) -> None:
+    """Takes out `format_version`. CheckpointError if it is another than this program's."""
+    # Not damage: another version of this program can read the checkpoint.
+    version = members.pop("format_version", None)
+    expect(is_count(version), "a format version", version, source)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"Expected format version {FORMAT_VERSION} in {source}, got {version}. The version of "
+            "this program that wrote the checkpoint reads it."
+        )
+
+
+def values_of(members: dict[str, Any], names: Sequence[str], source: str) -> list[Any]:
+    """The values of exactly these members, in the order of `names`."""
+    got, wanted = sorted(members), sorted(names)
+    expect(got == wanted, f"the members {wanted}", got, source)
+    return [members[name] for name in names]
+
+
+def expect(is_met: bool, what: str, got: object, source: str) -> None:
+    """CheckpointDamagedError unless the condition is met."""
+    if not is_met:
+        raise CheckpointDamagedError(
+            f"Expected {what} in {source}, got {got if isinstance(got, str) else shown(got)}."
+        )
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a number of bytes, elements, ranks."""
+    # Not `isinstance`, for which JSON's `true` is an integer, too.
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def is_counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def is_digest(value: object) -> bool:
+    """Whether it is an xxh3-128 as 32 hex digits."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
 
 METADATA_FILE = ".metadata"
 INDEX_FILE = "index.json"
@@ -37,15 +97,15 @@ TRAIN_STATE_FILE = "train_state.json"
 MARKER_FILE = "published.json"
 
 BLOCK_BYTES = 256 * 1024  # one digest each; the last block of a chunk may be shorter
-DATA_ALIGNMENT = 4096  # bytes; direct I/O wants a tensor's data to begin at a multiple of it
+DATA_ALIGNMENT = 4096  # bytes; the alignment of tensors for direct I/O
 
 _DATA_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")  # of DCP, with the rank that wrote it
-# A file in folders of the checkpoint's folder, without a way out of it.
+# A file in a subdirectory of the checkpoint.
 FURTHER_FILE = re.compile(r"(?:\w[\w.-]*/)+\w[\w.-]*", re.ASCII)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-# By their own names, which indexes and pickles use; aliases such as torch.float are left out.
+# By the names in indexes and pickles; aliases such as torch.float are left out.
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -59,13 +119,13 @@ def data_file(rank: int) -> str:
 
 
 def writer_of(file: str) -> int:
-    """The rank that wrote a data file, by its name; -1 if that does not tell."""
+    """The rank that wrote a data file, by its name; -1 for any other name."""
     match = _DATA_FILE.fullmatch(file)
     return int(match[1]) if match else -1
 
 
 def may_hold_chunks(file: str) -> bool:
-    """Whether it is a name that a file with chunks may have, in the checkpoint's folder."""
+    """Whether it is a name that a file with chunks may have, in the checkpoint's directory."""
     return writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
 
 
@@ -136,7 +196,8 @@ class Manifest:
             "rank": self.rank,
             "layout": self.layout,
         }
-        # Put together by hand: `json.dumps` writes all on one line, or every digest on its own.
+        # Put together by hand: `json.dumps` writes all on one line, or every digest on a separate
+        # line.
         lines = ",".join(f"\n{to_json(digests)}" for digests in self.digests)
         return f'{to_json(head)[:-1]},"digests":[{lines}\n]}}\n'.encode()
 
@@ -180,7 +241,7 @@ class Marker:
     save_id: str
     iteration: int
     world_size: int  # ranks that saved
-    files: dict[str, FileRecord]  # of `files_of(world_size)`, and further ones in folders
+    files: dict[str, FileRecord]  # of `files_of(world_size)`, and further ones in directories
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per file in the order of their names."""
@@ -192,7 +253,7 @@ class Marker:
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str) -> Marker:
-        """Reads the output of `to_bytes`, and nothing else.
+        """Reads the output of `to_bytes`.
 
         Args:
             source: the file's name, for errors.

@@ -1,45 +1,36 @@
-"""The names of checkpoint folders, and which of them count.
+"""The names of checkpoint directories.
 
 SAVE/latest_checkpointed_iteration.txt      moves last, atomically; for people and other programs
 SAVE/iter_0000010/                          published
 SAVE/iter_0000020.<token>.saving/           in flight or abandoned: never loaded
 
-No other file takes such a name apart. This one does not import torch, which would cost tools that
-look at a folder often two seconds each time.
+Only this file parses such names. It does not import torch, which would cost frequent tools two
+seconds each time.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
-
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# ASCII digits: \d matches those of other scripts, and int() takes them. 64 bits hold 18 of them.
+# ASCII digits: \d and int() accept digits of other scripts, too. 64 bits hold 18 of them.
 _FOLDER = re.compile(r"iter_([0-9]{7,18})((?:\..+)?)")
-_ITERATION = re.compile(r"[0-9]{1,18}")
-_MAX_SHOWN = 40  # characters of a tracker file in a message
 
 
 class FolderName(NamedTuple):
-    """The name of a run's checkpoint folder, taken apart."""
+    """The parts of the name of a checkpoint directory."""
 
     iteration: int
     suffix: str  # "" if it is published, or such as ".3f9a01c21.saving"
 
 
 def checkpoint_name(iteration: int) -> str:
-    """The folder of the checkpoint of this iteration."""
+    """The directory of the checkpoint of this iteration."""
     return f"iter_{iteration:07d}"
 
 
 def parse_folder(name: str) -> FolderName | None:
-    """Takes a name apart. None for one that no run gives to a checkpoint, whole or not."""
+    """Parses a name. None for names that no run gives to a checkpoint."""
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -53,115 +44,3 @@ def iteration_of(name: str) -> int | None:
     """The iteration of the published checkpoint of this name, or None if it is no such name."""
     found = parse_folder(name)
     return found.iteration if found is not None and not found.suffix else None
-
-
-class Folders(Protocol):
-    """The part of a `Store` that this file needs."""
-
-    @property
-    def root(self) -> str: ...
-
-    @property
-    def is_rename_atomic(self) -> bool: ...
-
-    def folders(self) -> list[str]: ...
-
-    def is_published(self, name: str) -> bool: ...
-
-    def read(self, path: str) -> bytes: ...
-
-    def write(self, path: str, content: bytes) -> None: ...
-
-
-def path_of(store: Folders, path: str) -> str:
-    """A file or folder of a store, as messages name it."""
-    return f"{store.root}/{path}"
-
-
-def published_iterations(store: Folders) -> list[int]:
-    """The iterations of the published checkpoints, ascending; empty if the store has no folder yet.
-
-    CheckpointError if there is a file in the folder's place.
-    """
-    # Only the root of a local store is a path of the file system.
-    if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
-        raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
-    names = {name: iteration_of(name) for name in store.folders()}
-    found = [(name, iteration) for name, iteration in names.items() if iteration is not None]
-    return sorted(iteration for name, iteration in found if store.is_published(name))
-
-
-def latest_iteration(store: Folders) -> int | None:
-    """The newest published checkpoint's iteration, or None if the store holds no checkpoint.
-
-    The folders decide, not the tracker file, which a crash may leave one behind.
-
-    Raises:
-        CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
-            A checkpoint that cannot be found must not look like none at all, or a run would start
-            afresh over its own results.
-    """
-    published = published_iterations(store)
-    tracked = _read_tracker(store)
-    if tracked is None:
-        if published:
-            # A crash between the publication of the very first checkpoint and the tracker's.
-            logger.warning(
-                "%s has no %s; taking its newest checkpoint, %d",
-                store.root,
-                TRACKER_FILE,
-                published[-1],
-            )
-        return published[-1] if published else None
-
-    tracker = path_of(store, TRACKER_FILE)
-    if tracked not in published:
-        raise CheckpointError(
-            f"Expected {path_of(store, checkpoint_name(tracked))}, which {tracker} names, got "
-            f"checkpoints {published}. Name one with --ckpt-step, or correct the file."
-        )
-    if tracked != published[-1]:
-        logger.warning(
-            "%s names %d, and %d has been published since; taking that. To go back, use "
-            "--ckpt-step.",
-            tracker,
-            tracked,
-            published[-1],
-        )
-    return published[-1]
-
-
-def track(store: Folders, iteration: int) -> bool:
-    """Makes the tracker file name a published checkpoint. Returns whether that is durable.
-
-    Raises nothing: the checkpoint is published, so a failure here is only logged.
-    """
-    try:
-        store.write(TRACKER_FILE, f"{iteration}\n".encode())
-    except Exception as error:  # remote stores have errors of their own
-        path = path_of(store, checkpoint_name(iteration))
-        message = "%s is published, but %s may still name another: %s"
-        logger.warning(message, path, TRACKER_FILE, error)
-        return False
-
-    return True
-
-
-def _read_tracker(store: Folders) -> int | None:
-    """The iteration in the tracker file, or None if there is no such file."""
-    tracker = path_of(store, TRACKER_FILE)
-    try:
-        content = store.read(TRACKER_FILE)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        got = error.strerror or error
-        raise CheckpointError(f"Expected to read {tracker}, got {got}.") from error
-
-    text = content.decode(errors="replace").strip()
-    # Before int(), which refuses thousands of digits with an error of its own.
-    if _ITERATION.fullmatch(text) is None:
-        more = len(text) - _MAX_SHOWN
-        shown = repr(text[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        raise CheckpointError(f"Expected an iteration in {tracker}, got {shown}.")
-    return int(text)

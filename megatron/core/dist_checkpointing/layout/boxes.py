@@ -1,6 +1,6 @@
-"""Boxes of a tensor: where they overlap, and in which ranges of memory they lie. Integers only.
+"""Boxes of a tensor: their overlaps, and their ranges of memory. Integers only.
 
-A chunk is a box of its tensor and lies row-major in its file. A box that a rank wants may overlap
+A chunk is a box of its tensor, stored row-major in its file. A box that a rank wants may overlap
 several chunks, and the part in one of them need not be contiguous there: the first two columns of a
 chunk of shape (3, 5) are
 
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """The box of all elements in both; None if there are none."""
+        """The box of all elements in both; None if empty."""
         starts, sizes = [], []
         for start, size, other_start, other_size in zip(*self, *other, strict=True):
             begin, end = max(start, other_start), min(start + size, other_start + other_size)
@@ -45,7 +45,7 @@ class Box(NamedTuple):
         return Box(tuple(starts), tuple(sizes))
 
     def covers(self, other: Box) -> bool:
-        """Whether all of `other` lies in this box."""
+        """Whether all of `other` is in this box."""
         return all(
             start <= other_start and other_start + other_size <= start + size
             for start, size, other_start, other_size in zip(*self, *other, strict=True)
@@ -64,7 +64,7 @@ class Box(NamedTuple):
 
 
 class BoxIndex:
-    """Boxes of one tensor, among which those that overlap another box are found quickly.
+    """Finds the boxes of a tensor that overlap another box.
 
     Only boxes that overlap in the first dim are looked at, along which nearly all tensors are cut.
     """
@@ -81,8 +81,7 @@ class BoxIndex:
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         """The boxes that overlap `box`, in the order of rows: their numbers, and the overlap."""
         start, stop = _rows(box)
-        # All boxes before the first place end by `start`; from the last on, all begin at `stop` or
-        # later.
+        # Boxes before `first` end by `start`; boxes from `last` on start at `stop` or later.
         first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
         for number in self._order[first:last]:
             overlap = box.overlap(self._boxes[number])
@@ -105,7 +104,7 @@ def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class Range(NamedTuple):
-    """Where the elements of a box lie in a row-major piece of memory."""
+    """The range of a box in row-major memory."""
 
     box: Box
     start: int  # of the first element
@@ -117,7 +116,7 @@ class Range(NamedTuple):
 
 
 def range_of(box: Box, whole: Sequence[int]) -> Range:
-    """Where a box, which has elements, lies in a contiguous tensor of sizes `whole`."""
+    """The range of a box with elements in a contiguous tensor of sizes `whole`."""
     strides = row_major_strides(whole)
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return Range(box, start, _span(box.sizes, strides))
@@ -145,7 +144,7 @@ def pieces(shape: Sequence[int], max_numel: int) -> Iterator[Box]:
 def _cut(
     part: Range, strides: tuple[int, ...], dim: int, max_span: int, max_gap: int
 ) -> Iterator[Range]:
-    """Cuts along `dim` and those behind it; the part has one index in each before it."""
+    """Cuts along `dim` and later dims; the part has one index in each earlier one."""
     offsets, sizes = part.box
     # Dims before `dim` have one index each, and so no gaps.
     gap = max((_gap(sizes, strides, inner) for inner in range(dim, len(sizes))), default=0)

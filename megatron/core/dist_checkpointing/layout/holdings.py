@@ -1,19 +1,19 @@
-"""Which rank holds which part of a tensor, and which rank writes it: arithmetic, no communication.
+"""Which rank holds and which rank writes each part of a tensor: arithmetic, no communication.
 
 A *holding* is a box of a global tensor with the ranks that hold it. From the layout of a flat
 buffer, the shape of the mesh and the placements, any rank computes every rank's holdings. Saving
 without communication rests on this.
 
-[Note: owners] What several ranks hold is written once. All holdings of the same ranks are laid end
-to end and cut, between rows, into as many parts of equal bytes as there are ranks.
-Three tensors of 2, 4 and 3 rows of equal size, held by three ranks:
+[Note: owners] Parts that several ranks hold are written once. All holdings of the same ranks are
+laid end to end and cut, between rows, into as many parts of equal bytes as there are ranks. Three
+tensors of 2, 4 and 3 rows of equal size, held by three ranks:
 
             P0      P1              P2
     rows    0   1 | 0   1   2   3 | 0   1   2
     owner   0   0   0 | 1   1   1 | 2   2   2
 
-So ranks write the same number of bytes to within a row, and a rank computes what it writes from its
-own holdings alone.
+So ranks write the same number of bytes to within a row, and a rank computes its part from its
+holdings alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
 
 
 class Holdings(Protocol):
-    """How one tensor lies on the ranks."""
+    """The parts of one tensor on the ranks."""
 
     def holdings(self, rank: int | None = None) -> Sequence[Holding]:
         """The boxes of the tensor that have elements, in the order of their offsets.
@@ -80,12 +80,12 @@ class RankMesh:
 
 @dataclass(frozen=True)
 class FlatShards:
-    """How a flat buffer of tensors lies on the ranks of a mesh.
+    """The shards of a flat buffer of tensors on the ranks of a mesh.
 
     Attributes:
-        layout: where the tensors lie in the whole buffer.
+        layout: the layout of the tensors in the whole buffer.
         mesh: the ranks.
-        is_sharded: for each axis whether it cuts the buffer; those that do are the last ones.
+        is_sharded: for each axis whether it cuts the buffer; the last axes do.
     """
 
     layout: GlobalLayout
@@ -111,8 +111,8 @@ class FlatShards:
     @cached_property
     def _all_holdings(self) -> list[list[Holding]]:
         """The holdings of each tensor, in the order of its rows."""
-        # Made once: an optimizer has several states that lie as the weights do.
-        # Sorted by their places in the buffer, which need not be those of the ranks in the mesh.
+        # Computed once for the weights and all states, which are sharded alike. Sorted by offsets
+        # in the buffer, which may differ from the order of ranks in the mesh.
         found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
         for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
@@ -159,7 +159,7 @@ class FlatTensor:
 
 
 class SectionHoldings:
-    """Consecutive rows of a tensor as one of its own: one of the matrices in a fused weight."""
+    """Consecutive rows of a tensor as a separate one: a matrix in a fused weight."""
 
     def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:
         self._whole = whole
@@ -193,8 +193,7 @@ def _stop_row(holding: Holding) -> int:
 class EvenShards:
     """A tensor as PyTorch's DTensor shards it: ceil(size / ranks) to each rank, like `torch.chunk`.
 
-    Where that does not divide, the last ranks have less, or nothing: 9 rows on 4 ranks are 3, 3, 3
-    and 0.
+    The last ranks may have less, or no rows: 9 rows on 4 ranks are 3, 3, 3 and 0.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class EvenShards:
 
     def _holdings(self, indices: Sequence[Sequence[int]]) -> list[Holding]:
         """The holdings at these indices of each axis."""
-        # On an axis that replicates, all ranks hold what the first one does.
+        # On an axis that replicates, all ranks hold the same box.
         cuts = [
             (0,) if dim is None else own
             for own, dim in zip(indices, self._sharded_dims, strict=True)
@@ -236,7 +235,7 @@ class EvenShards:
 
     def _box(self, coordinate: tuple[int, ...]) -> Box:
         offsets, sizes = [0] * len(self._shape), list(self._shape)
-        # Two axes may shard one dim; the second then cuts what the first has left.
+        # Two axes may shard one dim; the second then cuts the shards of the first.
         for index, num_ranks, dim in self._axes(coordinate):
             if dim is not None:
                 most = -(-sizes[dim] // num_ranks)
@@ -276,15 +275,14 @@ def shares(
     """Divides the tensors among the ranks that write them. See [Note: owners].
 
     Args:
-        tensors: how each lies on the ranks, and the bytes of one element, in the same order on
-            every rank.
-        rank: only what this rank writes, computed from its own holdings alone.
+        tensors: the holdings of each, and the bytes of one element, in the same order on every
+            rank.
+        rank: only the parts of this rank, computed from its holdings alone.
 
     Yields:
         (the tensor's number, a box of it, the one rank that writes it), in the order of tensors.
     """
-    # A rank knows all that it shares with others, so its own holdings give the same totals as
-    # everybody's.
+    # Each rank has all holdings that it shares with others, so all compute the same totals.
     held = [tensor.holdings(rank) for tensor, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
@@ -314,8 +312,8 @@ def _cut(holding: Holding, nbytes: int, before: int, total: int) -> Iterator[tup
     num_rows = sizes[0] if sizes else 1
     row_bytes, num_ranks = nbytes // num_rows, len(ranks)
 
-    # Begin with the first part that the box reaches into. A row belongs to the part in which it
-    # begins, so a part may turn out to have no row of the box.
+    # Starts with the first part that the box reaches into. A row belongs to the part with its first
+    # byte, so a part may have no row of the box.
     part = before * num_ranks // total
     row = 0
     while row < num_rows:

@@ -1,4 +1,5 @@
-"""What a checkpoint says of the tensors in it: their chunks, and the places of these in its files.
+"""The tensors of a checkpoint: their chunks, the offsets of these in files, and proof that they
+tile the tensors.
 
     box         a hyper-rectangle of a tensor (boxes.py)
     holding     a box, and the ranks that hold it (holdings.py)
@@ -11,14 +12,16 @@ Plain data is a tensor of bytes: the blob that `torch.save` makes of it, without
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import few
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, few
 from megatron.core.dist_checkpointing.layout.boxes import Box
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,11 @@ _STATE_KEY = re.compile(r"optim(?:izer)?\.state\.(.+)", re.DOTALL)
 
 
 class SavedChunk(NamedTuple):
-    """A box of a tensor in a file of a checkpoint. Its elements lie there row by row."""
+    """A box of a tensor in a file of a checkpoint. Its elements are stored row by row."""
 
     box: Box
-    rank: int  # that writes it; -1 if that is not known, in files of other programs
-    file: str  # in the checkpoint's folder
+    rank: int  # that writes it; -1 if unknown, in files of other programs
+    file: str  # in the checkpoint's directory
     offset: int  # bytes from the beginning of the file to the data
 
 
@@ -157,14 +160,85 @@ class FrozenChanges(NamedTuple):
 
 def _states_by_name(keys: Collection[str], names: Collection[str]) -> dict[str, list[str]]:
     """The keys of optimizer states, by the parameter that they belong to."""
-    most_dots = max((name.count(".") for name in names), default=0)
     found: dict[str, list[str]] = {}
     for key in keys:
         match = _STATE_KEY.fullmatch(key)
-        # The bound is for a prepared key of a million dots.
-        parts = match[1].split(".", most_dots + 1) if match is not None else []
+        parts = match[1].split(".") if match is not None else []
         for length in range(len(parts) - 1, 0, -1):
             if (name := ".".join(parts[:length])) in names:
                 found.setdefault(name, []).append(key)
                 break
     return found
+
+
+# With sizes of 0 counted as 1: torch overflows beyond this even in a tensor without elements.
+_MAX_ELEMENTS = 1 << 59
+_MAX_CUT_DIMS = 8  # a box cut along so many dimensions has 256 corners
+
+
+def check_coverage(tensors: Iterable[SavedTensor], source: str) -> None:
+    """Proves that the chunks of every tensor tile it. See [Note: coverage].
+
+    Raises:
+        CheckpointDamagedError: naming the key and the place, for a chunk outside of its tensor, and
+            for an element in no chunk or in several.
+    """
+    for tensor in tensors:
+        _check_tiling(tensor, source)
+
+
+def _check_tiling(tensor: SavedTensor, source: str) -> None:
+    key, shape = tensor.key, tensor.shape
+    if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
+        raise CheckpointDamagedError(
+            f"Expected {key} in {source} to have at most {_MAX_ELEMENTS} elements, got {shape}."
+        )
+
+    # Corners matter only in the dimensions that are cut; mostly it is one.
+    cut_dims = _cut_dims(tensor, source)
+    if 0 in shape:
+        return
+    signs = [math.prod(choice) for choice in itertools.product((1, -1), repeat=len(cut_dims))]
+    own_corners = itertools.product(*((0, shape[dim]) for dim in cut_dims))
+    left = {corner: -sign for corner, sign in zip(own_corners, signs, strict=True)}
+    for chunk in tensor.chunks:
+        offsets, sizes = chunk.box
+        corners = itertools.product(
+            *[(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut_dims]
+        )
+        for corner, sign in zip(corners, signs, strict=True):
+            left[corner] = left.get(corner, 0) + sign
+
+    wrong = min((corner for corner, number in left.items() if number), default=None)
+    if wrong is not None:
+        place = [0] * len(shape)
+        for dim, offset in zip(cut_dims, wrong, strict=True):
+            place[dim] = offset
+        raise CheckpointDamagedError(
+            f"Expected each element of {key} in one chunk in {source}, got the one at "
+            f"{tuple(place)} in {left[wrong] + 1}."
+        )
+
+
+def _cut_dims(tensor: SavedTensor, source: str) -> list[int]:
+    """The dimensions along which chunks are cut. CheckpointDamagedError for a chunk outside."""
+    shape = tensor.shape
+    cut_dims: set[int] = set()
+    for chunk in tensor.chunks:
+        offsets, sizes = chunk.box
+        is_inside = len(offsets) == len(sizes) == len(shape)
+        for dim, size in enumerate(sizes if is_inside else ()):
+            is_inside = is_inside and offsets[dim] + size <= shape[dim]
+            if size != shape[dim]:
+                cut_dims.add(dim)
+        if not is_inside:
+            raise CheckpointDamagedError(
+                f"Expected chunks of {tensor.key} inside {shape} in {source}, got {sizes} at "
+                f"{offsets}."
+            )
+    if len(cut_dims) > _MAX_CUT_DIMS:
+        raise CheckpointDamagedError(
+            f"Expected {tensor.key} in {source} to be cut along at most {_MAX_CUT_DIMS} "
+            f"dimensions, got {len(cut_dims)}."
+        )
+    return sorted(cut_dims)

@@ -2,12 +2,12 @@
 
 First everything is compared: a checkpoint of another model is rejected before a byte is changed.
 Then `load_entries` reads each byte once, into its final memory, and compares every block with its
-digest as soon as it is there. If one differs, the state is neither what it was nor what was saved:
-another load must follow, or the end of the run.
+digest as soon as it is there. If one differs, the state is inconsistent: another load must follow,
+or the run must end.
 
-Where that must not be, as in an engine that is training, `check_data` goes first: it reads the same
-blocks and keeps nothing. The page cache then has them for `load_entries`, if it is large enough.
-That needs no more memory than the other way to keep a state, which is to read into a second one.
+Where that must not be, as in an engine that is training, `check_data` goes first: it reads and
+checks the same blocks. The page cache then has them for `load_entries`, if it is large enough. That
+needs no more memory than the other way to keep a state, which is to read into a second one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_THREADS = 4  # that read, on each rank
 
 
 class Wanted(NamedTuple):
-    """What a rank loads from a checkpoint, and has found to fit.
+    """The entries that a rank loads from a checkpoint, after they were checked.
 
     Attributes:
         entries: in the order in which they are written.
@@ -58,7 +58,7 @@ def check_contents(
     skip: Sequence[str] = (),
     strictness: str = "raise_all",
 ) -> Wanted:
-    """Compares a checkpoint with what is to be loaded from it. Changes nothing.
+    """Compares a checkpoint with the wanted contents, without changes.
 
     Values are widened to the dtype of the tensor here, and frozen weights are rounded to it. The
     set of frozen parameters may differ: see `FrozenChanges`.
@@ -143,7 +143,7 @@ def _frozen_changes(
 
 
 def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
-    """Reads this rank's part of the entries and compares it with the digests. Changes nothing.
+    """Reads this rank's part of the entries and compares it with the digests, without changes.
 
     Args:
         wanted: from `check_contents`.
@@ -152,7 +152,7 @@ def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
         The bytes read from the checkpoint's files.
 
     Raises:
-        CheckpointDamagedError: for bytes that are not those that were written.
+        CheckpointDamagedError: for other bytes than were written.
     """
 
     def check(entry: Entry) -> int:
@@ -169,17 +169,16 @@ def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wan
     its digest before the next ones are read.
 
     Args:
-        contents: of live objects, with no save of them under way.
+        contents: of live objects, without a save in flight.
         wanted: from `check_contents`.
 
     Returns:
         The bytes read from the checkpoint's files.
 
     Raises:
-        CheckpointDamagedError: for bytes that are not those that were written. The state is then
-            neither what it was nor what was saved.
+        CheckpointDamagedError: for other bytes than were written. The state is inconsistent then.
     """
-    # An update still under way would overwrite the loaded states.
+    # An update in flight would overwrite the loaded states.
     for group in contents.groups:
         if group.unit is not None and group.unit.updated is not None:
             group.unit.updated.synchronize()
@@ -231,7 +230,7 @@ def _num_threads() -> int:
 def _following_this_thread(contents: Contents) -> Callable[[], None]:
     """A function that makes another thread use the current streams of this one.
 
-    A thread begins with the default stream of the first device, which need not be this thread's
+    A thread starts with the default stream of the first device, which need not be this thread's
     stream. Its copies would then overwrite weights that are still in use, and this thread's next
     work would not wait for them.
     """
@@ -281,7 +280,7 @@ def _fused_counters(
     """The counters of fused weights: one number here, and one for each section there.
 
     Raises:
-        CheckpointError: if those of one weight differ.
+        CheckpointError: if counters of one weight differ.
     """
     found: dict[Values, torch.Tensor] = {}
     for first, *others in _by_values(entry for entry in entries if entry.num_rows is None):

@@ -23,7 +23,7 @@ that stages also pins the memory, slab by slab; later saves reuse it.
 
 States in host memory are not staged, since a copy would need as much host memory again.
 
-[Note: rows] Rows of exported files use the same buffers and the same lane, in the dtypes of those
+[Note: rows] Rows of exported files use the same buffers and the same lane, in the dtypes of these
 files. A buffer gathers the rows of many chunks, whatever their files. Rows of a page or more have
 the same alignment in the buffer as in the file, so that direct I/O can write them.
 """
@@ -42,8 +42,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
+from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
-from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
@@ -85,7 +85,7 @@ class BufferPool:
         """Allocates the memory and makes it resident.
 
         Args:
-            num_buffers: to begin with.
+            num_buffers: initial number.
             buffer_bytes: of each; at least a block, and a multiple of DATA_ALIGNMENT.
             staging_share: of the free host memory, for more buffers; see [Note: staging].
             num_local_ranks: ranks on this machine, which divide that share.
@@ -155,7 +155,7 @@ class BufferPool:
             return 0
         available = HostLimits.read().available
         if available is None:
-            return 0  # nothing is known about the memory, so none is taken
+            return 0  # the free memory is unknown, so none is taken
 
         # The share is of the memory that was free before this rank staged anything.
         part = available / self._num_local_ranks + self.staged_bytes

@@ -5,26 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from megatron.core.shared_file import SharedFile
-
-
-class DataSink(Protocol):
-    """A new data file that is written sequentially."""
-
-    def write(self, spans: Sequence[memoryview]) -> None:
-        """Appends spans of bytes. The size of each is a multiple of DATA_ALIGNMENT, except for the
-        last span of the last write.
-
-        Direct I/O also needs memory at a multiple of MEMORY_ALIGNMENT.
-        """
-
-    def close(self, nbytes: int) -> None:
-        """Closes the file, which is then durable. ValueError unless it has `nbytes` bytes."""
-
-    def abort(self) -> None:
-        """Closes and deletes the file. May be called in any state; raises nothing."""
 
 
 class LocalSink:
@@ -40,22 +23,31 @@ class LocalSink:
         self._file = SharedFile(path)
 
     def write(self, spans: Sequence[memoryview]) -> None:
+        """Appends spans of bytes. The size of each is a multiple of DATA_ALIGNMENT, except for the
+        last span of the last write.
+
+        Direct I/O also needs memory at a multiple of MEMORY_ALIGNMENT.
+        """
         self._file.write_at(self._nbytes, *spans)
         self._nbytes += sum(span.nbytes for span in spans)
 
     def close(self, nbytes: int) -> None:
+        """Closes the file, which is then durable. ValueError unless it has `nbytes` bytes."""
         _check_size(self._path, self._nbytes, nbytes)
         # Publishing syncs the directory once for the files of all ranks.
         self._file.close(syncs_name=False)
 
     def abort(self) -> None:
+        """Closes and deletes the file. May be called in any state; never raises."""
         self._file.abort()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
 class RemoteSink:
-    """A new file of a remote store, which appears when it is closed, or part by part."""
+    """A new file of a remote store, which appears when it is closed, or part by part. Has the
+    interface of `LocalSink`.
+    """
 
     def __init__(self, files: Any, path: str) -> None:
         self._files = files
@@ -78,6 +70,9 @@ class RemoteSink:
         for end in (self._file.close, lambda: self._files.rm_file(self._path)):
             with contextlib.suppress(Exception):
                 end()
+
+
+DataSink: TypeAlias = LocalSink | RemoteSink
 
 
 def _check_size(path: object, found: int, expected: int) -> None:

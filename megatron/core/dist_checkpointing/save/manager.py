@@ -1,21 +1,21 @@
-"""`CheckpointManager`: saves beside the training, one at a time, and deletes old checkpoints.
+"""`CheckpointManager`: saves during training, one at a time, and deletes old checkpoints.
 
     # The only call that communicates.
     manager = CheckpointManager.start("runs/gpt", device, rank, world_size)
-    # Begins; training may go on.
+    # Starts; training may continue.
     manager.save(iteration, collect(model, optimizer), train_state)
     # Published, or CheckpointError.
     manager.finish()
 
 [Note: saving] A save is work on a lane of this rank: one piece for each group of entries, then the
-manifest, then, on rank 0, the publication. Nothing is copied except counters, buffers, and what has
-to come down from a device anyway (see [Note: staging] in data_file.py). The optimizer's next update
-of a group waits for the piece that reads it, and until the disk has what is written from where it
-lies ([Note: in place] there); and for nothing else.
+manifest, then, on rank 0, the publication. Only counters, buffers, and tensors on a device are
+copied (see [Note: staging] in data_file.py). The optimizer's next update of a group waits only for
+the piece that reads it, and until the disk has the tensors that are written in place ([Note: in
+place] there).
 
-Every rank learns the outcome from the folder: rank 0 from the manifests of the others, they from
-what rank 0 publishes or writes there. So no rank waits for another inside a collective, and a rank
-that fails or dies delays the others by no more than the timeout.
+Every rank gets the outcome from the directory: rank 0 from the manifests of the others, they from
+the files that rank 0 publishes or writes there. So no rank waits for another inside a collective,
+and a rank that fails or dies delays the others by no more than the timeout.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from typing import Any
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    path_of,
-    published_iterations,
-)
-from megatron.core.dist_checkpointing.load.small_files import train_state_bytes
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
+from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication, abandon, await_outcome
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter, is_only_draft
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import Store, open_store, remove_or_warn
+from megatron.core.dist_checkpointing.store import (
+    Store,
+    open_store,
+    path_of,
+    published_iterations,
+    remove_or_warn,
+)
 from megatron.core.lanes import Event, Lane, is_lane_thread, relay
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import CHECKPOINT
@@ -58,7 +60,7 @@ class Retention:
 
     Attributes:
         keep_last: so many of the newest.
-        interval: also those of iterations that it divides.
+        interval: also the checkpoints of iterations that it divides.
     """
 
     keep_last: int | None = None
@@ -80,7 +82,7 @@ class Retention:
 
 
 class _Save:
-    """A save under way on this rank."""
+    """A save in flight on this rank."""
 
     def __init__(self, draft: Draft, start: float) -> None:
         self.draft = draft
@@ -119,16 +121,16 @@ class CheckpointManager:
         Args:
             token: the same on all ranks, and different from any other run's.
             timeout_seconds: how long rank 0 waits for the others, and they for it.
-            staging_share: of the free host memory, for states on their way from a device to the
+            staging_share: of the free host memory, for states that are copied from a device to the
                 disk, so that the next step need not wait for the disk. A caller that waits for the
                 save itself should pass 0.
             num_local_ranks: ranks on this machine, which divide that share. The default is right
                 for a rank alone on its machine; with several, each would take the whole share.
             on_published: called on a thread of the manager with the iteration of each published
                 checkpoint, and the seconds that the save took.
-            on_failed: called with the iteration of each failed save, and the reason, on the thread
-                that asks for it.
-            timeline: is shown what saves do.
+            on_failed: called with the iteration of each failed save, and the reason, on the
+                caller's thread.
+            timeline: records the work of saves.
         """
         self.store = store
         self.num_failed = 0
@@ -175,8 +177,7 @@ class CheckpointManager:
             CheckpointError: on all ranks, if rank 0 cannot sweep.
         """
         store = open_store(root) if isinstance(root, str) else root
-        # A single rank does not ask the default process group, which may be there for other things
-        # and contain other ranks.
+        # A single rank does not use the default process group, which may contain other ranks.
         sweep = partial(_sweep, store)
         token = on_first_rank(sweep, "sweeping") if world_size > 1 else sweep()
         return cls(store, device, rank, world_size, token, **settings)
@@ -188,8 +189,8 @@ class CheckpointManager:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
-        save = self._in_flight  # once: other threads may ask
+        """Whether a save is in flight on this rank."""
+        save = self._in_flight  # read once: other threads may call this
         return save is not None and not save.is_done
 
     def save(
@@ -200,7 +201,7 @@ class CheckpointManager:
         *,
         name: str | None = None,
     ) -> None:
-        """Begins a save once the previous one has ended. All ranks pass the same iteration.
+        """Starts a save once the previous one has ended. All ranks pass the same iteration.
 
         Until the save is done, only the optimizer's `step` may write to states and weights, because
         it waits for their readers; `finish` waits for the whole save.
@@ -208,11 +209,11 @@ class CheckpointManager:
         Args:
             contents: from a call of `collect` just now.
             train_state: plain data; rank 0's is written.
-            name: of the folder of a checkpoint that is not to count among a run's; the tracker file
-                does not move to it. Default: `checkpoint_name(iteration)`.
+            name: directory of a checkpoint outside of the run's sequence; the tracker file does not
+                change. Default: `checkpoint_name(iteration)`.
 
         Raises:
-            CheckpointError: if the previous save has failed. This one has begun all the same.
+            CheckpointError: if the previous save has failed. This one has started all the same.
             ValueError: for files of another format in a remote store.
         """
         if contents.export is not None and not self.store.is_rename_atomic:
@@ -259,10 +260,10 @@ class CheckpointManager:
             raise earlier
 
     def finish(self) -> None:
-        """Waits for the save under way, if there is one.
+        """Waits for the save in flight, if any.
 
         Raises:
-            CheckpointError: if it failed. Nothing has been published then.
+            CheckpointError: if it failed. No checkpoint has been published then.
         """
         failure = self._settle()
         if failure is not None:
@@ -273,10 +274,10 @@ class CheckpointManager:
         return None if self.is_busy else self._settle()
 
     def close(self, *, is_told: bool = False) -> None:
-        """Abandons the save under way, if there is one, and ends the lanes.
+        """Abandons the save in flight, if any, and ends the lanes.
 
         Args:
-            is_told: whether the log already says why the program ends; an abandoned save is then a
+            is_told: whether the end of the program has been logged; an abandoned save is then a
                 warning, not an error.
         """
         # First: whatever is queued on the lanes then fails at its next check.
@@ -298,7 +299,7 @@ class CheckpointManager:
         self.close()
 
     def _settle(self) -> CheckpointError | None:
-        """Waits for the save under way. Returns its failure, once."""
+        """Waits for the save in flight. Returns its failure, once."""
         save = self._in_flight
         if save is None:
             return None
@@ -348,7 +349,7 @@ class CheckpointManager:
         try:
             await_outcome(draft, self._rank, 2 * self._timeout_seconds)  # rank 0 gives up first
         except Exception:
-            # This rank's own error says more than rank 0's report of it.
+            # This rank's own error is more precise than rank 0's report.
             if writer.failure is not None:
                 raise writer.failure from None
             raise
@@ -384,7 +385,7 @@ class CheckpointManager:
             self._clear()
             if is_tracked:
                 self._retain(draft.iteration)
-        except Exception as error:  # remote stores have errors of their own
+        except Exception as error:  # remote stores raise other errors, too
             logger.warning("could not tidy up %s: %s", self.store.root, error)
 
     def _clear(self) -> None:
@@ -402,7 +403,7 @@ def _sweep(store: Store) -> str:
     """Removes abandoned drafts and makes up a token. Raises CheckpointError alone."""
     try:
         swept = store.sweep()
-    except Exception as error:  # remote stores have errors of their own
+    except Exception as error:  # remote stores raise other errors, too
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"Expected a folder of checkpoints at {store.root}, got {got}."

@@ -1,7 +1,7 @@
 """The publication of all ranks' files: rank 0 composes the index, awaits manifests, publishes.
 
-Arithmetic tells what each rank must have written, and where. A manifest has a digest of what its
-rank has reckoned, so a rank that saves another model, or another part of it, is found out.
+The chunks and offsets of each rank are computed. A manifest has a digest of its rank's result,
+which detects a rank that saves another model or another part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata
-from megatron.core.dist_checkpointing.format.names import path_of, track
 from megatron.core.dist_checkpointing.save.writer import (
     ABANDONED_FILE,
     Draft,
@@ -36,13 +35,13 @@ from megatron.core.dist_checkpointing.save.writer import (
     release,
 )
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import MAX_METADATA_BYTES
+from megatron.core.dist_checkpointing.store import path_of, track
 from megatron.core.files import Sync
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the folder
-_PATIENCE = 10.0  # seconds for which a file system may fail to tell the outcome of a save
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.25  # seconds between looks at the directory
+_PATIENCE = 10.0  # seconds for which the outcome of a save may be unreadable
 
 
 @dataclass
@@ -56,9 +55,7 @@ class Publication:
     _small_files: dict[str, bytes] = field(default_factory=dict)
 
     def describe(self) -> None:
-        """Composes what all ranks write, and writes nothing yet. CheckpointError if that is more
-        than a reader would take.
-        """
+        """Composes the small files of all ranks without writing them."""
         export = self.contents.export
         self._index = index = self.contents.index(self.draft.save_id)
         self._small_files = {
@@ -67,11 +64,9 @@ class Publication:
             TRAIN_STATE_FILE: self.train_state,
             **({} if export is None else export.small_files),
         }
-        for name, content in self._small_files.items():
-            _check_size(name, content, index)
 
     def publish(self, timeout_seconds: float) -> bool:
-        """Publishes what has been described, once this rank's manifest is written.
+        """Publishes the described checkpoint, once this rank's manifest is written.
 
         Args:
             timeout_seconds: how long to wait for the other ranks.
@@ -81,14 +76,14 @@ class Publication:
 
         Raises:
             CheckpointError: naming the rank that could not write or was too late, and the reason.
-                Nothing has been published then.
+                No checkpoint has been published then.
             OSError: if the file system failed here.
         """
         draft, index, export = self.draft, self._index, self.contents.export
         assert index is not None, "it has been described"
         files = {}
         for name, content in self._small_files.items():
-            # The store syncs the draft's own folder when it publishes it.
+            # The store syncs the draft's own directory when it publishes it.
             sync = Sync.CONTENT
             if "/" in name:
                 draft.store.make_folder(draft.path(name.rpartition("/")[0]))
@@ -109,8 +104,8 @@ class Publication:
         marker = Marker(draft.save_id, draft.iteration, draft.world_size, files)
         is_durable = _commit(draft, marker)
 
-        # The checkpoint is published: nothing counts as its failure from here on. The tracker must
-        # not name a checkpoint that a crash may still undo.
+        # The checkpoint is published, so later errors are no failures. The tracker must not name a
+        # checkpoint that a crash may still undo.
         return is_durable and draft.is_tracked and track(draft.store, draft.iteration)
 
 
@@ -121,8 +116,8 @@ def _commit(draft: Draft, marker: Marker) -> bool:
         return draft.store.publish(draft.name, draft.final)
     except FileNotFoundError:
         raise  # the draft, or a part of it, has been swept
-    except Exception as error:  # remote stores have errors of their own
-        # The upload of the marker, say, may have succeeded although the answer was an error.
+    except Exception as error:  # remote stores raise other errors, too
+        # An upload of the marker may have succeeded although it raised an error.
         try:
             is_published = _patiently(draft, lambda: _is_published(draft))
         except Exception:
@@ -136,7 +131,7 @@ def _commit(draft: Draft, marker: Marker) -> bool:
 
 
 def abandon(draft: Draft, reason: str) -> None:
-    """Tells the other ranks that a save has failed."""
+    """Reports to the other ranks that a save has failed."""
     release(draft, 0)
     give_up(draft, ABANDONED_FILE, reason)
 
@@ -177,7 +172,7 @@ def await_outcome(draft: Draft, rank: int, timeout_seconds: float) -> None:
 
 
 def _is_published(draft: Draft) -> bool:
-    # A sweep by another run may leave nothing but the marker of a draft in a remote store.
+    # A sweep by another run may leave only the marker of a draft in a remote store.
     if not draft.store.exists(f"{draft.final}/{METADATA_FILE}"):
         return False
     try:
@@ -199,7 +194,7 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
                 path = draft.path(manifest_file(rank))
                 content = draft.store.read(path)
                 manifest = Manifest.from_bytes(content, path)
-                # Where drafts have no names of their own, an earlier save may have left it.
+                # Where drafts have no separate names, an earlier save may have left it.
                 if manifest.save_id == draft.save_id:
                     found[rank] = content, manifest
             reason = read_reason(draft, failure_file(rank)) if failure_file(rank) in names else None
@@ -242,14 +237,14 @@ def _poll(
 
 
 def _patiently(draft: Draft, look: Callable[[], bool]) -> bool:
-    """Calls `look` until the file system lets it answer. Raises its error after `_PATIENCE`."""
+    """Calls `look` until it raises no error. Raises its error after `_PATIENCE`."""
     deadline = time.monotonic() + _PATIENCE
     for _ in _pauses(draft):
         try:
             return look()
         except CheckpointError:
             raise
-        except Exception:  # remote stores have errors of their own
+        except Exception:  # remote stores raise other errors, too
             if time.monotonic() > deadline or draft.is_cancelled.is_set():
                 raise
     raise AssertionError("pauses never end")
@@ -270,13 +265,3 @@ def _record(draft: Draft, file: str, nbytes: int) -> FileRecord:
     if size != nbytes:
         raise CheckpointError(f"Expected {nbytes} bytes in {draft.shown(file)}, got {size}.")
     return FileRecord(size, None)
-
-
-def _check_size(name: str, content: bytes, index: Index) -> None:
-    # A reader refuses more, and a checkpoint that cannot be loaded must not be published.
-    if len(content) > MAX_METADATA_BYTES:
-        num_chunks = sum(len(tensor.chunks) for tensor in index.all_tensors)
-        raise CheckpointError(
-            f"Expected {name} to have at most {MAX_METADATA_BYTES} bytes, got {len(content)} of "
-            f"{num_chunks} chunks."
-        )

@@ -7,11 +7,11 @@ Ranks meet only in the draft's folder:
     failed_1.json     why rank 1 could not write
     abandoned.json    why rank 0 has given up the save
 
-[Note: last step] Rank 0 may publish, and so rename the folder, as soon as a manifest appears under
-its name. So the rename that gives it this name is the last thing a rank does: its files are on disk
-before, and nothing can fail after. The name itself reaches the disk when rank 0 syncs the folder
-before publishing. The other two files are notes for ranks that run at the same time. They are not
-synced at all, so a rank whose disk no longer syncs can still leave one.
+[Note: last step] Rank 0 may publish, and so rename the directory, as soon as a manifest appears
+under its name. So the rename that gives it this name is a rank's last operation: its files are on
+disk before, and no later operation can fail. The name itself reaches the disk when rank 0 syncs the
+directory before publishing. The other two files are notes for ranks that run at the same time. They
+are not synced at all, so a rank whose disk no longer syncs can still leave one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
     manifest_file,
 )
-from megatron.core.dist_checkpointing.format.names import path_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
-from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
-from megatron.core.dist_checkpointing.store import Store
+from megatron.core.dist_checkpointing.store import Store, path_of
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, Lane, ThreadEvent
@@ -56,17 +55,16 @@ from megatron.core.trace_file import CHECKPOINT
 logger = logging.getLogger(__name__)
 
 ABANDONED_FILE = "abandoned.json"
-_MAX_REASON_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A save under way, as every rank knows it without asking.
+    """A save in flight, with the same values on every rank.
 
     Attributes:
         store: where it is written.
-        name: the draft's folder.
-        final: the checkpoint's folder.
+        name: the draft's directory.
+        final: the checkpoint's directory.
         save_id: in every file of this save, and in no other's.
         iteration: of the checkpoint.
         world_size: ranks that save together.
@@ -86,7 +84,7 @@ class Draft:
     shared_files: tuple[str, ...] = ()
 
     def path(self, file: str) -> str:
-        """The path of a file in the draft's folder, for the store."""
+        """The path of a file in the draft's directory, for the store."""
         return f"{self.name}/{file}"
 
     def shown(self, file: str) -> str:
@@ -108,25 +106,24 @@ def failure_file(rank: int) -> str:
 def is_only_draft(store: Store, name: str) -> bool:
     """Whether a draft of this save may be deleted: it has not become a checkpoint after all."""
     # Where drafts have the checkpoints' names, the upload of the marker may have succeeded although
-    # the answer was an error.
+    # it raised an error.
     return store.is_rename_atomic or not store.exists(f"{name}/{MARKER_FILE}")
 
 
 def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) -> None:
-    """Leaves a note for the other ranks, even on a disk that is full or does not sync.
-
-    Raises nothing.
+    """Leaves a note for the other ranks, even on a disk that is full or does not sync. Never
+    raises.
 
     Args:
-        makes_folder: whether to make the draft's folder first, which may have failed before.
+        makes_folder: whether to make the draft's directory first, which may have failed before.
     """
     if makes_folder:
-        # A folder that was made but could not be synced is good enough for a note.
-        with contextlib.suppress(Exception):  # remote stores have errors of their own
+        # A directory that was made but could not be synced is good enough for a note.
+        with contextlib.suppress(Exception):  # remote stores raise other errors, too
             draft.store.make_folder(draft.name)
 
     content = json.dumps({"save_id": draft.save_id, "reason": reason}) + "\n"
-    # A full disk may still have room for an empty file, which says that much.
+    # A full disk may still have room for an empty file, which is a note, too.
     for text in (content, ""):
         with contextlib.suppress(Exception):
             draft.store.write(draft.path(file), text.encode(), Sync.NOTHING)
@@ -134,8 +131,8 @@ def give_up(draft: Draft, file: str, reason: str, *, makes_folder: bool = True) 
 
 
 def release(draft: Draft, rank: int) -> None:
-    """Deletes a rank's data file of a failed save, if it can, and what all ranks were writing
-    together. Raises nothing.
+    """Deletes a rank's data file of a failed save, and the files that all ranks write together, if
+    possible. Never raises.
 
     As soon as a rank's manifest is there, rank 0 may be publishing the file. From then on the rank
     must not delete it until rank 0 has written that it has abandoned the save.
@@ -149,9 +146,9 @@ def release(draft: Draft, rank: int) -> None:
 def read_reason(draft: Draft, file: str) -> str | None:
     """The reason that `give_up` left for this save, or None."""
     try:
-        text = draft.store.read(draft.path(file), _MAX_REASON_BYTES)
+        text = draft.store.read(draft.path(file))
         if not text:
-            # Where drafts have no names of their own, an earlier save may have left the file.
+            # Where drafts have no separate names, an earlier save may have left the file.
             if not draft.store.is_rename_atomic:
                 return None
             return "there was no room to say why: most likely, No space left on device"
@@ -164,8 +161,8 @@ def read_reason(draft: Draft, file: str) -> str | None:
 class RankWriter:
     """Writes this rank's chunks of the contents, group by group.
 
-    No method raises: training goes on when a save fails. After the first failure, the other calls
-    do nothing.
+    No method raises: training continues when a save fails. After the first failure, the other calls
+    have no effect.
 
     Attributes:
         failure: the first error.
@@ -194,7 +191,7 @@ class RankWriter:
         self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
 
     def write_group(self, number: int) -> Event:
-        """Waits for updates of the group's unit that are under way, and writes its chunks.
+        """Waits for updates of the group's unit in flight, and writes its chunks.
 
         Returns:
             Done when its memory has been read, or never will be.
@@ -263,7 +260,7 @@ class RankWriter:
         return SharedFile(Path(self._draft.store.root) / path, export.files[name].nbytes)
 
     def _make_folder(self) -> None:
-        # Now rather than when it is published: another run may save to the same folder.
+        # Now rather than when it is published: another run may save to the same directory.
         if self._draft.store.exists(f"{self._draft.final}/{MARKER_FILE}"):
             raise CheckpointError(
                 f"Expected no checkpoint yet at {self._draft.final}, got a published one."
@@ -328,7 +325,7 @@ class RankWriter:
         try:
             store.write(path, content, Sync.CONTENT)
         except Exception as error:
-            # A rename or an upload may have succeeded although the answer was an error.
+            # A rename or an upload may have succeeded although it raised an error.
             try:
                 is_there = store.read(path) == content
             except FileNotFoundError:
@@ -337,7 +334,7 @@ class RankWriter:
                 logger.warning("%s was written all the same: %s", path_of(store, path), error)
                 return
 
-            # If the folder is gone, rank 0 has published it or another run has swept it.
+            # If the directory is gone, rank 0 has published it or another run has swept it.
             self.may_be_published = not store.exists(self._draft.name)
             raise
 

@@ -1,6 +1,6 @@
 """From a model, its optimizer and a trainer's tensors to the entries of a checkpoint.
 
-Names are those of the model's parameters. How a parameter lies on the ranks follows from the layout
+Entries have the names of the model's parameters. The shards of a parameter follow from the layout
 of its FSDP group, or from its DTensor; any other is whole on every rank. A fused weight's module
 names its sections.
 """
@@ -54,20 +54,20 @@ def collect(
     rank: int = 0,
     world_size: int = 1,
 ) -> Contents:
-    """Collects the content of a checkpoint. Copies nothing; allocates states that are missing.
+    """Collects the content of a checkpoint without copies. Allocates missing states.
 
     Args:
         model: sharded or plain.
         optimizer: over its parameters.
-        with_states: whether to collect the optimizer's states; else it only tells when weights may
-            be read.
+        with_states: whether to collect the optimizer's states; else it only determines when weights
+            may be read.
         private: tensors on the CPU that are each rank's own, `rng.<name>` for the key
             `rng.<rank>.<name>`; all ranks have the same names, dtypes and shapes.
         rank, world_size: among all ranks that save or load together.
 
     Raises:
         ValueError: for parameters that several modules share under one canonical name.
-        CheckpointError: for states that the format does not know, and for modules with an extra
+        CheckpointError: for states that the format does not support, and for modules with an extra
             state.
     """
     _expect_no_extra_state(model)
@@ -83,8 +83,7 @@ def collect(
                 collector.plain_group(group, number)
                 for number, group in enumerate(optimizer.param_groups)
             ]
-        # First, because the next update of a unit waits until it has been read. Nothing waits for
-        # the others.
+        # First, because the next update of a unit waits until it has been read.
         groups += [
             EntryGroup(unit, collector.unit(unit, with_states)) for unit in state_units(optimizer)
         ]
@@ -122,7 +121,7 @@ class _Collector:
         self._ranks = range(world_size)
         fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
-        # Most layers have equal layouts: what is computed for one of them serves all.
+        # Most layers have equal layouts, and share the computed shards.
         self._alike: dict[FlatShards, FlatShards] = {}
         self._own_boxes: dict[torch.Tensor, _OwnBox] = {}
         self._fqns: dict[torch.Tensor, str] = {}
@@ -136,7 +135,7 @@ class _Collector:
             self.names[parameter] = [section.name for section in self._named_rows[parameter]]
 
     def frozen_weights(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
-        """Weights that the optimizer does not update; all, if there is none."""
+        """Weights that the optimizer does not update; without an optimizer, all."""
         groups = [] if optimizer is None else optimizer.param_groups
         updated = {id(parameter) for group in groups for parameter in group["params"]}
         return [entry for p in self._fqns if id(p) not in updated for entry in self._weight(p)]
@@ -170,7 +169,7 @@ class _Collector:
         return found
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-        """The tensors that are each rank's own; those of other ranks without values."""
+        """The private tensors of each rank; other ranks' tensors have no values here."""
         # Every rank lays out the files of all, so it needs the entries of the others.
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
@@ -182,7 +181,7 @@ class _Collector:
         ]
 
     def plain_group(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """A parameter group as plain data, with names in place of parameters."""
+        """A parameter group as plain data, with names instead of parameters."""
         options = {
             name: as_plain(value, f"{name} of parameter group {number}")
             for name, value in group.items()
@@ -228,14 +227,14 @@ class _Collector:
     def _like(
         self, parameter: torch.Tensor, values: Values, prefix: str, suffix: str
     ) -> list[Entry]:
-        """The entries, one per section, of a weight or of a state that lies as the weight does."""
+        """The entries, one per section, of a weight or of a state that is sharded like it."""
         own, shape, dtype = self._own_boxes[parameter], tuple(parameter.shape), values.dtype
         found = []
         for section in self._named_rows[parameter]:
             key = f"{prefix}{section.name}{suffix}"
             if section.num_rows is None:
                 saved_as = SavedAs(key, dtype, shape, own.holdings)
-                found.append(Entry(saved_as, own.offsets, values, parameter))
+                found.append(Entry(saved_as, own.offsets, values))
                 continue
 
             holdings: Holdings = SectionHoldings(own.holdings, section.first_row, section.num_rows)
@@ -246,9 +245,7 @@ class _Collector:
             num_rows = max(end - begin, 0)
             first_row = begin - own.offsets[0] if num_rows else 0
             offsets = (begin - section.first_row if num_rows else 0, *own.offsets[1:])
-            found.append(
-                Entry(saved_as, offsets, values, parameter, first_row, num_rows, section.first_row)
-            )
+            found.append(Entry(saved_as, offsets, values, first_row, num_rows))
         return found
 
     def _whole(
@@ -263,9 +260,7 @@ class _Collector:
         shape = tuple(values.shape)
         saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
         is_own = self._rank in ranks
-        return Entry(
-            saved_as, (0,) * len(shape), values, values.stored, is_own=is_own, is_copied=is_copied
-        )
+        return Entry(saved_as, (0,) * len(shape), values, is_own=is_own, is_copied=is_copied)
 
     def _own_box(self, parameter: torch.Tensor) -> _OwnBox:
         group = group_of(parameter)
@@ -295,7 +290,7 @@ class _Collector:
 
 
 class _OwnBox(NamedTuple):
-    """How a parameter lies on the ranks, and which chunk of it is this rank's."""
+    """The shards of a parameter, and this rank's chunk of it."""
 
     holdings: Holdings
     offsets: tuple[int, ...]
@@ -303,7 +298,7 @@ class _OwnBox(NamedTuple):
 
 
 class _NamedRows(NamedTuple):
-    """Rows of a parameter under a name of their own. `num_rows` None: the whole parameter."""
+    """Rows of a parameter under a separate name. `num_rows` None: the whole parameter."""
 
     name: str
     first_row: int
@@ -317,7 +312,7 @@ def _named_rows(fqn: str, parameter: torch.Tensor, fused: FusedWeight | None) ->
     if wanted != got:
         raise ValueError(f"Expected {wanted} rows in {fqn}, as its sections have, got {got}.")
 
-    # As layers of their own beside the fused one: `attention.linear_qkv` has `attention.query`.
+    # As separate layers next to the fused one: `attention.linear_qkv` has `attention.query`.
     module, _, name = fqn.rpartition(".")
     parent = module.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""

@@ -25,11 +25,11 @@ from megatron.core.optimizer.torch_optimizer import init_states, reset_states
 class DCPState(Stateful):
     """A model and an optional optimizer for PyTorch DCP: `{"model": ..., "optim": ...}` by name.
 
-    Works for plain modules and for sharded ones, whose tensors stay DTensors: nothing is gathered.
+    Works for plain modules and for sharded ones, whose tensors stay DTensors and are not gathered.
     The state dict aliases the live tensors, so `dcp.load` into it writes in place;
     `load_state_dict` then installs the rest (step counters, parameter groups). Every parameter in
-    the optimizer's groups gets states, frozen ones too: saved states of theirs must last until they
-    are trained again. Leave parameters that are never trained out of the groups.
+    the optimizer's groups gets states, including frozen ones, whose saved states must last until
+    they are trained again. Leave parameters that are never trained out of the groups.
 
     Hand it to DCP as it is (`dcp.save({"app": DCPState(model, optimizer)})`) or call the two
     methods.

@@ -6,8 +6,8 @@
     rng.<rank>.<name>                each rank's own
 
 Keys and shapes are the same however the model is sharded and however much of it is offloaded. A
-fused weight and its states are stored as sections, each under the name it would have as a layer of
-its own beside the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
+fused weight and its states are stored as sections, each under the name of a separate layer next to
+the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
 
 An `Entry` is one tensor under one key, with this rank's part of it: memory of the live state, not a
 copy.
@@ -21,16 +21,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.index import Index
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
-from megatron.core.dist_checkpointing.save.export import Export
-from megatron.core.dist_checkpointing.state.dcp_hooks import describe
-from megatron.core.distributed.fsdp.aliases import dtensor_over
-from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.dist_checkpointing.layout.file_layout import Export, SavedAs, build_index
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
@@ -119,24 +113,20 @@ class Entry:
     """One tensor under one key.
 
     Attributes:
-        saved_as: key, dtype, global shape, and how it lies on all ranks.
-        offsets: where this rank's part begins in the global tensor.
+        saved_as: key, dtype, global shape, and its shards on all ranks.
+        offsets: of this rank's part in the global tensor.
         values: this rank's part; of a fused weight, including the other sections.
         first_row, num_rows: the rows of `values` that are this entry's; None for a scalar: all.
-        source: the tensor whose mesh and placements it has.
-        section_row: where the entry begins in `source`, if it is a section of it.
         is_own: False for an entry of another rank, which has no values here.
-        is_copied: whether a save copies it when it begins. Counters and buffers may change at any
+        is_copied: whether a save copies it at its start. Counters and buffers may change at any
             time: an offloaded optimizer counts a step when it is queued.
     """
 
     saved_as: SavedAs
     offsets: tuple[int, ...]
     values: Values
-    source: torch.Tensor
     first_row: int = 0
     num_rows: int | None = None
-    section_row: int = 0
     is_own: bool = True
     is_copied: bool = False
 
@@ -150,45 +140,16 @@ class Entry:
 
     def frozen(self) -> Entry:
         """The entry with a copy of its present values."""
-        # The copy has this entry's rows alone, so they begin at its first.
+        # The copy has only this entry's rows, from its first row on.
         part = Values(self.part_of(self.values.read()).detach().clone())
         return replace(self, values=part, first_row=0)
-
-    def tensor(self) -> torch.Tensor:
-        """The entry for DCP: a plain tensor, or a DTensor that knows this rank's chunk."""
-        part = self.part_of(self.values.read()).detach()
-        source = self.source
-        if not isinstance(source, DTensor):
-            return part
-
-        shape = torch.Size(self.saved_as.shape)
-        strides = torch.empty(shape, device="meta").stride()
-        if isinstance(source, UnevenDTensor) and shape:
-            placements: tuple[Any, ...] = tuple(
-                placement.window(self.section_row, shape[0])
-                if isinstance(placement, UnevenShard)
-                else placement
-                for placement in source.placements
-            )
-            return UnevenDTensor.over(part, source.device_mesh, placements, shape, strides)
-
-        # A section of evenly sharded rows is not evenly sharded itself; `describe` tells DCP so.
-        spec = source._spec
-        assert spec.tensor_meta is not None, "every DTensor that holds data has one"
-        placements = spec.placements
-        if not any(isinstance(placement, Shard) for placement in placements) or not shape:
-            placements = tuple(Replicate() for _ in placements)
-        meta = spec.tensor_meta._replace(shape=shape, stride=strides, dtype=part.dtype)
-        dtensor = dtensor_over(part, type(spec)(spec.mesh, placements, tensor_meta=meta))
-        describe(dtensor, self.offsets)
-        return dtensor
 
 
 class EntryGroup(NamedTuple):
     """Entries that may be written while the others are being updated.
 
     Attributes:
-        unit: keeps them as they are while they are read; None: nothing changes them.
+        unit: keeps them unchanged while they are read; None: they do not change.
         entries: in the order in which they are written.
     """
 
@@ -215,14 +176,6 @@ class Contents:
     @property
     def entries(self) -> list[Entry]:
         return [entry for group in self.groups for entry in group.entries]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its key, for PyTorch DCP, without communication.
-
-        They are the state's own memory, so `dcp.load` writes into it. But states in a format with a
-        scale are copies in fp32, and can only be saved.
-        """
-        return {entry.key: entry.tensor() for entry in self.entries if entry.is_own}
 
     @cached_property
     def plain_blobs(self) -> dict[str, bytes]:

@@ -36,7 +36,7 @@ def check_param_groups(saved: object, path: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: for anything else.
     """
-    # Anything but a list of groups is refused below, as a group that is not one.
+    # Anything but a list of groups is rejected below, as a wrong group.
     groups: list[Any] = saved if isinstance(saved, list) else [saved]
     for group in groups:
         is_group = isinstance(group, dict) and all(isinstance(option, str) for option in group)
@@ -54,7 +54,7 @@ def match_param_groups(
     names: Mapping[torch.Tensor, Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Finds the saved options of each group by the names of its parameters. Changes nothing.
+    """Finds the saved options of each group by the names of its parameters, without changes.
 
     Args:
         names: of the parameters whose options are wanted; see `Contents`.

@@ -1,7 +1,7 @@
-"""A tensor's values as the bytes of a file, made piece by piece where the tensor lies.
+"""A tensor's values as the bytes of a file, computed piece by piece on the tensor's device.
 
-[Note: one stream] On a GPU, the thread that saves has a current stream of its own, and the stream
-on which bytes come down does not wait for it. So whatever a save computes from a tensor on a device
+[Note: one stream] On a GPU, the thread that saves has a separate current stream, and the stream
+that copies bytes down does not wait for it. So whatever a save computes from a tensor on a device
 (the product of a stored moment and its scale, a contiguous copy, another dtype) is issued by the
 work that copies it down, on the same lane. Computed earlier, it might be copied before it is
 finished: the file would contain whatever the memory contained, and the digests would match that.
@@ -39,7 +39,7 @@ class TensorBytes:
         scale: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Does not read the tensor yet.
 
         Args:
             tensor: on any device, of any strides and dtype. It must not change until it is read.
@@ -58,8 +58,8 @@ class TensorBytes:
         self._flat: torch.Tensor | None = None
 
     def in_host_memory(self) -> memoryview | None:
-        """The bytes themselves, to be read in place; None if they are yet to be made or put in
-        order, or lie on a device.
+        """The bytes themselves, to be read in place; None if they have to be computed or reordered,
+        or are on a device.
         """
         is_computed = self._is_converted or self._scale is not None
         if self.is_on_device or is_computed or not self._tensor.is_contiguous():
@@ -104,8 +104,8 @@ class TensorBytes:
             values = torch.frombuffer(target, dtype=self._dtype)
             values.copy_(self._values(begin, target.nbytes))
         else:
-            # NumPy copies in this thread. torch would use as many threads as the computation that
-            # runs beside the save, and take its cores.
+            # NumPy copies in this thread. torch would use many threads, and take the cores of the
+            # computation during the save.
             np.copyto(np.frombuffer(target, np.uint8), self._piece(begin, target.nbytes).numpy())
 
     def _copy_down(self, begin: int, target: memoryview) -> None:
@@ -115,7 +115,7 @@ class TensorBytes:
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece, non_blocking=True)
 
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], where the tensor lies."""
+        """uint8 [nbytes], on the tensor's device."""
         return self._values(begin, nbytes).to(self._dtype).view(torch.uint8)
 
     def _values(self, begin: int, nbytes: int) -> torch.Tensor:

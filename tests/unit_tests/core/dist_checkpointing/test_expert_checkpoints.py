@@ -47,7 +47,7 @@ def _save(folder: str) -> tuple[Contents, list[float]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Of four ranks, with experts divided by two."""
+    """A checkpoint of four ranks, with experts divided by two."""
     folder = str(tmp_path_factory.mktemp("experts"))
     contents, losses = run_ranks(4, _save, folder)[0]
     return Saved(folder, contents, losses)
@@ -63,7 +63,7 @@ def _load_and_save(
 
 
 def _tensors(folder: str, name: str) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds of a model and its optimizer."""
+    """The tensors of a model and its optimizer in a checkpoint."""
     checkpoint = open_checkpoint(open_store(folder), name)
     found = {}
     for key, saved in checkpoint.tensors.items():
@@ -96,13 +96,13 @@ def test_a_checkpoint_loads_however_experts_are_divided_to_the_bit(
         assert differing(contents, saved.contents) == []
         assert losses == pytest.approx(saved.losses, rel=0, abs=1e-6)
 
-    # What they save is the same, too, entry by entry.
+    # They save the same tensors again.
     first, again = _tensors(saved.folder, "saved"), _tensors(saved.folder, name)
     assert first.keys() == again.keys()
     assert [key for key, tensor in first.items() if not torch.equal(tensor, again[key])] == []
 
 
-def test_every_experts_matrices_stand_in_the_checkpoint_under_names_of_their_own(
+def test_every_experts_matrices_have_separate_names_in_the_checkpoint(
     saved: Saved,
 ) -> None:
     tensors = _tensors(saved.folder, "saved")

@@ -1,4 +1,4 @@
-"""Checkpoints whose files somebody has prepared: none of it runs, blocks, or fills the memory."""
+"""Checkpoints that an attacker wrote: reading them runs no code and does not block."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
-    check_steps,
     load_tensors,
     save_checkpoint,
 )
@@ -41,27 +38,20 @@ from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
 )
-from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.saved import SavedTensor
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import UnusableFileError
 from megatron_hybrid.checkpoint import command as tool
 from megatron_hybrid.checkpoint.from_file import read_file
 from tests.helpers.checkpoints import (
-    mark_again,
-    read_index,
     row_cuts,
     whole,
     write_checkpoint,
 )
-from tests.helpers.ranks import run_ranks
 
 NAME = "iter_0000010"
 
-# Nothing of the kind belongs to a load. A hook of the interpreter cannot be taken away again: this
-# one is switched.
+# Events that a load must not cause. An audit hook cannot be removed, so `quiet` clears the list.
 _WATCHED = {
     "os.system",
     "os.exec",
@@ -109,7 +99,7 @@ class Command:
 
 
 def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
-    """As `save_checkpoint` does, but for what is in it."""
+    """As `save_checkpoint`, without its check of plain data."""
     dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     (folder / TRAIN_STATE_FILE).write_text("{}")
     return folder
@@ -136,7 +126,7 @@ def load(folder: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def read_everything(opened: ReadableCheckpoint) -> None:
-    """As whoever looks at a checkpoint does."""
+    """Reads all tensors and plain data."""
     for key, saved in opened.tensors.items():
         opened.read(key, (0,) * len(saved.shape), torch.empty(saved.shape))
     for key in opened.plain:
@@ -144,17 +134,15 @@ def read_everything(opened: ReadableCheckpoint) -> None:
 
 
 def blob(folder: Path, key: str) -> tuple[Path, int, int]:
-    """The file, the place and the length of what is stored under a key."""
+    """The file, offset and length of the blob of a key."""
     info = dcp.FileSystemReader(folder).read_metadata().storage_data[MetadataIndex(key)]
     return folder / info.relative_path, info.offset, info.length
 
 
 def exchange(folder: Path, key: str, content: bytes) -> None:
-    """Puts other bytes in the place of a blob, at the end of its file, and has `.metadata`
-    say so.
-    """
+    """Appends another blob for a key to its file, and changes its entry in `.metadata`."""
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
-    info = metadata.storage_data[MetadataIndex(key)]
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == key]
     file = folder / info.relative_path
     info.offset, info.length = file.stat().st_size, len(content)
     file.write_bytes(file.read_bytes() + content)
@@ -183,12 +171,6 @@ def _legacy_file(folder: Path, command: Command) -> Path:
     return folder
 
 
-def _raw_pickle(folder: Path, command: Command) -> Path:
-    save_dcp(folder, state())
-    exchange(folder, LR, pickle.dumps(command))
-    return folder
-
-
 def _pickle_in_an_archive(folder: Path, command: Command) -> Path:
     save_dcp(folder, state())
     exchange(folder, LR, archive_with(pickle.dumps(command)))
@@ -197,23 +179,17 @@ def _pickle_in_an_archive(folder: Path, command: Command) -> Path:
 
 def _pickle_for_a_tensor(folder: Path, command: Command) -> Path:
     save_dcp(folder, state())
-    metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
-    (index,) = [index for index in metadata.storage_data if index.fqn == "model.w"]
-    info = metadata.storage_data[index]
-    file, content = folder / info.relative_path, archive_with(pickle.dumps(command))
-    info.offset, info.length = file.stat().st_size, len(content)
-    file.write_bytes(file.read_bytes() + content)
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
+    exchange(folder, "model.w", archive_with(pickle.dumps(command)))
     return folder
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     "make",
-    [_object, _legacy_file, _raw_pickle, _pickle_in_an_archive, _pickle_for_a_tensor],
+    [_object, _legacy_file, _pickle_in_an_archive, _pickle_for_a_tensor],
     ids=lambda make: make.__name__,
 )
-def test_no_entry_of_a_torch_dcp_checkpoint_is_run(
+def test_no_entry_of_a_torch_dcp_checkpoint_is_executed(
     tmp_path: Path, make: Callable[[Path, Command], Path], verify: bool
 ):
     canary = tmp_path / "canary"
@@ -229,15 +205,6 @@ def test_no_entry_of_a_torch_dcp_checkpoint_is_run(
     assert not canary.exists()
 
 
-def test_data_of_a_key_that_the_metadata_does_not_list_is_left_alone(tmp_path: Path):
-    folder = save_dcp(tmp_path / NAME, state())
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    del metadata.state_dict_metadata[LR]
-    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    check_steps(opened(folder))
-    assert LR not in opened(folder).plain
-
-
 def test_the_reproduction_runs_with_dcp_itself(tmp_path: Path):
     """Or the test above would show nothing."""
     folder = _object(tmp_path / NAME, Command(tmp_path / "canary"))
@@ -247,9 +214,7 @@ def test_the_reproduction_runs_with_dcp_itself(tmp_path: Path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(
-    tmp_path: Path, verify: bool
-):
+def test_metadata_that_is_exchanged_after_it_was_checked_is_not_read(tmp_path: Path, verify: bool):
     folder = save_dcp(tmp_path / NAME, state())
     checkpoint = opened(folder, verify=verify)
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Command(tmp_path / "canary")))
@@ -261,7 +226,7 @@ def test_metadata_that_is_exchanged_after_it_was_checked_is_not_looked_at(
     assert not (tmp_path / "canary").exists()
 
 
-def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_path: Path):
+def test_plain_data_that_is_exchanged_after_it_was_checked_changes_no_tensor(tmp_path: Path):
     folder = save_dcp(tmp_path / NAME, state())
     checkpoint = opened(folder)
     file, offset, nbytes = blob(folder, LR)
@@ -278,35 +243,7 @@ def test_plain_data_that_is_exchanged_after_it_was_checked_touches_nothing(tmp_p
     assert not (tmp_path / "canary").exists()
 
 
-class Setting:
-    """An option as an object."""
-
-
-def _load_own_tensor(folder: str) -> str:
-    key, other = ("a", "model.b") if dist.get_rank() == 0 else ("b", "model.a")
-    checkpoint = opened(Path(folder), verify=False)
-    with pytest.raises(CheckpointDamagedError) as caught:
-        load_tensors(checkpoint, {"model": {key: torch.zeros(3)}}, (other,))
-    return str(caught.value)
-
-
-def test_what_one_rank_finds_all_ranks_hear_of(tmp_path: Path):
-    folder = save_dcp(tmp_path / NAME, {"model": {"a": torch.zeros(3), "b": torch.ones(3)}})
-    (info,) = [
-        info
-        for index, info in dcp.FileSystemReader(folder).read_metadata().storage_data.items()
-        if index.fqn == "model.b"
-    ]
-    with (folder / info.relative_path).open("r+b") as stream:
-        stream.seek(info.offset)
-        stream.write(pickle.dumps(Command(tmp_path / "canary")))
-    first, second = run_ranks(2, _load_own_tensor, str(folder))
-    assert f"'model.b' in {folder}/__0_0.distcp" in second
-    assert first == f"rank 1: {second}"
-    assert not (tmp_path / "canary").exists()
-
-
-def test_what_a_load_would_refuse_is_not_saved(tmp_path: Path):
+def test_plain_data_that_a_load_would_reject_is_not_saved(tmp_path: Path):
     class Setting:
         pass
 
@@ -350,7 +287,7 @@ def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path):
     assert other.extra["recipe"] == ["e4m3", 3]
 
 
-# What is no file, or no small one.
+# Other kinds of files.
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +311,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(root: Path) -> None:
-    """Everything that reads a checkpoint or a file, as a load would."""
+    """Reads both checkpoints, as a load would."""
     for name in ("ours", "dcp"):
         found = open_checkpoint(LocalStore(root / name), NAME)
         read_everything(found)
@@ -405,22 +342,11 @@ def _device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def _terabyte(path: Path) -> None:
-    with path.open("wb") as stream:
-        stream.truncate(1 << 40)
-
-
-def _nothing(path: Path) -> None:
-    path.touch()
-
-
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
-    "make", [_fifo, _device, _terabyte, _nothing, Path.mkdir], ids=lambda make: make.__name__
+    "make", [_fifo, _device, Path.touch, Path.mkdir], ids=lambda make: make.__name__
 )
-def test_what_stands_in_the_place_of_a_file_is_one_error(
-    pristine: Path, tmp_path: Path, file: str, make: Any
-):
+def test_another_kind_of_file_is_one_error(pristine: Path, tmp_path: Path, file: str, make: Any):
     root = tmp_path / "root"
     shutil.copytree(pristine, root)
     (root / file).unlink()
@@ -435,11 +361,8 @@ def test_what_stands_in_the_place_of_a_file_is_one_error(
     assert str(caught.value).isprintable()
 
 
-# Announcements.
-
-
 def announce(folder: Path, shape: tuple[int, ...]) -> None:
-    """Has `.metadata` say that model.w is a single chunk of another shape."""
+    """Changes the shape of model.w, and of its only chunk, in `.metadata`."""
     metadata = pickle.loads((folder / METADATA_FILE).read_bytes())
     entry = metadata.state_dict_metadata["model.w"]
     (index,) = [index for index in metadata.storage_data if index.fqn == "model.w"]
@@ -453,11 +376,9 @@ def announce(folder: Path, shape: tuple[int, ...]) -> None:
     (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize(
-    "shape", [(1 << 40,), (1 << 58,), (1 << 40, 1 << 40), (1 << 62, 4), (0, 1 << 62), (2,)]
-)
+@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 40, 1 << 40), (0, 1 << 62), (2,)])
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
+def test_a_tensor_that_is_larger_than_its_file_is_rejected_before_it_is_allocated(
     tmp_path: Path, shape: tuple[int, ...], suffix: str, capsys: pytest.CaptureFixture[str]
 ):
     folder = save_dcp(tmp_path / NAME, state())
@@ -468,36 +389,3 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_made(
     assert line.startswith("checkpoint: Expected ")
     assert "model.w" in line
     assert not target.exists()
-
-
-def test_names_that_a_terminal_would_obey_are_shown_escaped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    name = "w\x1b[2J\nINFO: all is well\r\u202e"
-    save_dcp(tmp_path / NAME, {"model": {name: torch.ones(1), "long" * 1000: torch.ones(1)}})
-    for arguments in (["show", str(tmp_path / NAME), "--chunks"], ["list", str(tmp_path)]):
-        assert tool.main(arguments) == 0
-        printed = capsys.readouterr().out
-        assert all(line.isprintable() and len(line) <= 4000 for line in printed.splitlines())
-    assert tool.main(["show", str(tmp_path / NAME / "missing\x1b[2J")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.isprintable()
-
-
-def test_a_published_checkpoint_with_an_absurd_shape_is_refused_when_it_is_opened(tmp_path: Path):
-    weight = torch.ones(2, 3)
-    folder = write_checkpoint(
-        tmp_path / NAME, {"model.w": (weight, whole(weight))}, {}, world_size=1
-    )
-    index = read_index(folder)
-    (chunk,) = index.tensors["model.w"].chunks
-    box = Box.whole((1 << 40, 3))
-    absurd = SavedTensor("model.w", torch.float32, box.sizes, [chunk._replace(box=box)])
-    content = replace(index, tensors={"model.w": absurd}).to_bytes()
-    (folder / INDEX_FILE).write_bytes(content)
-    mark_again(folder)
-    with pytest.raises(
-        CheckpointDamagedError,
-        match=r"Expected 'model.w' within the \d+ bytes of __0_0.distcp in .*index.json, got byte",
-    ):
-        PublishedCheckpoint.open(LocalStore(tmp_path), NAME)

@@ -1,4 +1,4 @@
-"""Loading writes to where states lie: it takes no second copy of them."""
+"""Loading writes into the states' memory, without a second copy of them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ _M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
 
 @contextmanager
 def nothing_kept_for_later() -> Iterator[None]:
-    """What is freed inside goes back to the system: else it would hide what is taken then, or look
-    as if in use.
-    """
+    """Returns freed memory to the system at once, so that the resident size is the used size."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 << 10)
     try:
         yield
@@ -36,7 +34,7 @@ def nothing_kept_for_later() -> Iterator[None]:
 
 
 class Resident:
-    """How much more memory was resident at its peak than before, in bytes."""
+    """The growth of the resident memory up to its peak, in bytes."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).malloc_trim(0)
@@ -111,9 +109,7 @@ def test_loading_takes_no_more_memory_than_a_bucket(tmp_path, setting):
 
 
 def _load_scaled(root: str, setting: Setting) -> tuple[int, int, int]:
-    """(the most at a time, the largest tensor in fp32, a layer's weights and moments as they are
-    kept)
-    """
+    """Bytes: the peak, the largest tensor in fp32, a layer's weights and moments as stored."""
     trained = Trained(setting, seed=0, model=_wide_gpt())
     trained.step(0)
     trained.save(root)
@@ -127,7 +123,7 @@ def _load_scaled(root: str, setting: Setting) -> tuple[int, int, int]:
 
 
 def test_states_with_a_scale_are_loaded_one_at_a_time(tmp_path):
-    # Counted, since the allocator keeps a part of what goes through it.
+    # Counted by tensors, since the allocator keeps some of the freed memory.
     setting = Setting(optimizer=moments("fp8", "fp16"))
     for peak, largest, bucket in run_ranks(2, _load_scaled, str(tmp_path), setting):
         assert largest < peak <= bucket

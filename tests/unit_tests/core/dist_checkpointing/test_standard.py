@@ -1,6 +1,4 @@
-"""What PyTorch DCP itself makes of the checkpoints: it reads them, loads into their tensors, and
-saves them.
-"""
+"""PyTorch DCP reads our checkpoints."""
 
 from __future__ import annotations
 
@@ -12,38 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HFSDP,
-    HSDP,
     ITERATION,
     Setting,
     Trained,
-    differences,
     full_tensors,
     moments,
-    next_losses,
 )
 
 RUNS = {
     "one rank": (1, Setting(is_tied=False)),
-    "two ranks": (2, Setting(fraction=0.5)),
     "fp8": (2, Setting("optim", compute_dtype=torch.bfloat16, optimizer=moments("fp8", "fp32"))),
     "three ranks alike": (3, Setting("no_shard", 1.0, is_fused=False, is_tied=False)),
-    "hsdp": (4, Setting(HSDP, 1.0, optimizer=moments("bf16", "bf16"))),
-    "hfsdp": (4, Setting(HFSDP, optimizer=(("optimizer", "sgd"),))),
-}
-BY_PYTORCH = {
-    "hfsdp by PyTorch": (4, Setting(HFSDP, 0.5)),
-    "hsdp by PyTorch": (4, Setting(HSDP, is_fused=False)),
+    "hfsdp": (4, Setting(HFSDP, 0.5, optimizer=moments("bf16", "bf16"))),
 }
 
-# Run where this project cannot be imported: [folder, file with what is expected in it] * n -> [what
-# differs] * n
+# Runs where this project cannot be imported. Argument: pairs of a checkpoint and a file with its
+# expected tensors. Output: for each pair, the keys that differ.
 VANILLA = """
 import json, sys, warnings
 
@@ -101,7 +89,7 @@ for folder, file in json.loads(sys.argv[1]):
         if isinstance(value, TensorStorageMetadata):
             state[key] = torch.full(value.size, 77, dtype=value.properties.dtype)
     dcp.load(state, checkpoint_id=folder, no_dist=True)
-    # Some of the weights, as somebody asks for them who has a model.
+    # Some of the weights, as a program with a model requests them.
     weights = {
         key.removeprefix("model."): value
         for key, value in expected.items()
@@ -132,10 +120,8 @@ def _ranks_own(rank: int) -> torch.Tensor:
     return torch.arange(5, dtype=torch.uint8) + rank
 
 
-def _save(root: str, setting: Setting) -> list[float]:
-    """Publishes a checkpoint, and beside it a file with all that must be in it. Answers the losses
-    after it.
-    """
+def _save(root: str, setting: Setting) -> None:
+    """Publishes a checkpoint and stores its expected tensors."""
     trained = Trained(setting, seed=0)
     for number in range(ITERATION):
         trained.step(number)
@@ -145,11 +131,10 @@ def _save(root: str, setting: Setting) -> list[float]:
     expected[PARAM_GROUPS] = trained.contents().plain[PARAM_GROUPS]
     if trained.rank == 0:
         torch.save(expected, f"{root}/expected.pt")
-    return next_losses(trained)
 
 
 def read_by_pytorch_alone(*places: tuple[Path, Path]) -> list[dict[str, Any]]:
-    """What differs from what is expected, for each (folder, file with the expected)."""
+    """The differences found by `VANILLA` in each pair of a checkpoint and a file."""
     argument = json.dumps([(str(folder), str(expected)) for folder, expected in places])
     result = subprocess.run(
         [sys.executable, "-I", "-c", VANILLA, argument], capture_output=True, text=True, check=False
@@ -158,26 +143,13 @@ def read_by_pytorch_alone(*places: tuple[Path, Path]) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-def _save_by_pytorch(root: str, setting: Setting) -> None:
-    """As `_save`, but by `dcp.save`, which knows of no parameter groups here."""
-    trained = Trained(setting, seed=0)
-    for number in range(ITERATION):
-        trained.step(number)
-    trained.optimizer.synchronize()
-    dcp.save(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
-    expected = full_tensors(trained)
-    if trained.rank == 0:
-        torch.save(expected, f"{root}/expected.pt")
-
-
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each of RUNS has saved, and each of BY_PYTORCH."""
+    """The directories of RUNS."""
     found = {}
-    for save, runs in ((_save, RUNS), (_save_by_pytorch, BY_PYTORCH)):
-        for name, (world_size, setting) in runs.items():
-            found[name] = tmp_path_factory.mktemp("run")
-            run_ranks(world_size, save, str(found[name]), setting)
+    for name, (world_size, setting) in RUNS.items():
+        found[name] = tmp_path_factory.mktemp("run")
+        run_ranks(world_size, _save, str(found[name]), setting)
     return found
 
 
@@ -186,9 +158,7 @@ OTHER = "other.pt"  # expectations that are not met
 
 @pytest.fixture(scope="module")
 def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """What PyTorch alone finds in what each has saved; under OTHER, what it finds if something else
-    is expected.
-    """
+    """The differences that PyTorch finds, by run; under OTHER, with wrong expectations."""
     places = {
         name: (root / checkpoint_name(ITERATION), root / "expected.pt")
         for name, root in roots.items()
@@ -219,59 +189,3 @@ def test_a_flipped_bit_would_be_seen(verdicts):
     assert len(verdict["dcp.load"]) == 3
     assert len(verdict["dcp.load of a part"]) == 1
     assert len(verdict["dcp_to_torch_save"]) == 2
-
-
-def _load_by_pytorch(root: str, setting: Setting) -> tuple[list[str], list[float]]:
-    """(what differs after `dcp.load`, the next losses)"""
-    trained = Trained(setting, seed=1)
-    # Whoever has updates under way, has them awaited.
-    trained.step(99)
-    trained.optimizer.synchronize()
-    dcp.load(trained.contents().state_dict(), checkpoint_id=f"{root}/{checkpoint_name(ITERATION)}")
-    expected = torch.load(f"{root}/expected.pt", weights_only=True)
-    tensors = {
-        key: value
-        for key, value in expected.items()
-        if key.startswith(("model.", "optimizer.state."))
-    }
-    found = differences(full_tensors(trained), tensors)
-    return found, next_losses(trained)
-
-
-def _load_by_ourselves(root: str, setting: Setting) -> list[float]:
-    trained = Trained(setting, seed=1)
-    trained.load(root, skip=["rng.*"])
-    return next_losses(trained)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "fraction"),
-    [
-        ("no_shard", 0.5),
-        ("optim", None),
-        ("optim_grads", 1.0),
-        ("optim_grads_params", None),
-        (HSDP, 0.5),
-        (HFSDP, 0.0),
-    ],
-)
-def test_pytorch_loads_a_checkpoint_straight_into_the_memory_of_four_ranks(
-    roots, strategy, fraction
-):
-    root = str(roots["three ranks alike"])
-    setting = Setting(strategy, fraction, is_tied=False, compute_dtype=torch.bfloat16)
-    losses = run_ranks(4, _load_by_ourselves, root, setting)
-    for (found, after), expected in zip(
-        run_ranks(4, _load_by_pytorch, root, setting), losses, strict=True
-    ):
-        assert found == []
-        assert after == expected
-
-
-@pytest.mark.parametrize("name", BY_PYTORCH)
-def test_what_pytorch_saves_of_a_runs_own_tensors_is_whole_and_loads_anywhere(
-    roots, verdicts, name
-):
-    assert (verdicts[name]["dcp.load"], verdicts[name]["dcp_to_torch_save"]) == ([], [])
-    for found, _ in run_ranks(3, _load_by_pytorch, str(roots[name]), Setting(is_fused=False)):
-        assert found == []

@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.load.data_source import Then, ignore
-from megatron.core.dist_checkpointing.store import LocalStore
+from megatron.core.dist_checkpointing.store import LocalStore, Then, ignore
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.load.small_files import parse_train_state
+from megatron.core.dist_checkpointing.load.checkpoint import parse_train_state
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig

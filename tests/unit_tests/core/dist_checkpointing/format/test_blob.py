@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pickle
 import random
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +77,7 @@ def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(DTYPES), shapes(max_numel=1 << 17))
 @example(torch.float32, ())
 @example(torch.bfloat16, (0, 3))
@@ -97,7 +95,7 @@ def test_frame_and_data_are_a_blob_that_loads_bit_equal(dtype, shape):
     assert layout.nbytes == len(content) == len(saved(tensor))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(DTYPES), shapes(max_numel=1 << 45))
 def test_lengths_are_those_of_torch_save_at_any_size(dtype, shape):
     assert blob_layout(dtype, shape).nbytes == nbytes_that_torch_saves(dtype, shape)
@@ -112,14 +110,6 @@ def test_lengths_are_right_where_offsets_stop_fitting_32_bits(dtype):
     ]
 
 
-def test_integers_are_taken_to_be_as_long_as_pickle_makes_them():
-    edges = [(1 << bits) + step for bits in range(64) for step in (-1, 0, 1)]
-    num_other_bytes = len(pickle.dumps(None, 2)) - 1
-    expected = [len(pickle.dumps(value, 2)) - num_other_bytes for value in edges]
-    assert [blob._PICKLED_NBYTES[value.bit_length()] for value in edges] == expected
-    assert {2, 3, 5, 7, 8, 9, 10} <= set(expected)
-
-
 def test_lengths_of_many_shapes_take_few_calls_of_torch_save(monkeypatch):
     monkeypatch.setattr(blob, "_header_nbytes", {})
     monkeypatch.setattr(blob, "_footer_nbytes", {})
@@ -130,15 +120,6 @@ def test_lengths_of_many_shapes_take_few_calls_of_torch_save(monkeypatch):
     assert len(set(layouts)) > 4000
     assert any(layout.nbytes > 4 * GIB for layout in layouts)
     assert 0 < blob._frame.cache_info().misses < 60
-
-
-def test_a_frame_takes_no_memory_for_the_data():
-    blob._frame.cache_clear()
-    blob_frame(torch.float32, (3,))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    header, footer = blob_frame(torch.float32, (300 * GIB,))
-    assert len(header) + len(footer) < 4096
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1024  # KiB
 
 
 def test_a_blob_of_more_than_4_gib_loads(tmp_path):
@@ -154,12 +135,7 @@ def test_a_blob_of_more_than_4_gib_loads(tmp_path):
     assert loaded[-4:].tolist() == [0, 7, 8, 9]
 
 
-def test_data_begins_on_a_multiple_of_64_bytes():
-    for shape in [(), (1,), (7,), (300, 70000), (2, 3, 4, 5)]:
-        assert len(blob_frame(torch.bfloat16, shape)[0]) % 64 == 0
-
-
-def test_negative_sizes_are_refused():
+def test_negative_sizes_are_rejected():
     with pytest.raises(ValueError, match=r"Expected sizes of at least 0, got \(-3, -2\)"):
         blob_layout(torch.float32, (-3, -2))
 
@@ -191,17 +167,15 @@ plain_values = st.recursive(
 )
 
 
-def with_parts_of_its_own(value: object) -> object:
-    """An equal value; strings are other objects than in the one given, and each is an object of its
-    own.
-    """
+def without_shared_parts(value: object) -> object:
+    """An equal value without shared objects; its strings are new objects, too."""
     if isinstance(value, str):
         return "".join(list(value))
     if isinstance(value, list | tuple):
-        return type(value)([with_parts_of_its_own(item) for item in value])
+        return type(value)([without_shared_parts(item) for item in value])
     if isinstance(value, dict):
         return {
-            with_parts_of_its_own(key): with_parts_of_its_own(item) for key, item in value.items()
+            without_shared_parts(key): without_shared_parts(item) for key, item in value.items()
         }
     return copy.copy(value)
 
@@ -211,15 +185,7 @@ def with_parts_of_its_own(value: object) -> object:
 def test_plain_data_loads_and_equal_values_give_equal_bytes(value):
     content = plain_blob([value, value])
     assert torch.load(io.BytesIO(content), weights_only=True) == [value, value]
-    assert content == plain_blob([with_parts_of_its_own(value), with_parts_of_its_own(value)])
-
-
-def test_equal_values_give_different_bytes_without_plain_blob():
-    name = "".join(["expert", "_", "bias"])
-    shared, apart = [name, name], [name, "".join(["expert", "_bias"])]
-    assert shared == apart
-    assert saved(shared) != saved(apart)
-    assert plain_blob(shared) == plain_blob(apart)
+    assert content == plain_blob([without_shared_parts(value), without_shared_parts(value)])
 
 
 def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
@@ -238,16 +204,11 @@ def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
     ("value", "place"),
     [
         (np.float64(1.0), r"at the value, got a numpy.float64"),
-        ([b"1"], r"at the value\[0\], got a builtins.bytes"),
         ({"a": [1, {2}]}, r"at the value\['a'\]\[1\], got a builtins.set"),
-        ({"a": (1, Path())}, r"at the value\['a'\]\[1\], got a pathlib"),
         ({(1, Path()): 2}, r"at a key of the value\[1\], got a pathlib"),
-        (
-            [torch.nn.Parameter(torch.ones(2))],
-            r"at the value\[0\], got a torch.nn.parameter.Parameter",
-        ),
+        ([torch.nn.Parameter(torch.ones(2))], r"at the value\[0\], got a .*Parameter"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_with_its_place(value, place):
+def test_anything_but_plain_data_is_rejected_with_its_place(value, place):
     with pytest.raises(ValueError, match="Expected plain data " + place):
         plain_blob(value)

@@ -1,13 +1,11 @@
-"""What torch.save writes, and what only looks like it."""
+"""The reader of torch.save's archives, with good and damaged ones."""
 
 from __future__ import annotations
 
-import functools
 import io
-import tracemalloc
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,25 +20,8 @@ from megatron.core.dist_checkpointing.format.blob_reading import read_archive, r
 from tests.helpers.checkpoints import raw_bytes
 
 DTYPES = [
-    *(
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    ),
-    *(
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ),
-    *(torch.bool, torch.complex64, torch.complex128),
+    *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int8, torch.uint16, torch.bool),
 ]
 
 
@@ -125,7 +106,7 @@ def test_state_dicts_parameters_and_plain_data_are_read():
     assert_same(read(saved(value)), expected)
 
 
-def test_a_tensor_that_stands_in_two_places_is_one_and_its_memory_is_its_own():
+def test_a_shared_tensor_is_read_once_into_separate_memory():
     tensor = torch.arange(4.0)
     got = read(saved([tensor, {"again": tensor}, tensor[1:]]))
     assert got[0] is got[1]["again"]
@@ -145,14 +126,6 @@ def test_an_altered_byte_is_found_or_does_not_matter(place, change):
         assert "here" in str(error)  # noqa: PT017  it may as well not be raised
     else:
         assert_same(got, value)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_truncated_archive_is_damaged(data):
-    content = saved({"t": torch.arange(20.0)})
-    with pytest.raises(CheckpointDamagedError, match="here"):
-        read(content[: data.draw(st.integers(0, len(content) - 1))])
 
 
 def test_each_tensor_is_the_one_that_the_pickle_names_wherever_its_record_is():
@@ -178,12 +151,7 @@ def test_each_tensor_is_the_one_that_the_pickle_names_wherever_its_record_is():
         assert_same(read_archive(memory_of(content), "here"), value)
 
 
-def test_a_storage_with_a_part_of_an_element_at_its_end_is_read():
-    tensor = torch.arange(7, dtype=torch.uint8)[:4].view(torch.int32)
-    assert_same(read(saved(tensor)), tensor)
-
-
-# Archives that announce what they do not have.
+# Damaged archives, and archives of other objects.
 
 
 def archive(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -211,13 +179,6 @@ def without(name: str) -> bytes:
     return archive({key: content for key, content in records.items() if key != name})
 
 
-def renamed(old: str, new: str, content: bytes) -> bytes:
-    """An archive one of whose records has another name and content."""
-    records = records_of(saved(ONES))
-    del records[f"archive/{old}"]
-    return archive(records | {f"archive/{new}": content})
-
-
 def _append(content: bytes, name: str) -> bytes:
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as target:
@@ -228,7 +189,7 @@ def _append(content: bytes, name: str) -> bytes:
 ONES = torch.ones(4)
 GRID = torch.ones(2, 2)
 HUGE = b"\x8a\x08" + (2**62).to_bytes(8, "little")  # an integer
-# By what they are: damaged archives, which an older checkpoint may replace, or other content.
+# Damaged archives, and archives with other content.
 DAMAGED: dict[str, Callable[[], bytes]] = {
     "a storage of 4 EiB": lambda: changed(ONES, b"K\x04t", HUGE + b"t"),
     "a shape of 4 EiB": lambda: changed(ONES, b"K\x04\x85", HUGE + b"\x85"),
@@ -236,21 +197,17 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
     "an offset beyond": lambda: changed(ONES, b"QK\x00K\x04", b"QK\x01K\x04"),
     "a string for a shape": lambda: changed(ONES, b"K\x04\x85", b"X\x01\x00\x00\x00a\x85"),
     "another record": lambda: changed(ONES, b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007"),
-    "another folder": lambda: changed(ONES, b"X\x01\x00\x00\x000", b"X\x04\x00\x00\x00../x"),
     "no pickle": lambda: without("archive/data.pkl"),
     "no data": lambda: without("archive/data/0"),
     "compressed records": lambda: archive(records_of(saved(ONES)), zipfile.ZIP_DEFLATED),
     "another order of bytes": lambda: archive(
         records_of(saved(ONES)) | {"archive/byteorder": b"big"}
     ),
-    "another order in capitals": lambda: renamed("byteorder", "BYTEORDER", b"big"),
     "a name twice": lambda: _append(saved(ONES), "archive/DATA/0"),
     "two pickles": lambda: _append(saved(ONES), "other/data.pkl"),
     "an archive behind other bytes": lambda: b"\x80\x02N." + saved(ONES),
     "a raw pickle": lambda: b"\x80\x02N.",
     "the format before 1.6": lambda: saved(ONES, _use_new_zipfile_serialization=False),
-    "more levels than readers walk": lambda: saved(functools.reduce(lambda x, _: [x], range(150))),
-    "2 ** 40 values": lambda: saved(functools.reduce(lambda x, _: [x, x], range(40), [])),
     "a list in itself": lambda: changed(["x"], b"X\x01\x00\x00\x00xq\x01", b"h\x00"),
 }
 REFUSED: dict[str, Callable[[], bytes]] = {
@@ -258,22 +215,18 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "a conjugate view": lambda: saved(torch.ones(2, dtype=torch.complex64).conj()),
     "a sparse tensor": lambda: saved(ONES.to_sparse()),
     "a set": lambda: saved({1}),
-    "bytes": lambda: saved(b"abc"),
-    "a counter": lambda: saved(Counter("a")),
     "a class": lambda: saved(nn.Linear),
     "a tensor without data": lambda: saved(torch.empty(2, device="meta")),
     "a TorchScript archive": lambda: archive(
         records_of(saved(ONES)) | {"archive/constants.pkl": b""}, zipfile.ZIP_DEFLATED
     ),
-    "a bytearray": lambda: saved(bytearray(2)),
-    "a nested tensor": lambda: saved(torch.nested.nested_tensor([ONES, ONES[1:]])),
     "a quantized tensor": lambda: saved(torch.quantize_per_tensor(ONES, 0.5, 0, torch.qint8)),
 }
 
 
 @pytest.mark.parametrize("checks_crc", [True, False])
 @pytest.mark.parametrize("name", [*DAMAGED, *REFUSED])
-def test_what_an_archive_states_and_does_not_have_is_one_error(name, checks_crc):
+def test_a_damaged_or_foreign_archive_is_one_error(name, checks_crc):
     with warnings.catch_warnings(action="ignore"):  # of deprecated kinds of tensors
         content = (DAMAGED | REFUSED)[name]()
     with pytest.raises(CheckpointError, match="here") as caught:
@@ -299,7 +252,7 @@ def note_call(number: int) -> None:
     CALLS.append(number)
 
 
-def test_what_a_program_has_added_to_the_names_that_torch_accepts_is_not_called():
+def test_functions_that_a_program_has_added_to_the_safe_globals_are_not_called():
     content = saved({"a": ONES, "b": Called(note_call)})
     with torch.serialization.safe_globals([note_call]):
         with pytest.raises(CheckpointError, match=r"in here, got .*note_call") as caught:
@@ -310,16 +263,8 @@ def test_what_a_program_has_added_to_the_names_that_torch_accepts_is_not_called(
     assert CALLS == [1]
 
 
-def test_what_weights_only_does_not_read_is_an_error():
-    with (
-        warnings.catch_warnings(action="ignore"),
-        pytest.raises(CheckpointError, match="protocol 2"),
-    ):
-        read(saved(ONES, pickle_protocol=4))
-
-
 @pytest.mark.parametrize("where", ["data/0", "data.pkl", "version"])
-def test_a_record_with_another_checksum_is_found_in_data_where_it_is_asked_for(where):
+def test_a_record_with_another_checksum_is_found_in_data_only_on_request(where):
     content = bytearray(saved(torch.arange(1000, 1004)))
     record = records_of(bytes(content))[f"archive/{where}"]
     place = bytes(content).index(record)
@@ -352,13 +297,3 @@ def test_a_tensor_that_is_not_aligned_in_its_file_is_read():
     for shift in range(1, 5):
         memory = torch.cat([torch.zeros(shift, dtype=torch.uint8), memory_of(content)])[shift:]
         assert_same(read_archive(memory, "here"), torch.arange(4.0))
-
-
-def test_no_memory_is_taken_for_what_a_pickle_states():
-    content = changed(ONES, b"K\x04\x85", HUGE + b"\x85")
-    tracemalloc.start()
-    with pytest.raises(CheckpointDamagedError, match="here"):
-        read(content)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 20

@@ -1,4 +1,4 @@
-"""The index: read as it was written, and refused wherever it says what no save would write."""
+"""The index: read as it was written, and rejected if no save would write it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch
 
 
 def marker(world_size: int = 3, nbytes: int = 1 << 40, save_id: str = SAVE_ID) -> Marker:
-    """Whose data files, and a file with weights in another format, have this size."""
+    """A marker whose data files and exported file have this size."""
     files = {
         name: FileRecord(nbytes, None if name.endswith(".distcp") else digest(name.encode()))
         for name in files_of(world_size)
@@ -142,11 +142,11 @@ def test_digests_are_one_for_each_block_of_each_chunk_in_that_order(index):
         assert list(manifest_problems(manifest, rank, index, "here")) == []
 
 
-# One that can be changed by hand.
+# An index that tests change by hand.
 
 
 def example() -> dict[str, Any]:
-    """w lies on two ranks, row by row, s on the second of them, x in another file, p is plain."""
+    """w is sharded over two ranks, s is on the second, x in another file, p is plain."""
     return {
         "format_version": 3,
         "save_id": SAVE_ID,
@@ -179,7 +179,7 @@ def test_the_index_that_is_changed_below_is_whole():
 
 
 def put(value: object, *path: str | int) -> Callable[[dict[str, Any]], None]:
-    """Puts something into one place of the example."""
+    """Replaces one value of the example."""
 
     def change(members: Any) -> None:
         for name in path[:-1]:
@@ -194,86 +194,39 @@ FIRST = (*W, 2, 0)  # chunk of w: writer, offset, offsets and sizes of its box
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an empty save id": (put("", "save_id"), "a save id"),
-    "a number for a save id": (put(3, "save_id"), "a save id"),
     "the save id of another save": (put("another", "save_id"), "save id a save"),
     "an object of writers": (put({}, "writers"), "a list of writers"),
     "a writer that is text": (put("__0_0.distcp", "writers", 0), "a file and a rank"),
-    "a writer without a rank": (put(["__0_0.distcp"], "writers", 0), "a file and a rank"),
-    "a writer with more": (put(["__0_0.distcp", 0, 0], "writers", 0), "a file and a rank"),
-    "a file that is a number": (put([0, 0], "writers", 0), "a file and a rank"),
-    "a rank that is text": (put(["__0_0.distcp", "0"], "writers", 0), "a file and a rank"),
     "a rank that is true": (put(["__0_0.distcp", True], "writers", 0), "a file and a rank"),
     "a negative rank": (put(["__0_0.distcp", -1], "writers", 0), "a file and a rank"),
     "a rank that is not there": (
         put(["__0_0.distcp", 3], "writers", 0),
         "data files of 3 ranks in .*, got __0_0.distcp of 3",
     ),
-    "a file that is not there": (put(["__3_0.distcp", 0], "writers", 0), "data files of 3 ranks"),
     "a file that has no chunks": (put(["hf/config.json", 0], "writers", 0), "data files of 3"),
     "a file elsewhere": (put(["../__0_0.distcp", 0], "writers", 0), "a file with chunks in"),
     "a list of tensors": (put([], "tensors"), "tensors by key"),
-    "null for plain data": (put(None, "plain"), "tensors by key"),
-    "text for exported tensors": (put("x", "exported"), "tensors by key"),
-    "an empty key": (put(["float32", [0], []], "tensors", ""), "keys of 1 to 4096 characters"),
-    "a key too long": (
-        put(["float32", [0], []], "tensors", "k" * 4097),
-        "keys of 1 to 4096 characters in .*, got k{64}",
-    ),
-    "a key of plain data too long": (
-        put(["uint8", [1], [[0, 10_000, 0, 1]]], "plain", "k" * 4097),
-        "keys of 1 to 4096 characters",
-    ),
-    "a key of an exported tensor too long": (
-        put(["uint8", [0], []], "exported", "k" * 4097),
-        "keys of 1 to 4096 characters",
-    ),
-    "a tensor that is an object": (put({}, *W), "dtype, shape and chunks of in 'w'"),
+    "an empty key": (put(["float32", [0], []], "tensors", ""), "keys that are not empty"),
     "a tensor without chunks": (put(["float32", [0]], *W), "dtype, shape and chunks of in 'w'"),
-    "a tensor with more": (put(["float32", [0], [], 0], *W), "dtype, shape and chunks of in 'w'"),
     "a dtype that is not one": (put("float33", *W, 0), "a dtype in 'w'"),
     "a dtype that is a list": (put(["float32"], *W, 0), "a dtype in 'w'"),
-    "a dtype by another name": (put("torch.float32", *W, 0), "a dtype in 'w'"),
-    "a shape that is a number": (put(12, *W, 1), "a shape in 'w'"),
     "a negative size": (put([-4, 3], *W, 1), "a shape in 'w'"),
     "a size that is a fraction": (put([4.0, 3], *W, 1), "a shape in 'w'"),
-    "a size that is true": (put([4, True], *W, 1), "a shape in 'w'"),
     "a size beyond all": (put([1 << 63, 3], *W, 1), "a shape in 'w'"),
     "a shape of 65 dims": (put([1] * 65, *S, 1), "a shape in 's'"),
     "an object of chunks": (put({}, *W, 2), "a list of chunks in 'w'"),
     "a chunk that is a number": (put(4096, *FIRST), "a chunk of 6 numbers in 'w'"),
-    "a chunk without a size": (put([0, 4096, 0, 0, 2], *FIRST), "a chunk of 6 numbers in 'w'"),
-    "a chunk with more": (put([0, 4096, 0, 0, 2, 3, 0], *FIRST), "a chunk of 6 numbers in 'w'"),
     "a chunk of another number of dims": (put([0, 4096, 0, 4], *FIRST), "a chunk of 6 numbers"),
-    "a chunk of a scalar with dims": (put([1, 8192, 0, 1], *S, 2, 0), "a chunk of 2 numbers"),
     "a writer that is not there": (put(3, *FIRST, 0), "one of 3 writers in 'w' in .*, got 3"),
     "a writer before the first": (put(-1, *FIRST, 0), "a chunk of 6 numbers in 'w'"),
-    "a writer that is no number": (put("0", *FIRST, 0), "a chunk of 6 numbers in 'w'"),
-    "no writers": (put([], "writers"), "one of 0 writers in 'w'"),
     "a negative place": (put(-1, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
-    "a place that is a fraction": (put(0.5, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
     "a place that is true": (put(True, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
-    "a place beyond all": (put(1 << 63, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
-    "a box in a list": (put([0, 4096, [0, 0], [2, 3]], *FIRST), "a chunk of 6 numbers in 'w'"),
-    "a negative offset": (put(-1, *FIRST, 2), "a chunk of 6 numbers in 'w'"),
-    "an offset that is text": (put("0", *FIRST, 2), "a chunk of 6 numbers in 'w'"),
-    "a size of a box that is null": (put(None, *FIRST, 4), "a chunk of 6 numbers in 'w'"),
     "a box without elements": (put(0, *FIRST, 5), "a box with elements in 'w'"),
-    "a chunk of a tensor without elements": (
-        put([[0, 8192, 0, 0, 0, 3]], "tensors", "e", 2),
-        "a box with elements in 'e'",
-    ),
     "a box in another": (put(3, *FIRST, 4), r"each element of w in one chunk .* in 2"),
     "a box that reaches out": (put(9, *FIRST, 4), r"chunks of w inside \(4, 3\)"),
-    "a box outside": (put(1, *FIRST, 3), r"chunks of w inside \(4, 3\) .* at \(0, 1\)"),
     "a gap": (put(1, *FIRST, 4), r"each element of w in one chunk .* at \(1, 0\) in 0"),
-    "no chunks": (put([], *W, 2), r"each element of w in one chunk .* at \(0, 0\) in 0"),
-    "a chunk twice": (
-        lambda it: it["tensors"]["w"][2].append([1, 99_999, 2, 0, 2, 3]),
-        r"each element of w in one chunk .* at \(2, 0\) in 2",
-    ),
     "no chunk of a scalar": (put([], *S, 2), r"each element of s in one chunk .* at \(\) in 0"),
     "no chunk of an exported tensor": (put([], "exported", "x", 2), "each element of x in one"),
-    "a gap in plain data": (put(99, *P, 2, 0, 3), "plain data|each element of p in one chunk"),
     "more elements than torch can count": (
         put([1 << 62, 0, 4], "tensors", "e", 1),
         r"e in .* to have at most \d+ elements",
@@ -282,7 +235,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         put([[1, 4119]], *S, 2),
         "'s' from byte 4120 of __1_0.distcp on in .*, where 'w' ends, got byte 4119",
     ),
-    "two chunks in one place": (put([[1, 4096]], *S, 2), "where '[sw]' ends"),
     "plain data in a tensor's place": (
         put([[0, 4000, 0, 100]], *P, 2),
         "'w' from byte 4100 of __0_0.distcp",
@@ -296,15 +248,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         f"'x' within the {1 << 40} bytes of {HF_FILE}",
     ),
     "plain data of another dtype": (put("int8", *P, 0), "plain data"),
-    "plain data in rows": (
-        put(["uint8", [10, 10], [[0, 9000, 0, 0, 10, 10]]], *P),
-        "plain data",
-    ),
     "plain data in two chunks": (
         put([[0, 9000, 0, 50], [0, 9050, 50, 50]], *P, 2),
         "plain data",
     ),
-    "plain data of no bytes": (put(["uint8", [0], []], *P), "plain data"),
     "a key of two kinds": (
         put(["uint8", [1], [[0, 9500, 0, 1]]], "plain", "w"),
         "'w' as plain data",
@@ -319,7 +266,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_no_save_writes_is_damage_that_names_the_file(case: str):
+def test_an_index_that_no_save_writes_is_damage_that_names_the_file(case: str):
     change, message = WRONG[case]
     members = example()
     change(members)
@@ -332,18 +279,14 @@ def test_what_no_save_writes_is_damage_that_names_the_file(case: str):
     "content",
     [
         b"",
-        b"{",
         b"[1]",
-        b"null",
         b"\xff\xfe",
         b"[" * 100_000,
-        json.dumps(example()).encode() + b"{}",
         json.dumps(example()).replace('"s":', '"w":').encode(),  # a key twice
         json.dumps(example()).replace("4096", "NaN").encode(),
-        json.dumps(example()).replace("4096", "9" * 5000).encode(),
     ],
 )
-def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
+def test_anything_but_a_json_object_is_rejected(content: bytes):
     with pytest.raises(CheckpointDamagedError, match=SOURCE) as caught:
         Index.from_bytes(content, marker(), SOURCE)
     assert len(str(caught.value)) < 1000
@@ -372,7 +315,7 @@ def test_anything_in_any_place_is_an_index_that_can_be_written_or_damage(data: s
     place[name] = data.draw(st.sampled_from(JUNK))
     for known in (marker(), None):
         content = json.dumps(members).encode()
-        # Of a version to come, not even that can be said.
+        # Another version is not damage.
         kind = CheckpointError if name == "format_version" else CheckpointDamagedError
         try:
             index = Index.from_bytes(content, known, SOURCE)
@@ -384,39 +327,10 @@ def test_anything_in_any_place_is_an_index_that_can_be_written_or_damage(data: s
         assert SOURCE in said
 
 
-@pytest.mark.parametrize(
-    "file", ["../victim", "a/../../victim", "/etc/passwd", "..", "a\0", "a\\..\\b", "/", "hf/.."]
-)
-@pytest.mark.parametrize("has_marker", [True, False])
-def test_files_outside_of_the_checkpoint_are_refused(file: str, has_marker: bool):
-    members = example()
-    members["writers"][0][0] = file
-    content, known = json.dumps(members).encode(), marker() if has_marker else None
-    with pytest.raises(CheckpointDamagedError, match=SOURCE):
-        Index.from_bytes(content, known, SOURCE)
-
-
-def test_without_a_marker_sizes_and_the_save_are_not_known():
-    members = example()
-    members["save_id"] = "another"
-    members["tensors"]["s"][2][0][1] = 1 << 50
-    index = Index.from_bytes(json.dumps(members).encode(), None, SOURCE)
-    assert index.save_id == "another"
-    assert index.tensors["s"].chunks[0].offset == 1 << 50
-
-
 # Plans.
 
 
-def with_chunk(change: Callable[[SavedChunk], SavedChunk]) -> Index:
-    """The example, with another first chunk of w."""
-    index = parse(example())
-    w = index.tensors["w"]
-    chunks = [change(w.chunks[0]), *w.chunks[1:]]
-    return Index(SAVE_ID, {**index.tensors, "w": w._replace(chunks=chunks)}, index.plain)
-
-
-def test_layouts_differ_when_anything_of_them_does():
+def test_layouts_differ_when_any_part_of_them_does():
     index = parse(example())
     (tensor, chunk), *rest = index.chunks_by_rank[0]
     box = chunk.box
@@ -441,63 +355,6 @@ def test_layouts_differ_when_anything_of_them_does():
     assert index.layout_of(0) != index.layout_of(1)
 
 
-def test_the_layout_of_a_rank_is_its_own_and_the_same_after_reading():
-    index = parse(example())
-    other = with_chunk(lambda chunk: chunk._replace(offset=0))
-    assert other.layout_of(0) != index.layout_of(0)
-    again = Index.from_bytes(index.to_bytes(), marker(), SOURCE)
-    assert [again.layout_of(rank) for rank in range(3)] == [
-        index.layout_of(rank) for rank in range(3)
-    ]
-    # What another rank writes makes no difference: a rank reckons its own chunks alone.
-    own = Index(
-        SAVE_ID,
-        {"w": index.tensors["w"]._replace(chunks=index.tensors["w"].chunks[:1])},
-        index.plain,
-    )
-    assert own.layout_of(0) == index.layout_of(0)
-
-
-BLOCKS = {0: (1, 1), 1: (1, 1, 1)}  # of each chunk of the example
-
-
-def manifest(rank: int, **changed: Any) -> Manifest:
-    index = parse(example())
-    digests = tuple((digest(b""),) * number for number in BLOCKS[rank])
-    values = {"save_id": SAVE_ID, "rank": rank, "layout": index.layout_of(rank), "digests": digests}
-    return Manifest(**{**values, **changed})
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (manifest(0, save_id="another"), "Expected save id a save in here, got another."),
-        (manifest(1), "Expected rank 0 in here, got 1."),
-        (
-            manifest(0, layout=digest(b"another")),
-            "Expected rank 0 to have written the 2 chunks of the index, got 2 others in here.",
-        ),
-        (
-            manifest(0, digests=((digest(b""),),)),
-            "Expected rank 0 to have written the 2 chunks of the index, got 1 others in here.",
-        ),
-        (
-            manifest(0, digests=((digest(b""),), (digest(b""),) * 2)),
-            "Expected 1 digests of 'p' at (0,) in here, got 2.",
-        ),
-        (
-            manifest(0, digests=((), (digest(b""),))),
-            "Expected 1 digests of 'w' at (0, 0) in here, got 0.",
-        ),
-    ],
-)
-def test_a_manifest_that_does_not_fit_the_index_is_found(found: Manifest, message: str):
-    index = parse(example())
-    assert list(manifest_problems(found, 0, index, "here")) == [message]
-    assert list(manifest_problems(manifest(0), 0, index, "here")) == []
-    assert list(manifest_problems(manifest(1), 1, index, "here")) == []
-
-
 # Files.
 
 
@@ -512,12 +369,3 @@ def test_a_data_file_ends_with_the_last_of_its_blobs():
         8192 - len(header),
         blob_layout(torch.bfloat16, ()).nbytes,
     )
-
-
-def test_chunks_in_another_file_do_not_lengthen_a_data_file():
-    members = example()
-    members["exported"]["x"][2][0][1] = 1 << 30
-    assert parse(members).data_file_nbytes(1) == parse(example()).data_file_nbytes(1)
-    # Not even where they are all of an entry.
-    members["tensors"]["y"] = ["float32", [4], [[2, 1 << 35, 0, 4]]]
-    assert parse(members).data_file_nbytes(1) == parse(example()).data_file_nbytes(1)

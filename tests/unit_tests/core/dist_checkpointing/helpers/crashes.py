@@ -1,11 +1,11 @@
 """Ranks that die, or whose file system fails, at a moment of a save that a test chooses, in
-processes of their own.
+separate processes.
 
-    `watched`             calls a function before each operation that changes a folder
-    `intercepted`         the same for all threads, and on request for operations that only look
-    `Kill`, `Fault`       such functions: what happens at operation n
-    `PowerCut`            another: knows what would be left if the machine lost its power
-    `forks()`, `Child`    processes to let it happen in
+    `watched`             calls a function before each operation that changes a directory
+    `intercepted`         the same for all threads, and on request for operations that only read
+    `Kill`, `Fault`       such functions, which act at operation n
+    `PowerCut`            another, which computes the files that a power cut may leave
+    `forks()`, `Child`    processes to run it in
 
 The operations of a rank are the same in every run, so the n-th is always the same moment.
 """
@@ -45,9 +45,7 @@ import torch
 from megatron.core import shared_file
 from megatron.core.dist_checkpointing.save import data_file
 
-PIECE_BYTES = (
-    64 << 10
-)  # the most that a watched file writes at once: a multiple of what direct I/O wants
+PIECE_BYTES = 64 << 10  # of one write to a watched file: a multiple of the alignment of direct I/O
 DEFAULT_TIMEOUT = 60.0  # seconds
 KILLED = "killed"
 
@@ -59,15 +57,15 @@ class Operation(NamedTuple):
     """One operation on a file system that is about to happen."""
 
     what: str  # "open" a new file, "read" an old one, "write", or the function's name in `os`
-    where: str  # below the watched folder, without what is drawn by lot
+    where: str  # relative to the watched directory, without random parts
     path: Path
     target: Path | None = None  # of a rename
-    write_some: Callable[[int], None] | None = None  # of a write: does only so many bytes of it
-    carry_out: Callable[[], object] | None = None  # of a function of `os`: does it now
+    write_some: Callable[[int], None] | None = None  # of a write: writes only so many bytes
+    carry_out: Callable[[], object] | None = None  # of a function of `os`: calls it now
 
     @property
     def is_change(self) -> bool:
-        """Whether others can see what it does; bringing something to disk they cannot."""
+        """Whether other processes can observe its effect. They cannot observe a sync."""
         return self.what in ("open", "write", *_CHANGES) and self.what != "fsync"
 
     def __str__(self) -> str:
@@ -82,18 +80,16 @@ _BY_LOT = [
     (re.compile(r"\.[0-9a-f]{16}\.tmp$"), ""),
     (re.compile(r"(\.[0-9a-z]+)?\.saving"), ".saving"),
     (re.compile(r"\.[0-9a-f]{16}\.deleting"), ".deleting"),
-    # Folders are emptied in the order of the file system.
+    # The order of entries in a directory depends on the file system.
     (re.compile(r"\.deleting/.*"), ".deleting/*"),
 ]
 
 
 @contextmanager
 def watched(root: Path, before: Before) -> Iterator[None]:
-    """While open, `before` is called ahead of every operation of this process on what is below
-    `root`.
+    """While open, `before` is called before every operation of this process below `root`.
 
-    It may raise what the operation is to raise. What it does itself, in whatever threads, is not
-    watched.
+    It may raise the error of the operation. Its own operations, in any thread, are not watched.
     """
     is_off = threading.Event()
 
@@ -111,12 +107,11 @@ def watched(root: Path, before: Before) -> Iterator[None]:
 
 @contextmanager
 def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Iterator[None]:
-    """As `watched`, but threads may call `before` at the same time. It must do nothing below
+    """As `watched`, but threads may call `before` at the same time, and it must not use files below
     `root`.
 
     Args:
-        looks_too: also calls it ahead of operations that change nothing: opening a file or folder
-            to read it, `stat`, `lstat`, `scandir`.
+        looks_too: whether to call it before operations that only read, such as `stat`, too.
     """
 
     def note(what: str, path: Path, target: Path | None = None, **how: Any) -> None:
@@ -163,7 +158,7 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
             room -= piece[-1].nbytes
 
         def write_some(nbytes: int) -> None:
-            # Direct I/O takes whole blocks alone.
+            # Direct I/O writes only whole blocks.
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             os.pwrite(descriptor, b"".join(piece)[:nbytes], offset)
@@ -186,15 +181,14 @@ def intercepted(root: Path, before: Before, *, looks_too: bool = False) -> Itera
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(io, "open", watched_open))
         stack.enter_context(mock.patch.object(os, "pwritev", watched_pwritev))
-        # Where memory begins differs from run to run, and with it what is written from where it
-        # lies, and with how many calls past the page cache. Here all of it is the former, and none
-        # the latter.
+        # Addresses of memory differ between runs, and decide which tensors are written in place and
+        # with direct I/O. Here all tensors are written in place, and none with direct I/O.
         stack.enter_context(mock.patch.object(data_file, "address_of", return_value=0))
         stack.enter_context(mock.patch.object(shared_file, "address_of", return_value=1))
         for name, wrapper in wrappers.items():
             stack.enter_context(mock.patch.object(os, name, wrapper))
 
-        # Before Python 3.11, pathlib has these functions in a class of its own.
+        # Before Python 3.11, pathlib has these functions in a separate class.
         accessor = getattr(pathlib, "_NormalAccessor", None)
         for name, wrapper in {**wrappers, "open": watched_open}.items():
             if hasattr(accessor, name):
@@ -215,13 +209,11 @@ def _without_lot(root: Path, path: Path) -> str:
     return where
 
 
-# What may happen
+# Failures
 
 
 class Kill:
-    """Ends this process, as `kill -9` does, at operation `number`: before it, or inside it if it is
-    a write.
-    """
+    """Kills this process before operation `number`, or in the middle of it if it is a write."""
 
     def __init__(self, number: int, num_written: int = 0) -> None:
         self._number = number
@@ -237,11 +229,9 @@ class Kill:
 
 
 class Fault:
-    """Operation `number` fails, and with `lasts` whatever comes after it and takes room on the
-    disk.
+    """Operation `number` fails, and with `lasts` also all later ones that need room on the disk.
 
-    With `is_carried_out` it has happened all the same, if it is a function of `os`, and only the
-    answer is an error.
+    With `is_carried_out`, a function of `os` succeeds before it raises the error.
     """
 
     def __init__(
@@ -283,7 +273,7 @@ class At:
 
 @dataclass
 class _File:
-    """Of which `synced` is on disk, and `descriptor` knows what else has been written."""
+    """A file: `synced` is on disk, and `descriptor` reads all that has been written."""
 
     synced: bytes = b""
     descriptor: int | None = None
@@ -291,8 +281,8 @@ class _File:
 
 @dataclass
 class _Folder:
-    """Entries as programs see them, those that are on disk, and the steps between, any of which may
-    be.
+    """A directory: its entries as programs see them, the entries on disk, and the changes between,
+    any of which may have reached the disk.
     """
 
     seen: dict[str, _File | _Folder] = field(default_factory=dict)
@@ -307,15 +297,14 @@ class _Folder:
 
 
 class PowerCut:
-    """Follows the operations on a folder, and knows what of it a power cut may leave.
+    """Follows the operations on a directory, and computes what a power cut may leave of it.
 
-    A file has what it had when it was synced last, or any beginning of what has been written since.
-    A folder has the entries that it had when it was synced last, and any of the changes since, a
-    rename being one change.
+    A file has its contents at its last sync, or any prefix of the later contents. A directory has
+    its entries at its last sync, with any of the later changes; a rename is one change.
     """
 
     def __init__(self, root: Path) -> None:
-        """With all that is there on disk."""
+        """Starts with all existing files on disk."""
         self._path = root
         self._root = self._scan(root)
 
@@ -342,7 +331,7 @@ class PowerCut:
             folder.change([name], {})
 
     def leave(self, target: Path, lot: random.Random) -> None:
-        """Writes down what is left, and what is not is by lot."""
+        """Writes a random image of the files that are left."""
         self._leave(self._root, target, lot)
 
     def _leave(self, folder: _Folder, target: Path, lot: random.Random) -> None:
@@ -383,13 +372,10 @@ _NEWNS, _NEWUSER, _PRIVATE, _REMOUNT = (
     0x44000,
     0x20,
 )  # <linux/sched.h>, <linux/mount.h>
-_CAPABILITY_VERSION = 0x20080522
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> bool:
-    """Mounts a file system of its own on a folder, for this process and its forks alone. Whether
-    that is permitted.
-    """
+    """Mounts a new file system, for this process and its forks only. Returns whether it may."""
     libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
     if libc.unshare(_NEWNS) != 0:
         if libc.unshare(_NEWNS | _NEWUSER) != 0:
@@ -404,7 +390,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> bool:
 
 
 def resize_disk(folder: Path, nbytes: int) -> None:
-    """Gives what `mount_small_disk` mounted another size."""
+    """Changes the size of a file system of `mount_small_disk`."""
     assert _mount(folder, nbytes, _REMOUNT)
 
 
@@ -415,20 +401,11 @@ def _mount(folder: Path, nbytes: int, flags: int) -> bool:
     )
 
 
-def give_up_privileges() -> None:
-    """From here on the permissions of files hold for this thread and those that it starts, even if
-    root runs it.
-    """
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    assert ctypes.CDLL(None).capset(header, nothing) == 0
-
-
 # Processes
 
 
 class DiedError(AssertionError):
-    """A process that was to answer ended otherwise."""
+    """A process ended without a result."""
 
 
 class Child:
@@ -446,12 +423,12 @@ class Child:
         os.close(answers)
 
     def result(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """What the function returned. DiedError, with its traceback, if it raised, was killed, or
-        does not answer.
+        """The function's result. DiedError, with its traceback, if it raised, was killed, or does
+        not end.
         """
         answer = self.end(timeout)
         if answer == KILLED:
-            raise DiedError("Expected an answer, got the end of the process by a signal.")
+            raise DiedError("The process was killed.")
         return answer
 
     def end(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
@@ -462,7 +439,7 @@ class Child:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             return KILLED
         if status or not content:
-            raise DiedError(f"Expected an answer, got the end of the process with status {status}.")
+            raise DiedError(f"The process ended with status {status}.")
         is_good, result = cloudpickle.loads(content)
         if not is_good:
             raise DiedError(result)
@@ -470,7 +447,7 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it does nothing any more; before `end`."""
+        """Whether the process has ended; before `end`."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _read(self, timeout: float) -> bytes:
@@ -481,7 +458,7 @@ class Child:
             )
             if not ready:
                 os.kill(self.pid, signal.SIGKILL)
-                raise DiedError(f"Expected an answer within {timeout} s, got none.")
+                raise DiedError(f"The process did not end within {timeout} s.")
             part = os.read(self._answers, 1 << 20)
             if not part:
                 return content
@@ -489,7 +466,7 @@ class Child:
 
 
 def _answer(answers: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The life of a child. Ends the process, and nothing that the parent has."""
+    """Runs the function, and ends the process without the parent's exit handlers."""
     try:
         try:
             content = cloudpickle.dumps((True, function(*args)))
@@ -502,9 +479,7 @@ def _answer(answers: int, function: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 class Forks:
-    """A process that has imported what tests need, and has no threads, whose locks a fork would
-    copy as they are.
-    """
+    """A process that has imported modules and has no threads, so that it can fork safely."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         context = get_context("spawn")
@@ -516,16 +491,14 @@ class Forks:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> Any:
-        """Calls `function(*args)` in a fork, and returns what it returned: nothing of a class of
-        the test's own.
-        """
+        """Returns `function(*args)` from a fork. The result must not have a class of the test."""
         # Test files cannot be imported there.
         module = sys.modules.get(function.__module__)
         if module is not None and not module.__name__.startswith("tests."):
             cloudpickle.register_pickle_by_value(module)
         self._pipe.send_bytes(cloudpickle.dumps((function, args, timeout)))
         if not self._pipe.poll(timeout + 30.0):
-            raise DiedError(f"Expected an answer within {timeout} s, got none.")
+            raise DiedError(f"The process did not end within {timeout} s.")
         is_good, result = cloudpickle.loads(self._pipe.recv_bytes())
         if not is_good:
             raise DiedError(result)
@@ -538,7 +511,7 @@ class Forks:
 
 @contextmanager
 def forks(*modules: str) -> Iterator[Forks]:
-    """A process to run functions in forks of, which has imported these modules."""
+    """A process that has imported these modules, to run functions in its forks."""
     found = Forks(modules)
     try:
         yield found
@@ -549,7 +522,7 @@ def forks(*modules: str) -> Iterator[Forks]:
 def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # or every fork would copy what it looks through for garbage
+    gc.freeze()  # a collection in a fork would copy all pages
     while True:
         try:
             function, args, timeout = cloudpickle.loads(pipe.recv_bytes())
@@ -561,7 +534,7 @@ def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
         except DiedError as died:
             answer = (False, str(died))
         finally:
-            # With all that it has forked.
+            # With all of its forks.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         pipe.send_bytes(cloudpickle.dumps(answer))

@@ -1,15 +1,14 @@
 """Ranks that save together, one operation at a time, in an order that a test chooses.
 
-Each rank is a manager in this process. Its threads stop ahead of every operation on the file
-system, and only one rank is let through at a time:
+Each rank is a manager in this process. Its threads stop before every operation on the file system,
+and only one rank runs at a time:
 
     ranks = Interleaved(root, world_size)
     outcome = ranks.save(pauses=Pause(rank=1, at=17, other=0, until=25), fault=None)
 
-runs rank 1 up to its 17th operation, then rank 0 until it has done its 25th or cannot go on, then
-rank 1 to its end, then the others. Time is not the machine's: a rank that looks for something in
-vain, waits and looks again moves a clock of its own on by that wait. So a timeout of ten minutes
-passes at once, and "within seconds" is exact.
+runs rank 1 up to its 17th operation, then rank 0 until it has done its 25th or cannot continue,
+then rank 1 to its end, then the others. Time is simulated: a rank that polls advances its clock by
+each wait. So a timeout of ten minutes passes at once, and "within seconds" is exact.
 """
 
 from __future__ import annotations
@@ -65,20 +64,16 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What has become of a save."""
+    """The results of a save."""
 
     endings: list[str | None]  # of each rank: its error; None: published
-    operations: list[list[str]]  # what each has done
-    num_in_pause: (
-        int  # operations of the other rank by the time the pause ended; -1: the pause never began
-    )
+    operations: list[list[str]]  # of each rank
+    num_in_pause: int  # operations of the other rank when the pause ended; -1: no pause
     seconds: float  # on the clock of the rank that waited longest
 
 
 class _Rank:
-    """Where a rank is. It is `ready` ahead of an operation, `waits` between two looks, or has
-    `ended`.
-    """
+    """A rank `runs`, is `ready` before an operation, `waits` while it polls, or has `ended`."""
 
     def __init__(self) -> None:
         self.state = "runs"
@@ -88,7 +83,7 @@ class _Rank:
 
 
 class _Schedule:
-    """Lets one rank through at a time, as a pause has it, or else the first that can go on."""
+    """Runs one rank at a time: the one that the pause selects, or the first that can continue."""
 
     def __init__(self, world_size: int, pause: Pause | None, fault: Fault | None) -> None:
         self.ranks = [_Rank() for _ in range(world_size)]
@@ -149,7 +144,7 @@ class _Schedule:
             self._turn = None
 
     def _next(self) -> None:
-        """Once no rank runs, says whose turn it is."""
+        """Selects the next rank once no rank runs."""
         if self._turn is not None or any(rank.state == "runs" for rank in self.ranks):
             return
         turn = self._choose()
@@ -162,22 +157,21 @@ class _Schedule:
         pause = self._pause
         if pause is not None and self.num_in_pause < 0 and self._is_at(pause):
             done = len(self.ranks[pause.other].operations)
-            if done <= pause.until and self._can_go_on(pause.other):
+            if done <= pause.until and self._can_continue(pause.other):
                 return pause.other
             self.num_in_pause = done
 
-        # A rank that waits can only look; when it does so relative to others, pauses in the middle
-        # of its looks decide.
+        # A waiting rank can only poll. Pauses between its operations decide when it does.
         everyone = range(len(self.ranks))
         able = [number for number in everyone if self.ranks[number].state == "ready"]
-        able = able or [number for number in everyone if self._can_go_on(number)]
+        able = able or [number for number in everyone if self._can_continue(number)]
         for number in (pause.rank, pause.other) if pause is not None else ():
             if number in able:
                 return number
         if able:
             return able[0]
 
-        # All wait for each other: only time helps.
+        # All ranks wait for each other, so time has to pass.
         waiting = [rank for rank in self.ranks if rank.state == "waits"]
         if not waiting:
             return None
@@ -189,8 +183,8 @@ class _Schedule:
         rank = self.ranks[pause.rank]
         return rank.state == "ready" and len(rank.operations) == pause.at
 
-    def _can_go_on(self, number: int) -> bool:
-        """A rank that has looked in vain need not look again before something has changed."""
+    def _can_continue(self, number: int) -> bool:
+        """A waiting rank need not poll again before the directory has changed."""
         rank = self.ranks[number]
         return rank.state == "ready" or (
             rank.state == "waits" and rank.num_changes_seen != self._num_changes
@@ -198,7 +192,7 @@ class _Schedule:
 
 
 class _Closing(threading.Event):
-    """What a rank waits for between two looks."""
+    """The event that a rank waits for while it polls."""
 
     def __init__(self, schedule: _Schedule) -> None:
         super().__init__()
@@ -212,7 +206,7 @@ class _Closing(threading.Event):
 
 
 class Interleaved:
-    """Ranks that save to one folder, again and again."""
+    """Ranks that save to one directory repeatedly."""
 
     def __init__(self, root: Path, world_size: int) -> None:
         self._root = root
@@ -221,7 +215,7 @@ class Interleaved:
         self._contents = [self._state.contents(rank, world_size) for rank in range(world_size)]
 
     def save(self, pause: Pause | None = None, fault: Fault | None = None) -> Outcome:
-        """Ranks of their own save the new checkpoint under a schedule of their own."""
+        """New ranks save the new checkpoint under a new schedule."""
         schedule = _Schedule(self._world_size, pause, fault)
         with ExitStack() as stack:
             stack.enter_context(_clock(schedule.now))
@@ -260,7 +254,7 @@ class Interleaved:
 
 @contextmanager
 def _clock(now: Callable[[], float]) -> Iterator[None]:
-    """The ranks' clocks in the place of the machine's, and buffers that are made quickly."""
+    """Replaces the machine's clock by the ranks' clocks, and uses small buffers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher_module, "time", SimpleNamespace(monotonic=now))
         patch.setattr(

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are there at most while something runs."""
+"""The peak of the bytes in tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """The bytes of tensors that this thread has made and that are still there, at their peak."""
+    """The peak of the bytes in tensors that this thread has created and that are alive."""
 
     def __init__(self) -> None:
         super().__init__()

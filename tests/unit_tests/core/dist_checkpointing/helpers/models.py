@@ -1,5 +1,5 @@
-"""Small GPTs with their optimizers in every setting that a checkpoint must not depend on, and what
-each really holds.
+"""Small GPTs and optimizers in every setting that a checkpoint must not depend on, with their full
+tensors.
 
     # On all ranks together:
     trained = Trained(Setting("hsdp", fraction=0.5, is_fused=False), seed=0)
@@ -7,8 +7,8 @@ each really holds.
     trained.save(root)
     expected = full_tensors(trained)                                           # by canonical key
 
-`full_tensors` puts a run's tensors together with the engine's own collectives, and names them by a
-table that is written down here: it shares nothing with the arithmetic of checkpoints.
+`full_tensors` gathers a run's tensors with the engine's collectives, and names them by a table in
+this file. It does not use the arithmetic of checkpoints.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from tests.helpers.checkpoints import install_param_groups
 
 HSDP, HFSDP = "hsdp", "hfsdp"  # on four ranks, 2 x 2
 ITERATION = 2  # that is saved
-DELAY = 0.1  # seconds that something is held back, so that whoever does not wait for it comes first
+DELAY = 0.1  # seconds by which an operation is delayed, to detect code that does not wait for it
 VOCAB = 61  # rows that no number of ranks divides
 NUM_SEQUENCES = 12  # of a step, so that 1, 2, 3 and 4 ranks have equally many
 SEQUENCE_LENGTH = 8
 DEVICE = Device("cpu")
 
-# Of the fused layers: what the checkpoint has in the place of each, in the order of the rows.
+# The sections of each fused layer in a checkpoint, in the order of the rows.
 SECTIONS = {"linear_qkv": ("query", "key", "value"), "linear_fc1": ("gate", "up")}
 
 
@@ -79,12 +79,10 @@ def moments(exp_avg: str, exp_avg_sq: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Setting(NamedTuple):
-    """What a checkpoint must not depend on, but for `is_tied` and the optimizer."""
+    """Settings that a checkpoint must not depend on, except `is_tied` and the optimizer."""
 
     strategy: str = "optim_grads_params"
-    fraction: float | None = (
-        None  # that is offloaded; None: by another optimizer, which offloads nothing
-    )
+    fraction: float | None = None  # that is offloaded; None: an optimizer without offloading
     is_fused: bool = True
     is_tied: bool = True
     compute_dtype: torch.dtype = torch.float32
@@ -104,7 +102,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class _Apart:
-    """Layers in the place of a fused one."""
+    """Layers instead of a fused one."""
 
     layers: tuple[Linear, ...]
 
@@ -116,7 +114,7 @@ class _Apart:
 
 
 class UnfusedAttention(SelfAttention):
-    """Has layers `query`, `key` and `value` beside `linear_proj`."""
+    """Has layers `query`, `key` and `value` next to `linear_proj`."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int) -> None:
         super().__init__(spec, hidden_size, init_std=0.02, output_init_std=0.02)
@@ -128,7 +126,7 @@ class UnfusedAttention(SelfAttention):
 
 
 class UnfusedMLP(MLP):
-    """Has layers `gate` and `up` beside `linear_fc2`."""
+    """Has layers `gate` and `up` next to `linear_fc2`."""
 
     def __init__(self, spec: DenseSpec, hidden_size: int) -> None:
         super().__init__(spec, hidden_size, init_std=0.02, output_init_std=0.02)
@@ -141,9 +139,7 @@ class UnfusedMLP(MLP):
 
 
 def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB) -> GPTModel:
-    """On meta, of shapes of which three and four ranks cut sections in two, and have nothing of
-    some tensors.
-    """
+    """A model on meta, whose sections are cut by three or four ranks."""
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=24,
@@ -156,7 +152,7 @@ def build_gpt(setting: Setting, *, num_layers: int = 2, vocab_size: int = VOCAB)
         untie_embeddings_and_output_weights=not setting.is_tied,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Each token goes to all experts: what is sent depends on no values.
+        # Each token is sent to all experts, so that the traffic does not depend on values.
         num_experts=None if setting.expert_size is None else 4,
         moe_router_topk=2 if setting.expert_size is None else 4,
     )
@@ -227,9 +223,7 @@ class Trained:
         self.optimizer = build_optimizer(self.model, config, lr, self.world_size, plan=plan)
 
     def step(self, number: int) -> float:
-        """Trains on the global batch of this number, which all world sizes divide among their
-        ranks; its mean loss.
-        """
+        """Trains on a global batch, divided among the ranks. Returns its mean loss."""
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, VOCAB, (NUM_SEQUENCES, SEQUENCE_LENGTH + 1), generator=generator)
         own = tokens.chunk(self.world_size)[self.rank]
@@ -242,7 +236,7 @@ class Trained:
         return float(total) / self.world_size
 
     def delay_update(self) -> None:
-        """The update of the next step, if it goes on beside what comes then, begins late."""
+        """Delays the update of the next step, if it overlaps with later work."""
         if isinstance(self.optimizer.optimizer, HybridDeviceOptimizer):
             self.optimizer.optimizer._sides.host_side.lanes.host.enqueue(lambda: time.sleep(DELAY))
 
@@ -260,11 +254,11 @@ class Trained:
         with manager_of(root, self) as manager:
             manager.save(ITERATION, self.contents(**options), {"iteration": ITERATION})
             manager.finish()
-        # Rank 0 is done when it has published, the others when they have noticed.
+        # Rank 0 ends when it has published, the others when they have seen it.
         dist.barrier()
 
     def load(self, root: str, skip: Sequence[str] = ()) -> int:
-        """Loads the checkpoint, but for keys like `skip`. Returns the bytes read on this rank."""
+        """Loads the checkpoint, except keys like `skip`. Returns the bytes read on this rank."""
         checkpoint = open_checkpoint(root)
         contents = self.contents()
         num_bytes = load_entries(checkpoint, contents, check_contents(checkpoint, contents, skip))
@@ -275,7 +269,7 @@ class Trained:
 
 
 def manager_of(root: str | Store, trained: Trained, token: str = "test") -> CheckpointManager:
-    """A manager that needed no other rank to be made."""
+    """A manager that is constructed without communication."""
     store = open_store(root) if isinstance(root, str) else root
     return CheckpointManager(
         store, DEVICE, trained.rank, trained.world_size, token, timeout_seconds=60.0
@@ -287,9 +281,7 @@ def open_checkpoint(root: str) -> PublishedCheckpoint:
 
 
 def train_and_save(root: str, setting: Setting, model: nn.Module | None = None) -> list[float]:
-    """On all ranks: steps, and a checkpoint with all that it must hold beside it. Answers the next
-    losses.
-    """
+    """Trains, saves a checkpoint, and stores its expected tensors. Returns the next losses."""
     trained = Trained(setting, seed=0, model=model)
     for number in range(ITERATION):
         trained.step(number)
@@ -301,21 +293,20 @@ def train_and_save(root: str, setting: Setting, model: nn.Module | None = None) 
 
 
 def next_losses(trained: Trained) -> list[float]:
-    """Of the steps that follow the checkpoint."""
+    """The losses of the steps after the checkpoint."""
     return [trained.step(number) for number in range(ITERATION, ITERATION + 2)]
 
 
 def expected_tensors(root: str) -> dict[str, torch.Tensor]:
-    """What the checkpoint of `train_and_save` must hold."""
+    """The expected tensors of the checkpoint of `train_and_save`."""
     return torch.load(f"{root}/expected.pt", weights_only=True)
 
 
-# What a run holds
+# The tensors of a run
 
 
 def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
-    """Every tensor of a run but its buffers, whole and on every rank, by the key that a checkpoint
-    has it under.
+    """Every tensor of a run except buffers, whole and on every rank, by its key in checkpoints.
 
     Values of states in a format with a scale are in fp32. All ranks call it together.
     """
@@ -348,7 +339,7 @@ def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
 
 
 def canonical(fqn: str, num_rows: int) -> list[tuple[str, int]]:
-    """Under which names a checkpoint has a parameter of the GPT, and the rows of each."""
+    """The names of a parameter of the GPT in a checkpoint, and the rows of each."""
     *path, layer, name = fqn.split(".")
     sections = SECTIONS.get(layer)
     if sections is None:
@@ -364,7 +355,7 @@ def canonical(fqn: str, num_rows: int) -> list[tuple[str, int]]:
 def gathered(
     parts: dict[nn.Parameter, torch.Tensor],
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Whole tensors, of what each rank has of them, which lies as the parameter does."""
+    """Gathers whole tensors from the ranks' parts, which are sharded like the parameter."""
     groups: dict[FsdpParameterGroup | None, list[nn.Parameter]] = {}
     for parameter in parts:
         groups.setdefault(group_of(parameter), []).append(parameter)
@@ -384,7 +375,7 @@ def gathered(
 
 
 def local_values(trained: Trained) -> dict[str, torch.Tensor]:
-    """Copies of all that this rank has of a run, its buffers too."""
+    """Copies of this rank's tensors, including buffers."""
     trained.optimizer.synchronize()
     found = {name: buffer.clone() for name, buffer in trained.model.named_buffers()}
     for name, parameter in trained.model.named_parameters():
@@ -398,7 +389,7 @@ def local_values(trained: Trained) -> dict[str, torch.Tensor]:
 
 
 def differences(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """The keys that only one has, and those whose tensors are not equal bit by bit."""
+    """The keys that only one has, and the keys of tensors that are not equal bit by bit."""
     keys = sorted(got.keys() ^ expected.keys())
     return keys + [key for key in expected if key in got and not is_equal(got[key], expected[key])]
 

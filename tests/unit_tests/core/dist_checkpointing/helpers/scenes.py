@@ -1,5 +1,5 @@
-"""What tests save and load, and ranks that save together, each in a process of its own. Forks have
-this imported.
+"""States that tests save and load, and ranks that save together in separate processes. Forks have
+imported this module.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    latest_iteration,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
-from megatron.core.dist_checkpointing.store import LocalStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    LocalStore,
+    Store,
+    latest_iteration,
+    open_store,
+    published_iterations,
+)
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_weights import HfExport
@@ -51,11 +53,11 @@ CPU = Device("cpu")
 ABANDONED, OLD, NEW, LATER = 5, 10, 20, 30  # iterations
 DRAFT = f"{checkpoint_name(NEW)}.saving"  # as `Operation` shows it
 _MOST_RANKS = 4
-_UNTOUCHED = 255
+_UNSAVED = 255
 
 
 class GatedStore(LocalStore):
-    """A store whose disk does nothing until a gate is opened."""
+    """A store whose disk is blocked until a gate is opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -67,7 +69,7 @@ class GatedStore(LocalStore):
 
 
 class Size(NamedTuple):
-    """Of a model, and in which dtype its checkpoints have `hf/`, too."""
+    """The size of a model, and the dtype of `hf/` in its checkpoints."""
 
     dim: int
     num_layers: int
@@ -89,12 +91,13 @@ class Model(nn.Module):
 
 
 class State:
-    """What ranks save together: every tensor drawn for one iteration of one run, so that no two
-    have one in common.
-    """
+    """A model and its optimizer with random values, different for every iteration and run."""
 
     def __init__(self, iteration: int | None, run: int = 0, size: Size = WHOLE) -> None:
-        """With None, what nobody has saved, to be loaded into."""
+        """
+        Args:
+            iteration: None for a state to load into, with values that no run saves.
+        """
         self.iteration = iteration
         self.run = run
         self.size = size
@@ -107,8 +110,8 @@ class State:
         generator = torch.Generator().manual_seed(1000 * run + (iteration or 0))
         with torch.no_grad():
             for tensor in self.tensors().values():
-                values = torch.rand(tensor.shape, generator=generator) * _UNTOUCHED
-                tensor.copy_(torch.full_like(values, _UNTOUCHED) if iteration is None else values)
+                values = torch.rand(tensor.shape, generator=generator) * _UNSAVED
+                tensor.copy_(torch.full_like(values, _UNSAVED) if iteration is None else values)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, live."""
@@ -123,7 +126,7 @@ class State:
         return found
 
     def contents(self, rank: int = 0, world_size: int = 1) -> Contents:
-        """What a rank saves of it."""
+        """The contents of a rank's save."""
         private = {"rng.torch": self.private[rank]}
         contents = collect(
             self.model, self.optimizer, private=private, rank=rank, world_size=world_size
@@ -135,11 +138,11 @@ class State:
 
     @property
     def train_state(self) -> dict[str, Any]:
-        """Of the same run."""
+        """The train state of the same run."""
         return {"iteration": self.iteration, "run": self.run}
 
     def different(self, other: State) -> list[str]:
-        """What is not the same, to the bit, in another state."""
+        """The names of all values that differ in another state."""
         own, others = self.tensors(), other.tensors()
         assert own.keys() == others.keys()
         found = [name for name, value in others.items() if not torch.equal(own[name], value)]
@@ -180,7 +183,7 @@ def load(store: Store, iteration: int, size: Size = WHOLE) -> State:
 
 
 def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
-    """Loads a checkpoint, and asserts that it is what one run saved, `hf/` too. Returns which."""
+    """Asserts that a checkpoint, including `hf/`, has the values of one run. Returns the run."""
     state = load(store, iteration, size)
     if size.hf_dtype is not None:
         audit = Audit(store, checkpoint_name(iteration), lambda _: None)
@@ -194,9 +197,7 @@ def check_loads(store: Store, iteration: int, size: Size = WHOLE) -> int:
 
 
 def check_published(root: Path, size: Size = WHOLE) -> dict[int, int]:
-    """{iteration: the run that saved it} of the checkpoints that are there. Asserts that each is
-    whole.
-    """
+    """The run that saved each published checkpoint, by iteration. Asserts that each is whole."""
     store = open_store(root)
     published = published_iterations(store)
     runs = {iteration: check_loads(store, iteration, size) for iteration in published}
@@ -205,9 +206,7 @@ def check_published(root: Path, size: Size = WHOLE) -> dict[int, int]:
 
 
 def go_on(root: Path, size: Size = WHOLE) -> list[str]:
-    """A run that begins after another has died: it sweeps, and saves. Returns the folders that
-    there are then.
-    """
+    """Starts a run after another has died, which sweeps and saves. Returns all directories."""
     state = State(LATER, size=size)
     with CheckpointManager.start(str(root), CPU) as manager:
         manager.save(LATER, state.contents(), state.train_state)
@@ -219,7 +218,7 @@ def go_on(root: Path, size: Size = WHOLE) -> list[str]:
 def outcome_of_save(
     root: Path, before: Before | None = None, *, run: int = 0, size: Size = WHOLE
 ) -> str | None:
-    """One rank saves the new checkpoint, and keeps no other. Returns the error, if there is one."""
+    """A single rank saves the new checkpoint, and keeps no other. Returns its error, if any."""
     state = State(NEW, run, size)
     store = open_store(root)
     with (
@@ -237,7 +236,7 @@ def outcome_of_save(
 
 
 def make_old(root: Path, size: Size = WHOLE) -> None:
-    """A folder with the old checkpoint, and the draft of a run that has died."""
+    """Creates a directory with the old checkpoint and the draft of a run that has died."""
     save_by_two(root, OLD, size)
     shutil.copytree(
         root / checkpoint_name(OLD), root / f"{checkpoint_name(ABANDONED)}.dead1.saving"
@@ -246,7 +245,7 @@ def make_old(root: Path, size: Size = WHOLE) -> None:
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A folder in memory, if there is any for files: there, thousands of fsyncs take no time."""
+    """A directory in memory where the system has one, so that thousands of fsyncs are fast."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         prefix="checkpoints-", dir=memory if memory.is_dir() else None
@@ -255,12 +254,12 @@ def memory_folder() -> Iterator[Path]:
 
 
 class Scene(NamedTuple):
-    """What has become of two ranks that saved together, and of the run after them."""
+    """The results of two ranks that saved together, and of the run after them."""
 
     endings: list[str | None]  # of each rank: an error; KILLED; GAVE_UP; NOT_BEGUN; None: published
-    operations: list[list[str]]  # what each has done, or was about to
-    published: list[int]  # all that is published then, and whole
-    folders: list[str]  # once another run has gone on from there
+    operations: list[list[str]]  # of each rank, including the one at which it was killed
+    published: list[int]  # all published checkpoints, which are whole
+    folders: list[str]  # after the next run
 
 
 GAVE_UP, NOT_BEGUN = "gave up", "not begun"
@@ -273,13 +272,12 @@ def run_scene(
     is_hopeless: bool = False,
     size: Size = WHOLE,
 ) -> Scene:
-    """Two ranks save the new checkpoint beside the old one, each in a process of its own; then
-    another run goes on.
+    """Two ranks save the new checkpoint in separate processes; then another run continues.
 
     Args:
-        befores: by rank, what happens ahead of its operations.
-        struck: a rank that does not live to the end, or fails without being able to say so.
-        is_hopeless: the other one cannot publish without it, and is told to give up then.
+        befores: functions called before operations, by rank.
+        struck: a rank that is killed, or fails without being able to report it.
+        is_hopeless: whether the other rank cannot publish without it, and is stopped.
     """
     stop, tell = os.pipe()
     logs = [os.memfd_create("log") for _ in range(2)]
@@ -287,8 +285,7 @@ def run_scene(
     endings: list[str | None] = [NOT_BEGUN, NOT_BEGUN]
     for rank in range(2):
         ranks[rank] = Child(_save_as_rank, root, rank, befores.get(rank), logs[rank], stop, size)
-        # The second begins when the first has made the folder, or who makes it would be left to
-        # chance.
+        # The second starts when the first has made the directory, so that all runs are alike.
         if rank == 0 and not _comes_to(ranks[0], logs[0], f"open {DRAFT}/"):
             break
     if struck is not None:
@@ -302,9 +299,7 @@ def run_scene(
 
 
 def end_by_themselves(root: Path, timeout: float = 30.0, size: Size = WHOLE) -> list[str | None]:
-    """Two ranks save the new checkpoint, and nobody tells them to give up. Returns how they end,
-    within a time.
-    """
+    """Two ranks save the new checkpoint, and end within `timeout`. Returns their errors."""
     stop, _ = os.pipe()
     log = os.memfd_create("log")
     first = Child(_save_as_rank, root, 0, None, log, stop, size)
@@ -314,7 +309,7 @@ def end_by_themselves(root: Path, timeout: float = 30.0, size: Size = WHOLE) -> 
 
 
 def _comes_to(child: Child, log: int, operation: str) -> bool:
-    """Waits until a rank is at an operation, or has ended before."""
+    """Waits for an operation of a rank. Returns whether the rank has reached it before its end."""
     while True:
         has_ended = child.has_ended
         if operation.encode() in os.pread(log, 1 << 20, 0):
@@ -352,7 +347,7 @@ def _save_as_rank(
 
 
 def ending_of(manager: CheckpointManager) -> str | None:
-    """Waits for a save; what went wrong with it, None if it is published."""
+    """Waits for a save. Returns its error, or None if it is published."""
     try:
         manager.finish()
     except CheckpointError as failure:

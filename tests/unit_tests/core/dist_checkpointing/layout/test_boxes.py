@@ -36,7 +36,7 @@ def places(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(SHAPES.flatmap(lambda shape: st.tuples(boxes_in(shape), boxes_in(shape))))
-def test_an_overlap_is_what_lies_in_both(pair: tuple[Box, Box]):
+def test_an_overlap_has_the_elements_of_both_boxes(pair: tuple[Box, Box]):
     one, other = pair
     overlap = one.overlap(other)
     assert (set() if overlap is None else places(overlap)) == places(one) & places(other)
@@ -46,7 +46,7 @@ def test_an_overlap_is_what_lies_in_both(pair: tuple[Box, Box]):
 @given(
     SHAPES.flatmap(lambda shape: st.tuples(st.lists(boxes_in(shape), max_size=12), boxes_in(shape)))
 )
-def test_an_index_finds_what_overlaps_and_nothing_else(drawn: tuple[list[Box], Box]):
+def test_an_index_finds_exactly_the_overlapping_boxes(drawn: tuple[list[Box], Box]):
     boxes, wanted = drawn
     found = list(BoxIndex(boxes).overlaps(wanted))
     assert sorted(found) == [
@@ -56,7 +56,7 @@ def test_an_index_finds_what_overlaps_and_nothing_else(drawn: tuple[list[Box], B
     assert rows == sorted(rows)
 
 
-def test_an_index_looks_only_at_rows_that_are_near():
+def test_an_index_reads_only_boxes_with_near_rows():
     boxes = _Recording(Box((999 - number, 0), (1, 4)) for number in range(1000))
     index = BoxIndex(boxes)
     boxes.seen.clear()
@@ -65,7 +65,7 @@ def test_an_index_looks_only_at_rows_that_are_near():
 
 
 class _Recording(list[Box]):
-    """Remembers which boxes have been looked at."""
+    """Records the boxes that are read."""
 
     def __init__(self, boxes: Iterable[Box]) -> None:
         super().__init__(boxes)
@@ -76,7 +76,7 @@ class _Recording(list[Box]):
         return super().__getitem__(place)
 
 
-def test_boxes_without_elements_overlap_nothing():
+def test_boxes_without_elements_have_no_overlaps():
     assert Box((2,), (0,)).overlap(Box((0,), (4,))) is None
     assert list(BoxIndex([Box((0,), (4,))]).overlaps(Box((2,), (0,)))) == []
     assert list(BoxIndex([]).overlaps(Box((0,), (4,)))) == []
@@ -111,15 +111,3 @@ def test_ranges_hold_each_element_of_the_box_once_in_the_order_of_memory(
     assert (whole.start, whole.start + whole.span - 1) == (seen[0], seen[-1])
     if whole.span <= max_span and max_gap >= memory.numel():
         assert parts == [whole]
-
-
-def test_the_example_of_the_module_is_one_range_or_three():
-    two_columns = Box((0, 0), (3, 2))
-    assert [
-        (part.start, part.span) for part in ranges(two_columns, (3, 5), max_span=99, max_gap=3)
-    ] == [(0, 12)]
-    assert [part.start for part in ranges(two_columns, (3, 5), max_span=99, max_gap=2)] == [
-        0,
-        5,
-        10,
-    ]

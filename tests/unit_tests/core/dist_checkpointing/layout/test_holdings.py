@@ -1,4 +1,4 @@
-"""Who holds and who writes which chunk, against tensors that are really cut."""
+"""Which rank holds and which rank writes each chunk, compared with sharded tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def counts(shape: tuple[int, ...], boxes: Iterable[Box]) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(flat_shards())
-def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
+def test_holdings_of_a_flat_buffer_are_the_chunks_of_every_rank(shards):
     layout, mesh = shards.layout, shards.mesh
     whole = torch.full((layout.size,), -1)
     tensors = [
@@ -91,7 +91,7 @@ def test_chunks_of_a_flat_buffer_are_what_every_rank_holds(shards):
 
 @settings(deadline=None)
 @given(flat_shards())
-def test_every_element_is_written_once_by_one_who_holds_it(shards):
+def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
     tensors: list[tuple[Holdings, int]] = [
         (FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))
     ]
@@ -113,7 +113,7 @@ def test_every_element_is_written_once_by_one_who_holds_it(shards):
 
 @settings(deadline=None)
 @given(flat_shards())
-def test_a_rank_alone_knows_what_it_writes(shards):
+def test_a_rank_computes_its_shares_from_its_holdings_alone(shards):
     tensors = [(FlatTensor(shards, i), 2) for i in range(len(shards.layout.tensor_shapes))]
     everyone = list(shares(tensors))
     for rank in shards.mesh.ranks:
@@ -123,7 +123,7 @@ def test_a_rank_alone_knows_what_it_writes(shards):
 
 @settings(deadline=None)
 @given(flat_shards())
-def test_those_who_hold_the_same_write_as_many_bytes_to_within_a_row(shards):
+def test_ranks_with_the_same_holdings_write_the_same_bytes_to_within_a_row(shards):
     tensors = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
     nbytes = dict.fromkeys(shards.mesh.ranks, 0)
     for _, box, owner in shares(tensors):
@@ -135,7 +135,7 @@ def test_those_who_hold_the_same_write_as_many_bytes_to_within_a_row(shards):
         assert max(written) - min(written) <= 2 * largest_row
 
 
-def test_the_drawing_in_the_note_is_what_is_computed():
+def test_the_example_in_the_note_is_right():
     tensors = [(Replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
     owners = [[owner] * box.sizes[0] for _, box, owner in shares(tensors)]
     assert list(itertools.chain(*owners)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -184,7 +184,7 @@ def test_sections_are_the_rows_of_the_whole(shards, data):
     assert {holding.ranks for holding in found} == {holding.ranks for holding in whole.holdings()}
 
 
-def test_a_section_looks_only_at_chunks_that_are_near():
+def test_a_section_reads_only_near_chunks():
     """An expert's rows are one of hundreds of sections, on as many ranks."""
 
     class Rows:

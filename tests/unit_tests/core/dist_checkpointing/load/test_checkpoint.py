@@ -27,16 +27,13 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.load import chunk_data
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.load.data_source import Then, ignore
-from megatron.core.dist_checkpointing.store import LocalStore, open_store
+from megatron.core.dist_checkpointing.store import LocalStore, Then, ignore, open_store
 from tests.helpers.checkpoints import (
     Cut,
     chunks_of,
     mark_again,
     raw_bytes,
-    read_index,
     read_manifest,
     row_cuts,
     whole,
@@ -78,9 +75,7 @@ PLAIN = {"optimizer.param_groups": GROUPS, "rng.0.python": {"state": [1, 2, 3]}}
 
 
 class CountingStore(LocalStore):
-    """Remembers what has been read of data files, block by block or not: (path, offset, number of
-    bytes).
-    """
+    """Records the reads of data files: (path, offset, number of bytes)."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -96,7 +91,7 @@ class CountingStore(LocalStore):
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with one checkpoint of three ranks. Not to be changed."""
+    """A root with one checkpoint of three ranks. Tests must not change it."""
     root = tmp_path_factory.mktemp("pristine")
     write_checkpoint(
         root / NAME, TENSORS, PLAIN, world_size=3, train_state={"progress": {"iteration": 10}}
@@ -136,7 +131,7 @@ def test_everything_is_read_as_it_was_saved(pristine: Path, verify: bool):
         assert raw_bytes(state[key]) == raw_bytes(tensor), key
 
 
-def test_what_is_in_a_checkpoint_is_known_without_reading_data(pristine: Path):
+def test_opening_a_checkpoint_reads_no_data(pristine: Path):
     store = CountingStore(pristine)
     checkpoint = PublishedCheckpoint.open(store, NAME)
     assert list(checkpoint.tensors) == list(TENSORS)
@@ -151,35 +146,6 @@ def test_what_is_in_a_checkpoint_is_known_without_reading_data(pristine: Path):
     assert store.reads == []
 
 
-class WithoutMetadata(LocalStore):
-    """A store in which nobody may read, or open, the file for other programs."""
-
-    def read(self, path: str, *most: int) -> bytes:
-        assert not path.endswith(METADATA_FILE), "read"
-        return super().read(path, *most)
-
-    def read_into(self, path: str, *others: Any) -> None:
-        assert not path.endswith(METADATA_FILE), "read"
-        super().read_into(path, *others)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_loads_do_not_read_what_is_for_other_programs(root: Path, verify: bool):
-    checkpoint = PublishedCheckpoint.open(WithoutMetadata(root), NAME, verify=verify)
-    for key, (tensor, _) in TENSORS.items():
-        out = torch.empty_like(tensor)
-        checkpoint.read(key, (0,) * tensor.dim(), out)
-        assert raw_bytes(out) == raw_bytes(tensor)
-    assert {key: checkpoint.read_plain(key) for key in checkpoint.plain} == PLAIN
-
-    # So it may say anything, as long as the marker has its size.
-    path = root / NAME / METADATA_FILE
-    path.write_bytes(bytes(path.stat().st_size))
-    assert read_all(root, verify).keys() == {*TENSORS, *PLAIN}
-    with pytest.raises(AssertionError, match="read"):
-        WithoutMetadata(root).read(f"{NAME}/{METADATA_FILE}")
-
-
 @st.composite
 def wanted_boxes(draw: st.DrawFn) -> tuple[str, Box]:
     key = draw(st.sampled_from(sorted(TENSORS)))
@@ -192,7 +158,7 @@ def wanted_boxes(draw: st.DrawFn) -> tuple[str, Box]:
 
 
 class Layouts:
-    """Memory of a given shape, in which a read may be asked to put what it finds."""
+    """Memory of a given shape to read into."""
 
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -209,7 +175,7 @@ class Layouts:
         ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(wanted_boxes(), st.sampled_from(["contiguous", "transposed", "part"]), st.booleans())
 def test_any_box_is_read_into_any_memory(
     pristine: Path, wanted: tuple[str, Box], layout: str, verify: bool
@@ -225,15 +191,7 @@ def test_any_box_is_read_into_any_memory(
         assert checkpoint.read(key, box.offsets, nothing) == num_read
 
 
-def test_a_single_element_of_any_stride_is_read(checkpoint: PublishedCheckpoint):
-    out = torch.zeros(1, 3, 1).permute(2, 1, 0)[:, :1]
-    assert out.is_contiguous()
-    assert out.stride() == (1, 1, 3)
-    checkpoint.read("model.grid", (2, 1, 3), out)
-    assert out.item() == TENSORS["model.grid"][0][2, 1, 3]
-
-
-def test_what_lies_beside_the_box_is_left_alone(checkpoint: PublishedCheckpoint):
+def test_memory_around_the_box_is_not_written(checkpoint: PublishedCheckpoint):
     memory = torch.full((9, 8, 7), -1.0)
     checkpoint.read("model.grid", (1, 1, 1), memory[2:5, 3:7, 1:4])
     assert torch.equal(memory[2:5, 3:7, 1:4], TENSORS["model.grid"][0][1:4, 1:5, 1:4])
@@ -241,21 +199,10 @@ def test_what_lies_beside_the_box_is_left_alone(checkpoint: PublishedCheckpoint)
     assert (memory == -1).all()
 
 
-def test_small_pieces_of_staging_make_no_difference(
-    pristine: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(chunk_data, "_STAGING_BYTES", 48)
-    assert torch.equal(read_all(pristine)["model.big"], TENSORS["model.big"][0])
-    checkpoint = PublishedCheckpoint.open(open_store(pristine), NAME)
-    out = torch.zeros(6, 4, 5).permute(1, 0, 2)
-    checkpoint.read("model.grid", (0, 0, 0), out)
-    assert torch.equal(out, TENSORS["model.grid"][0])
-
-
 def test_only_the_blocks_that_a_box_touches_are_read(pristine: Path):
     store = CountingStore(pristine)
     checkpoint = PublishedCheckpoint.open(store, NAME)
-    # Rank 1's chunk begins at row ROWS + 1 and has two blocks and a bit less than a third.
+    # Rank 1's chunk starts at row ROWS + 1 and has two blocks and a part of a third.
     out = torch.empty(10, 64)
     first = (
         ROWS + 1 + BLOCK_BYTES // 256 - 4
@@ -269,7 +216,7 @@ def test_only_the_blocks_that_a_box_touches_are_read(pristine: Path):
     assert checkpoint.read("model.big", (ROWS + 1 + ROWS - 4, 0), one_row) == BLOCK_BYTES - 3 * 256
 
 
-def test_blocks_that_lie_in_the_box_are_read_once_to_where_they_belong(pristine: Path):
+def test_blocks_inside_the_box_are_read_once(pristine: Path):
     store = CountingStore(pristine)
     checkpoint = PublishedCheckpoint.open(store, NAME)
     out = torch.empty_like(TENSORS["model.big"][0])
@@ -279,7 +226,7 @@ def test_blocks_that_lie_in_the_box_are_read_once_to_where_they_belong(pristine:
 
 
 def test_columns_are_read_block_by_block_and_no_block_twice(tmp_path: Path):
-    # A row is two blocks; the wanted columns lie in the second of each.
+    # A row is two blocks; the wanted columns are in the second of each.
     columns = 2 * BLOCK_BYTES // 4
     tensor = torch.arange(6.0).reshape(6, 1) + torch.arange(columns) / columns
     write_checkpoint(tmp_path / NAME, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
@@ -344,10 +291,8 @@ def test_threads_may_read_side_by_side(checkpoint: PublishedCheckpoint):
 @pytest.mark.parametrize(
     ("key", "offsets", "out", "message"),
     [
-        ("model.grid", (0, 0), torch.empty(4, 6), "Expected a box of 'model.grid' of shape"),
         ("model.grid", (0, 0, 0), torch.empty(4, 6), "Expected a box of 'model.grid' of shape"),
         ("model.grid", (1, 0, 0), torch.empty(4, 6, 5), "got .4, 6, 5. at .1, 0, 0."),
-        ("model.grid", (-1, 0, 0), torch.empty(4, 6, 5), "Expected a box of 'model.grid' of shape"),
         (
             "model.grid",
             (0, 0, 0),
@@ -356,7 +301,7 @@ def test_threads_may_read_side_by_side(checkpoint: PublishedCheckpoint):
         ),
     ],
 )
-def test_a_box_that_is_not_in_the_tensor_is_refused(
+def test_a_box_outside_of_the_tensor_is_rejected(
     checkpoint: PublishedCheckpoint,
     key: str,
     offsets: tuple[int, ...],
@@ -393,30 +338,22 @@ FILES = [
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_missing_file_is_named(root: Path, file: str):
-    (root / NAME / file).unlink()
-    with pytest.raises(CheckpointDamagedError, match=file):
-        read_all(root)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("by", [-1, 1, -4096])
-def test_a_file_of_another_length_is_named(root: Path, file: str, by: int, verify: bool):
+def test_a_missing_file_or_one_of_another_length_is_named(root: Path, file: str):
     path = root / NAME / file
     content = path.read_bytes()
-    path.write_bytes(content[:by] if by < 0 else content + b" ")
-    with pytest.raises(CheckpointDamagedError, match=file):
-        read_all(root, verify)
+    for other in (content[:-1], content + b" ", b"", None):
+        path.unlink() if other is None else path.write_bytes(other)
+        with pytest.raises(CheckpointDamagedError, match=file):
+            read_all(root, verify=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    # Of `.metadata`, which no load reads, the audit tells.
+    # No load reads `.metadata`; the audit checks it.
     st.sampled_from([name for name in FILES if not name.endswith((".distcp", METADATA_FILE))]),
     st.data(),
 )
-def test_any_flipped_bit_in_a_small_file_is_noticed(pristine: Path, file: str, data: st.DataObject):
+def test_a_flipped_bit_in_a_small_file_is_detected(pristine: Path, file: str, data: st.DataObject):
     path = pristine / NAME / file
     content = path.read_bytes()
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
@@ -436,7 +373,7 @@ def _flipped(content: bytes, bit: int) -> bytes:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2), st.data())
-def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(
+def test_any_flipped_bit_in_data_is_detected_and_the_key_named(
     pristine: Path, rank: int, data: st.DataObject
 ):
     number = data.draw(st.integers(0, len(chunks_of(pristine / NAME, rank)) - 1))
@@ -458,18 +395,6 @@ def test_any_flipped_bit_in_data_is_noticed_and_the_key_named(
         path.write_bytes(content)
 
 
-def test_damage_in_one_block_does_not_hinder_reading_others(root: Path):
-    _, chunk = chunks_of(root / NAME, 0)[0]
-    path = root / NAME / data_file(0)
-    path.write_bytes(_flipped(path.read_bytes(), 8 * (chunk.offset + BLOCK_BYTES)))
-    checkpoint = PublishedCheckpoint.open(open_store(root), NAME)
-    rows = BLOCK_BYTES // 256
-    checkpoint.read("model.big", (0, 0), torch.empty(rows, 64))
-    checkpoint.read("model.big", (2 * rows, 0), torch.empty(5, 64))
-    with pytest.raises(CheckpointDamagedError, match=r"block 1 of 'model.big' at \(0, 0\)"):
-        checkpoint.read("model.big", (0, 0), torch.empty(rows + 1, 64))
-
-
 def test_a_file_that_is_cut_while_it_is_read_is_named(root: Path):
     checkpoint = PublishedCheckpoint.open(open_store(root), NAME)
     with (root / NAME / data_file(0)).open("r+b") as stream:
@@ -483,7 +408,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(root: Path):
         checkpoint.read("optimizer.state.big.step", (), torch.empty(()))
 
 
-def test_errors_of_the_system_that_are_no_damage_are_not_called_so(
+def test_errors_of_the_system_that_are_no_damage_have_another_type(
     pristine: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: Any) -> bytes:
@@ -497,43 +422,20 @@ def test_errors_of_the_system_that_are_no_damage_are_not_called_so(
     assert not isinstance(caught.value, CheckpointDamagedError)
 
 
-def test_a_manifest_of_another_save_is_refused(root: Path):
-    other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
-    shutil.copy(other / manifest_file(1), root / NAME / manifest_file(1))
-    with pytest.raises(
-        CheckpointDamagedError, match=f"digest .* {manifest_file(1)}|bytes in .*{manifest_file(1)}"
-    ):
-        read_all(root)
-    mark_again(root / NAME)
-    with pytest.raises(
-        CheckpointDamagedError,
-        match=f"Expected save id a-save in .*{manifest_file(1)}, got another",
-    ):
-        read_all(root)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda manifest: {"digests": manifest.digests[1:]},
-            r"Expected rank 0 to have written the 6 chunks of the index, got 5 others in .*_0.json",
-        ),
-        (
-            lambda manifest: {"digests": (*manifest.digests, ())},
-            r"Expected rank 0 to have written the 6 chunks of the index, got 7 others in .*_0.json",
-        ),
-        (
-            lambda _: {"layout": digest(b"another")},
-            r"Expected rank 0 to have written the 6 chunks of the index, got 6 others in .*_0.json",
-        ),
+        (lambda _: {"save_id": "another"}, "save id a-save in .*_0.json, got another"),
+        (lambda _: {"rank": 1}, "rank 0 in .*_0.json, got 1"),
+        (lambda _: {"layout": digest(b"another")}, "the 6 chunks .* got 6 others in .*_0.json"),
+        (lambda it: {"digests": it.digests[1:]}, "the 6 chunks .* got 5 others in .*_0.json"),
         (
             lambda manifest: {"digests": (manifest.digests[0][1:], *manifest.digests[1:])},
-            r"Expected 4 digests of 'model.big' at \(0, 0\) in .*manifest_0.json, got 3",
+            r"4 digests of 'model.big' at \(0, 0\) in .*manifest_0.json, got 3",
         ),
     ],
 )
-def test_a_manifest_that_contradicts_the_index_is_refused(root: Path, change: Any, message: str):
+def test_a_manifest_that_contradicts_the_index_is_rejected(root: Path, change: Any, message: str):
     manifest = read_manifest(root / NAME, 0)
     changed = replace(manifest, **change(manifest))
     (root / NAME / manifest_file(0)).write_bytes(changed.to_bytes())
@@ -542,90 +444,15 @@ def test_a_manifest_that_contradicts_the_index_is_refused(root: Path, change: An
         read_all(root)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda chunk: chunk._replace(rank=1),
-        lambda chunk: chunk._replace(file=data_file(1), offset=1 << 22),
-        lambda chunk: chunk._replace(offset=chunk.offset + 1),
-    ],
-)
-def test_an_index_that_ranks_have_not_written_by_is_refused(root: Path, change: Any):
-    index = read_index(root / NAME)
-    first, *others = index.tensors["model.small"].chunks
-    chunks = [change(first), *others]
-    tensor = index.tensors["model.small"]._replace(chunks=chunks)
-    wrong = replace(index, tensors={**index.tensors, "model.small": tensor})
-    with (root / NAME / data_file(1)).open("ab") as stream:
-        stream.write(bytes(1 << 22))  # room for what is moved there
-    (root / NAME / INDEX_FILE).write_bytes(wrong.to_bytes())
-    mark_again(root / NAME)
-    message = r"Expected rank [01] to have written the \d+ chunks of the index, got \d+ others"
-    with pytest.raises(CheckpointDamagedError, match=message):
-        read_all(root)
-
-
-def test_a_manifest_of_another_rank_is_refused(root: Path):
-    path = root / NAME / manifest_file(0)
-    shutil.copy(root / NAME / manifest_file(1), path)
-    mark_again(root / NAME)
-    with pytest.raises(
-        CheckpointDamagedError, match=r"Expected rank 0 in .*manifest_0.json, got 1"
-    ):
-        read_all(root)
-
-
-def test_an_index_that_names_other_files_is_refused(root: Path):
-    moved = {
-        key: (tensor, [cut._replace(rank=3) for cut in cuts])
-        for key, (tensor, cuts) in TENSORS.items()
-    }
-    elsewhere = write_checkpoint(root / "elsewhere", moved, PLAIN, world_size=4)
-    shutil.copy(elsewhere / INDEX_FILE, root / NAME / INDEX_FILE)
-    mark_again(root / NAME)
-    with pytest.raises(
-        CheckpointDamagedError, match=rf"Expected data files of 3 ranks in .*, got {data_file(3)}"
-    ):
-        PublishedCheckpoint.open(open_store(root), NAME)
-
-
-def test_an_index_of_another_save_is_refused(root: Path):
-    other = write_checkpoint(root / "other", TENSORS, PLAIN, world_size=3, save_id="another")
-    shutil.copy(other / INDEX_FILE, root / NAME / INDEX_FILE)
-    mark_again(root / NAME)
-    with pytest.raises(
-        CheckpointDamagedError, match=f"Expected save id a-save in .*{INDEX_FILE}, got another"
-    ):
-        PublishedCheckpoint.open(open_store(root), NAME)
-
-
-def test_a_data_file_that_is_shorter_than_the_index_says_is_refused(root: Path):
-    path = root / NAME / data_file(2)
-    path.write_bytes(path.read_bytes()[:-5000])
-    mark_again(root / NAME)
-    with pytest.raises(
-        CheckpointDamagedError,
-        match=f"Expected '.*' within the .* bytes of {data_file(2)} in .*{INDEX_FILE}, got byte",
-    ):
-        PublishedCheckpoint.open(open_store(root), NAME)
-
-
-def test_a_tensor_with_a_gap_is_refused_when_it_is_opened(tmp_path: Path):
-    cuts = row_cuts((7, 3), 2, 5)
-    write_checkpoint(tmp_path / NAME, {"model.w": (torch.ones(7, 3), [cuts[0]])}, {}, world_size=1)
-    with pytest.raises(CheckpointDamagedError, match=r"model\.w"):
-        PublishedCheckpoint.open(open_store(tmp_path), NAME)
-
-
 @pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
-def test_a_train_state_that_is_no_object_is_refused(root: Path, content: bytes):
+def test_a_train_state_that_is_no_object_is_rejected(root: Path, content: bytes):
     (root / NAME / TRAIN_STATE_FILE).write_bytes(content)
     mark_again(root / NAME)
     with pytest.raises(CheckpointDamagedError, match=TRAIN_STATE_FILE):
         PublishedCheckpoint.open(open_store(root), NAME)
 
 
-def test_plain_data_that_cannot_be_unpickled_safely_is_refused(root: Path):
+def test_plain_data_that_cannot_be_unpickled_safely_is_rejected(root: Path):
     folder = root / NAME
     tensor, chunk = chunks_of(folder, 0)[-1]
     assert tensor.key == "rng.0.python"

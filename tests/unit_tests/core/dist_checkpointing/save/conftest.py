@@ -1,4 +1,4 @@
-"""Where the tests of this folder save."""
+"""The directory that these tests save to."""
 
 from __future__ import annotations
 

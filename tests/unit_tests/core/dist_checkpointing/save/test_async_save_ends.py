@@ -1,27 +1,22 @@
-"""Saves beside the training that are given up or fail."""
+"""Saves that end early: closed, interrupted, or failed by an update."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES
-from megatron.core.dist_checkpointing.format.names import published_iterations
-from megatron.core.dist_checkpointing.save.data_file import DataFileWriter
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.dist_checkpointing.store import LocalStore, published_iterations
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
@@ -30,13 +25,12 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     Training,
     in_thread,
     saving,
-    staging,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore
 
 
 class SlowStore(LocalStore):
-    """A store whose disk writes nothing before a gate is opened."""
+    """A store whose disk writes only after a gate is opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -57,10 +51,7 @@ class SlowStore(LocalStore):
         return sink
 
 
-def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+def test_closing_aborts_a_save_on_a_slow_disk_before_all_of_it_is_written(tmp_path):
     store, model = SlowStore(tmp_path), nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
     manager = CheckpointManager(store, CPU, 0, 1, "abcd")
     manager.save(1, collect(model), {})
@@ -69,37 +60,8 @@ def test_closing_gives_up_a_save_whose_disk_is_slow_before_it_is_written(
     closing.join(SOON)
     store.gate.set()
     closing.join(60)
-    assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, (
-        "what was in the buffers, and one share"
-    )
-    assert "Expected time to finish the save, got the end of the run." in caplog.text
-    assert published_iterations(store) == []
-
-
-def test_closing_gives_up_a_save_whose_disk_is_slow_though_all_of_it_is_staged(
-    tmp_path, monkeypatch
-):
-    store, model, is_read = SlowStore(tmp_path), nn.Linear(1024, 2048), threading.Event()
-    finish = DataFileWriter.finish
-
-    def finish_then(file: DataFileWriter, meanwhile: Callable[[], None]) -> int:
-        is_read.set()
-        return finish(file, meanwhile)
-
-    monkeypatch.setattr(DataFileWriter, "finish", finish_then)
-    contents = collect(model, FusedAdam(model.parameters()))
-    with staging(1 << 30) as pools:
-        manager = CheckpointManager(store, CPU, 0, 1, "abcd", staging_share=0.5)
-        manager.save(1, contents, {})
-        assert store.is_writing.wait(60)
-        assert is_read.wait(60)
-        assert pools[0].staged_bytes > 24e6
-        closing = in_thread(manager.close)
-        while not manager._is_closing.is_set():
-            time.sleep(0.001)
-        store.gate.set()
-        closing.join(60)
-    assert store.num_bytes <= BLOCK_BYTES, "the write that was under way"
+    assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, "the buffers, and one tensor"
+    assert manager.num_failed == 1
     assert published_iterations(store) == []
 
 
@@ -122,7 +84,7 @@ def test_a_manager_that_is_closed_leaves_no_thread_behind(tmp_path):
         assert not thread.is_alive()
 
 
-def test_closing_gives_up_a_save_that_waits_for_another_rank_at_once(tmp_path):
+def test_closing_aborts_a_save_that_waits_for_another_rank_at_once(tmp_path):
     for rank in range(2):
         manager = CheckpointManager(LocalStore(tmp_path), CPU, rank, 2, f"abcd{rank}")
         manager.save(1, collect(nn.Linear(64, 64), rank=rank, world_size=2), {})
@@ -134,7 +96,7 @@ def test_closing_gives_up_a_save_that_waits_for_another_rank_at_once(tmp_path):
     assert published_iterations(LocalStore(tmp_path)) == []
 
 
-def test_an_exception_gives_up_the_save_and_is_what_comes_out(tmp_path):
+def test_an_exception_aborts_the_save_and_is_raised(tmp_path):
     store = GatedStore(tmp_path)
     opening = threading.Timer(SOON, store.gate.set)
 
@@ -171,5 +133,5 @@ def _an_update_fails(root: Path) -> None:
         manager.finish()
 
 
-def test_an_update_that_fails_is_why_the_save_does(home):
+def test_a_failed_update_fails_the_save(home):
     run_ranks(1, _an_update_fails, home / "update")

@@ -4,10 +4,8 @@ import errno
 import itertools
 import logging
 import random
-import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +37,7 @@ FILE = f"{FOLDER}/__0_0.distcp"
 
 
 class MemorySink:
-    """Keeps what is written, and checks that direct I/O could write it."""
+    """Keeps the written bytes, and checks that direct I/O could write them."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -66,7 +64,7 @@ class MemorySink:
 
 
 class FailingSink(MemorySink):
-    """A disk that is full from some write on, or when the file is to be ended."""
+    """A disk that is full from some write on, or when the file is closed."""
 
     def __init__(self, num_writes: int) -> None:
         super().__init__()
@@ -90,7 +88,7 @@ class FailingSink(MemorySink):
 
 
 class HeldSink(MemorySink):
-    """A disk that does nothing until it is told to."""
+    """A disk that writes only after an event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,18 +101,9 @@ class HeldSink(MemorySink):
         super().write(spans)
 
 
-class FullDevice(MemorySink):
-    """The system's own full disk."""
-
-    def write(self, spans: Sequence[memoryview]) -> None:
-        with Path("/dev/full").open("wb", buffering=0) as stream:
-            for span in spans:
-                stream.write(span)
-
-
 @pytest.fixture(scope="module")
 def pool() -> BufferPool:
-    """One for all tests: each must leave it free."""
+    """A pool for all tests: each must return its buffers."""
     return BufferPool(CPU, buffer_bytes=SMALL)
 
 
@@ -137,10 +126,10 @@ places = itertools.count(step=9973)
 
 
 def random_tensor(nbytes: int, shift: int = 64) -> torch.Tensor:
-    """Bytes that are unlike those of any other call.
+    """Random bytes, different in each call.
 
     Args:
-        shift: where they begin in a page. Direct I/O could not write them from most places.
+        shift: their offset in a page, which decides whether direct I/O could write them.
     """
     memory = torch.empty(nbytes + 2 * DATA_ALIGNMENT, dtype=torch.uint8)
     first = (shift - memory.data_ptr()) % DATA_ALIGNMENT
@@ -153,7 +142,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def check_usable(pool: BufferPool, disk: Lane) -> None:
-    """Whether a whole file can be written with these."""
+    """Writes a whole file."""
     sink, tensor = MemorySink(), random_tensor(5 * SMALL)
     writer = DataFileWriter(lambda: sink, pool, disk)
     assert writer.write_tensor(tensor) == digests_of(bytes_of(tensor))
@@ -162,7 +151,7 @@ def check_usable(pool: BufferPool, disk: Lane) -> None:
 
 
 class Model:
-    """The file that a writer should write, in the plainest way."""
+    """The expected contents of a data file."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -171,7 +160,7 @@ class Model:
         self.content += bytes(offset - len(self.content))
 
 
-# What is written.
+# Contents.
 
 NEAR_BOUNDARIES = st.builds(
     lambda unit, times, offset: max(0, unit * times + offset),
@@ -230,22 +219,17 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.float8_e4m3fn,
-        torch.uint8,
-        torch.int64,
-        torch.int16,
-        torch.bool,
-    ],
+    [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5)], ids=str)
-def test_tensors_of_any_type_and_shape_are_written_as_their_bytes(pool, disk, dtype, shape):
-    tensor = (torch.randn(shape) * 10).to(dtype)
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (1,), (5, 7), (400, 1000)], ids=str)
+@pytest.mark.parametrize("reads", ["host", "device"])
+def test_tensors_of_any_type_shape_and_strides_are_written_as_their_bytes(
+    pool, disk, dtype, shape, reads, monkeypatch
+):
+    if reads == "device":
+        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+    tensor = (torch.randn(shape) * 10).to(dtype).transpose(0, -1)
     sink = MemorySink()
     writer = DataFileWriter(lambda: sink, pool, disk)
     digests = writer.write_tensor(tensor)
@@ -255,20 +239,8 @@ def test_tensors_of_any_type_and_shape_are_written_as_their_bytes(pool, disk, dt
 
 
 @pytest.mark.parametrize("reads", ["host", "device"])
-def test_a_tensor_of_any_strides_is_written_row_by_row(pool, disk, reads, monkeypatch):
-    if reads == "device":
-        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
-    tensor, sink = torch.randn(400, 1000).t(), MemorySink()
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    digests = writer.write_tensor(tensor)
-    writer.finish()
-    assert sink.content == bytes_of(tensor.contiguous())
-    assert digests == digests_of(bytes_of(tensor.contiguous()))
-
-
-@pytest.mark.parametrize("reads", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 200_001)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 200_001)], ids=str)
 def test_a_state_with_a_scale_is_written_as_its_values(
     pool, disk, reads, dtype, shape, monkeypatch
 ):
@@ -285,7 +257,7 @@ def test_a_state_with_a_scale_is_written_as_its_values(
 
 
 class NotedLane:
-    """A lane that knows whether it is at work, and refuses what is asked of it from elsewhere."""
+    """A lane that records whether it is running."""
 
     def __init__(self) -> None:
         self.lane = CPU.lane("noted")
@@ -303,7 +275,7 @@ class NotedLane:
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(
+def test_values_computed_from_a_tensor_on_a_device_are_issued_with_its_copy(
     pool, disk, is_strided, monkeypatch
 ):
     lane, reads = NotedLane(), []
@@ -334,42 +306,6 @@ def test_what_is_computed_from_a_tensor_on_a_device_is_issued_with_its_copy(
     assert sink.content == bytes_of(values)
 
 
-def test_a_parameter_is_written_like_a_tensor(pool, disk):
-    parameter = torch.nn.Parameter(torch.randn(10, 10))
-    sink = MemorySink()
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write_tensor(parameter)
-    writer.finish()
-    assert sink.content == bytes_of(parameter.detach())
-
-
-def test_the_file_has_what_a_tensor_was_when_it_was_handed_over(pool, disk):
-    sink, tensor = HeldSink(), random_tensor(2 * SMALL)
-    before = bytes_of(tensor)
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write_tensor(tensor)
-    tensor.zero_()
-    assert sink.content == b"", "the disk has not begun"
-    sink.go_on.set()
-    writer.finish()
-    assert sink.content == before
-
-
-def test_the_saving_thread_waits_when_all_buffers_are_on_their_way(pool, disk):
-    sink, tensor = HeldSink(), random_tensor(6 * SMALL)
-    writer, before = DataFileWriter(lambda: sink, pool, disk), bytes_of(tensor)
-    saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
-    saving.start()
-    assert sink.has_begun.wait(300)
-    saving.join(0.1)
-    assert saving.is_alive()
-    assert writer.position <= NUM_BUFFERS * SMALL
-    sink.go_on.set()
-    saving.join()
-    assert writer.finish() == len(before)
-    assert sink.content == before
-
-
 def test_a_large_file_needs_no_more_memory_than_the_pool_and_the_next_one_takes_the_same(
     pool, disk
 ):
@@ -383,28 +319,13 @@ def test_a_large_file_needs_no_more_memory_than_the_pool_and_the_next_one_takes_
     assert len(addresses) == NUM_BUFFERS
 
 
-def test_a_file_on_disk_is_what_was_written(local, disk):
-    tensors = [random_tensor(nbytes) for nbytes in (1, BUFFER_BYTES + 5, BUFFER_BYTES, 100)]
-    model = Model()
-    writer = DataFileWriter(lambda: local.open_data(FILE), BufferPool(CPU), disk)
-    for tensor in tensors:
-        aligned = -(-len(model.content) // DATA_ALIGNMENT) * DATA_ALIGNMENT
-        writer.pad_to(aligned)
-        writer.write_tensor(tensor)
-        writer.write(b"footer")
-        model.pad_to(aligned)
-        model.content += bytes_of(tensor) + b"footer"
-    assert writer.finish() == local.size(FILE) == len(model.content)
-    assert local.read(FILE) == model.content
-
-
 # In place.
 
 LARGE = data_file._IN_PLACE_BYTES
 
 
-@pytest.mark.parametrize("nbytes", [LARGE, 3 * SMALL + 5, 9 * BLOCK_BYTES])
-def test_a_large_tensor_in_host_memory_is_written_from_where_it_lies(pool, disk, nbytes):
+@pytest.mark.parametrize("nbytes", [LARGE, 3 * SMALL + 5])
+def test_a_large_tensor_in_host_memory_is_written_in_place(pool, disk, nbytes):
     sink, tensor = HeldSink(), random_tensor(nbytes, MEMORY_ALIGNMENT)
     writer = DataFileWriter(lambda: sink, pool, disk)
     writer.write(bytes(DATA_ALIGNMENT))
@@ -433,7 +354,7 @@ def test_a_large_tensor_in_host_memory_is_written_from_where_it_lies(pool, disk,
         pytest.param(lambda: random_tensor(LARGE, 0).view(128, -1).t(), id="of other strides"),
     ],
 )
-def test_any_other_tensor_has_been_read_when_it_was_handed_over(pool, disk, make):
+def test_any_other_tensor_has_been_read_when_the_call_returns(pool, disk, make):
     sink, tensor = HeldSink(), make()
     writer, before = DataFileWriter(lambda: sink, pool, disk), bytes_of(tensor)
     writer.write_tensor(tensor)
@@ -444,7 +365,7 @@ def test_any_other_tensor_has_been_read_when_it_was_handed_over(pool, disk, make
     assert sink.content == before
 
 
-def test_a_disk_that_fails_has_let_go_of_a_tensor_that_it_was_given_in_place(pool, disk):
+def test_after_a_failure_of_the_disk_no_tensor_is_read_in_place(pool, disk):
     writer = DataFileWriter(lambda: FailingSink(1), pool, disk)
     tensor = random_tensor(LARGE, 0)
     writer.write_tensor(tensor)
@@ -462,13 +383,11 @@ def test_a_disk_that_fails_has_let_go_of_a_tensor_that_it_was_given_in_place(poo
 
 
 def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Makes the machine one with so much memory that is free, however much is taken."""
+    """Fixes the machine's free memory."""
     monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, nbytes)))
 
 
-def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same_memory(
-    disk, monkeypatch
-):
+def test_staging_does_not_wait_for_the_disk_and_the_next_file_reuses_its_memory(disk, monkeypatch):
     room_for(monkeypatch, 12 * SMALL)
     monkeypatch.setattr(data_file, "SLAB_BUFFERS", 2)
     pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
@@ -489,16 +408,8 @@ def test_a_file_that_is_staged_waits_for_no_disk_and_the_next_one_takes_the_same
     assert pool.staged_bytes == 6 * SMALL
 
 
-def test_what_is_not_staged_takes_no_memory_though_there_is_some(disk, monkeypatch):
-    room_for(monkeypatch, 100 * SMALL)
-    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
-    for _ in range(5):
-        check_usable(pool, disk)
-    assert pool.staged_bytes == 0
-
-
-def test_where_staging_has_no_room_left_the_disk_is_waited_for(disk, monkeypatch):
-    # Two buffers are within 0.4 of what is free and what has been taken already, and three are not.
+def test_staging_without_room_waits_for_the_disk(disk, monkeypatch):
+    # Two buffers are within 0.4 of the free and the staged memory, and three are not.
     room_for(monkeypatch, 9 * SMALL // 2)
     pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.4, num_local_ranks=1)
     sink, tensor = HeldSink(), random_tensor(12 * SMALL)
@@ -521,7 +432,7 @@ def test_where_staging_has_no_room_left_the_disk_is_waited_for(disk, monkeypatch
 @pytest.mark.parametrize(
     ("share", "num_ranks", "num_buffers"), [(0.0, 1, 0), (0.5, 1, 50), (0.5, 4, 12), (0.25, 2, 12)]
 )
-def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_more(
+def test_ranks_of_one_machine_stage_within_their_share_of_the_free_memory(
     share, num_ranks, num_buffers, monkeypatch
 ):
     pools = [
@@ -535,8 +446,10 @@ def test_ranks_that_stage_side_by_side_take_their_share_of_what_is_free_and_no_m
     monkeypatch.setattr(HostLimits, "read", classmethod(read))
     while [pool for pool in pools if pool.lend_more()]:
         assert sum(pool.staged_bytes for pool in pools) <= share * 100 * SMALL
-    # Who asks first may have one more, where the share leaves a remainder.
+    # The first rank may have one more, where the share leaves a remainder.
     assert {pool.staged_bytes // SMALL for pool in pools} <= {num_buffers, num_buffers + 1}
+    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, None)))
+    assert pools[0].lend_more() == [], "the free memory is unknown"
 
 
 def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_there_is(
@@ -547,7 +460,7 @@ def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_
     pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5)
     sizes = []
     for num_buffers in (1000, SLAB_BUFFERS + 5, SLAB_BUFFERS + 5):
-        # Half of what is free and what has been taken already.
+        # Half of the free and the staged memory.
         room_for(monkeypatch, 2 * num_buffers * SMALL - pool.staged_bytes)
         sizes.append(len(pool.lend_more()))
     assert sizes == [SLAB_BUFFERS, 5, 0]
@@ -559,11 +472,6 @@ def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_
     begins = sorted(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in buffers)
     assert len(begins) == NUM_BUFFERS + SLAB_BUFFERS + 5
     assert all(after - before >= SMALL for before, after in itertools.pairwise(begins))
-
-
-def test_where_nothing_is_known_of_the_memory_none_is_taken(monkeypatch):
-    monkeypatch.setattr(HostLimits, "read", classmethod(lambda _: HostLimits(None, None)))
-    assert BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.9).lend_more() == []
 
 
 def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, monkeypatch, caplog):
@@ -593,10 +501,10 @@ def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, mo
     assert "and no more: Expected to pin" in record.getMessage()
 
 
-# What is refused.
+# Wrong calls.
 
 
-def test_a_tensor_off_its_place_is_refused_and_the_file_goes_on(pool, disk):
+def test_a_tensor_that_is_not_aligned_is_rejected_and_the_file_continues(pool, disk):
     sink = MemorySink()
     writer = DataFileWriter(lambda: sink, pool, disk)
     writer.write(b"header")
@@ -620,7 +528,7 @@ def test_two_files_at_once_cannot_have_one_pool(pool, disk):
 
 
 @pytest.mark.parametrize("end", ["finish", "abort"])
-def test_a_file_that_has_ended_takes_nothing_more(pool, disk, end):
+def test_a_file_that_has_ended_cannot_be_written(pool, disk, end):
     writer = DataFileWriter(lambda: MemorySink(), pool, disk)
     getattr(writer, end)()
     uses: list[Callable[[], object]] = [
@@ -630,9 +538,7 @@ def test_a_file_that_has_ended_takes_nothing_more(pool, disk, end):
         writer.finish,
     ]
     for use in uses:
-        with pytest.raises(
-            RuntimeError, match="Expected a data file that is being written, got one that has ended"
-        ):
+        with pytest.raises(RuntimeError, match="has ended"):
             use()
     writer.abort()
     check_usable(pool, disk)
@@ -642,7 +548,7 @@ def test_a_file_that_has_ended_takes_nothing_more(pool, disk, end):
     ("num_buffers", "buffer_bytes"),
     [(1, BUFFER_BYTES), (3, BLOCK_BYTES - DATA_ALIGNMENT), (3, BUFFER_BYTES + 1)],
 )
-def test_a_pool_that_could_not_work_is_refused(num_buffers, buffer_bytes):
+def test_a_pool_with_too_few_or_small_buffers_is_rejected(num_buffers, buffer_bytes):
     with pytest.raises(ValueError, match=f"got {num_buffers} of {buffer_bytes}"):
         BufferPool(CPU, num_buffers, buffer_bytes)
 
@@ -650,8 +556,8 @@ def test_a_pool_that_could_not_work_is_refused(num_buffers, buffer_bytes):
 # When the disk fails.
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_writes", [0, 1, 2, 3, 7, 8])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_writes", [0, 3, 8])
 def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_needs(
     pool, disk, num_writes, seed
 ):
@@ -676,84 +582,17 @@ def test_an_error_of_the_disk_comes_up_once_and_the_next_save_has_everything_it_
         check_usable(pool, disk)
 
 
-@pytest.mark.parametrize("use", ["write", "pad_to", "write_tensor", "finish"])
-def test_the_first_call_after_an_error_raises_it(pool, disk, use):
-    sink = FailingSink(0)
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write_tensor(random_tensor(SMALL))
-    # On a busy machine the disk could fail before the call that sends it the buffer returns.
-    may_write = threading.Event()
-    disk.enqueue(may_write.wait)
-    writer.write(b"which sends the full buffer to the disk")
-    may_write.set()
-    disk.enqueue(lambda: None).synchronize()
-    assert sink.num_failures == 1
-    arguments = {
-        "write": (b"more",),
-        "pad_to": (2 * SMALL,),
-        "write_tensor": (torch.ones(1),),
-        "finish": (),
-    }
-    with pytest.raises(OSError, match="No space left"):
-        getattr(writer, use)(*arguments[use])
-    check_usable(pool, disk)
+# Aborted saves.
 
 
-def test_a_device_that_is_full_is_reported_as_the_system_does(pool, disk):
-    sink = FullDevice()
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write(b"content")
-    with pytest.raises(OSError, match="No space left on device") as failure:
-        writer.finish()
-    assert failure.value.errno == errno.ENOSPC
-    assert sink.num_aborts == 1
-    check_usable(pool, disk)
-
-
-def test_a_file_cut_short_by_the_system_is_named_and_gone(pool, disk, local):
-    writer = DataFileWriter(lambda: local.open_data(FILE), pool, disk)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SMALL + 100, hard))
-    try:
-        writer.write_tensor(random_tensor(2 * SMALL))
-        writer.write(bytes(101))
-        with pytest.raises(OSError, match="__0_0"):
-            writer.finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert local.files(FOLDER) == []
-    check_usable(pool, disk)
-
-
-# When a save is given up.
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_file_given_up_is_gone_and_what_was_queued_is_not_written(pool, disk, local, seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_an_aborted_file_is_gone_and_queued_writes_are_skipped(pool, disk, local, seed):
     with delays(seed):
         writer = DataFileWriter(lambda: local.open_data(FILE), pool, disk)
         writer.write_tensor(random_tensor(2 * SMALL + 1))
         writer.abort()
         assert local.files(FOLDER) == []
         check_usable(pool, disk)
-
-
-def test_giving_up_waits_for_the_write_under_way_and_leaves_out_the_rest(pool, disk):
-    sink = HeldSink()
-    writer = DataFileWriter(lambda: sink, pool, disk)
-    writer.write_tensor(random_tensor(2 * SMALL + 1))
-    assert sink.has_begun.wait(300)
-    giving_up = threading.Thread(target=writer.abort)
-    giving_up.start()
-    giving_up.join(0.05)
-    assert giving_up.is_alive()
-    assert sink.num_aborts == 0
-    sink.go_on.set()
-    giving_up.join()
-    assert sink.num_aborts == 1
-    assert 0 < len(sink.content) <= SMALL, "one of the two buffers that were queued"
-    assert sink.nbytes is None
-    check_usable(pool, disk)
 
 
 def fail() -> None:
@@ -772,21 +611,11 @@ def test_a_lane_ended_by_other_work_is_an_error_and_not_a_file_with_holes(pool, 
     check_usable(pool, CPU.host_lane("another"))
 
 
-def test_an_error_of_the_disk_does_not_end_the_lane(pool, disk):
-    writer = DataFileWriter(lambda: FailingSink(0), pool, disk)
-    writer.write(b"content")
-    with pytest.raises(OSError, match="No space left"):
-        writer.finish()
-    done = []
-    disk.enqueue(lambda: done.append(True)).synchronize()
-    assert done
-
-
 # The buffers.
 
 
 class PinningDevice(Device):
-    """Notes what it is told to pin."""
+    """Records the memory that it pins."""
 
     pinned: list[tuple[int, int]]
     most_pins: int = 100
@@ -802,17 +631,6 @@ class PinningDevice(Device):
 
     def unpin(self, address: int) -> None:
         pass
-
-
-def test_the_buffers_are_pinned_once_as_a_whole_and_begin_on_pages():
-    device = PinningDevice("cpu")
-    object.__setattr__(device, "pinned", [])
-    pool = BufferPool(device)
-    buffers = pool.lend()
-    addresses = [torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in buffers]
-    assert device.pinned == [(addresses[0], NUM_BUFFERS * BUFFER_BYTES)]
-    assert addresses == [addresses[0] + place * BUFFER_BYTES for place in range(NUM_BUFFERS)]
-    assert all(address % 4096 == 0 for address in addresses)
 
 
 @pytest.mark.gpu

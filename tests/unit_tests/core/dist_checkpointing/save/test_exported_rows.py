@@ -1,4 +1,4 @@
-"""Rows of exported files: in their places, with their digests, whatever the data file holds."""
+"""Rows of exported files: written to their offsets, with digests, along with a data file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     digests_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.export import ExportedRows
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.shared_file import SharedFile
 
@@ -56,9 +56,9 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=SIZES, buffer_bytes=st.sampled_from(BUFFERS), seed=st.integers(0, 9))
-def test_rows_of_many_files_come_to_their_places_beside_a_data_file(
+def test_rows_of_several_files_are_written_along_with_a_data_file(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], buffer_bytes: int, seed: int
 ) -> None:
     root, lot = tmp_path_factory.mktemp("rows"), random.Random(seed)

@@ -1,6 +1,4 @@
-"""`CheckpointManager` on local folders and a remote store; what it keeps. Crashes are in
-test_nothing_half.py.
-"""
+"""`CheckpointManager` with local and remote stores. Crashes are in test_nothing_half.py."""
 
 from __future__ import annotations
 
@@ -8,10 +6,12 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,33 +19,33 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
-    INDEX_FILE,
     MARKER_FILE,
-    METADATA_FILE,
 )
-from megatron.core.dist_checkpointing.format.names import (
-    TRACKER_FILE,
-    checkpoint_name,
-    latest_iteration,
-    published_iterations,
-)
+from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
-from megatron.core.dist_checkpointing.save import publisher
 from megatron.core.dist_checkpointing.save.data_file import BUFFER_BYTES
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
 from megatron.core.dist_checkpointing.state.collect import collect
-from megatron.core.dist_checkpointing.store import RemoteStore, Store, open_store
+from megatron.core.dist_checkpointing.store import (
+    TRACKER_FILE,
+    RemoteStore,
+    Store,
+    latest_iteration,
+    open_store,
+    published_iterations,
+)
 from megatron.core.files import Sync
 from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.fused_adam import FusedAdam
+from tests.helpers.ranks import run_ranks
 
 DEVICE = Device("cpu")
 
 
 @pytest.fixture(params=["local", "remote"])
 def root(request, tmp_path) -> Iterator[str]:
-    """A folder for checkpoints, of either kind of store."""
+    """The path or URL of a new store."""
     if request.param == "local":
         yield str(tmp_path / "run")
         return
@@ -69,7 +69,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 1)
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {key: tensor.clone() for key, tensor in collect(model, optimizer).state_dict().items()}
+    entries = collect(model, optimizer).entries
+    return {entry.key: entry.part_of(entry.values.read()).clone() for entry in entries}
 
 
 def load(store: Store, iteration: int) -> dict[str, torch.Tensor]:
@@ -149,18 +150,6 @@ def test_a_published_checkpoint_is_never_overwritten(root):
     assert_same(load(store, 5), expected)
 
 
-def test_what_was_never_published_is_swept_at_the_start_and_said_so(root, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
-    store = open_store(root)
-    draft = store.draft_name("iter_0000005", "abc1")
-    store.make_folder(draft)
-    store.write(f"{draft}/__0_0.distcp", b"half")
-    assert published_iterations(store) == []
-    with CheckpointManager.start(root, DEVICE):
-        assert store.folders() == []
-    assert f"swept what earlier runs left unfinished in {root}: {draft}" in caplog.text
-
-
 def test_a_failure_is_told_once_and_the_next_save_succeeds(root, monkeypatch):
     model, optimizer = trained(seed=0)
     with CheckpointManager.start(root, DEVICE) as manager:
@@ -177,7 +166,7 @@ def test_a_failure_is_told_once_and_the_next_save_succeeds(root, monkeypatch):
         manager.finish()
         assert manager.num_failed == 1
     assert published_iterations(open_store(root)) == [2]
-    assert open_store(root).folders() == ["iter_0000002"], "what the first attempt left is gone"
+    assert open_store(root).folders() == ["iter_0000002"], "the first attempt's draft is gone"
 
 
 def _no_space(_: str) -> None:
@@ -221,10 +210,23 @@ def test_retention_keeps_the_newest_and_the_multiples(published, keep_last, inte
     assert kept == [i for i in earlier if i in last or (interval is not None and i % interval == 0)]
 
 
-def test_a_file_in_the_folders_place_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="Expected a folder of checkpoints"):
-        CheckpointManager.start(str(tmp_path / "file"), DEVICE)
+def _starts(root: Path) -> str:
+    """All ranks start, and save. Returns the id of the save."""
+    ranks = (dist.get_rank(), dist.get_world_size())
+    with CheckpointManager.start(str(root), DEVICE, *ranks) as manager:
+        manager.save(3, collect(nn.Linear(64, 64), rank=ranks[0], world_size=ranks[1]), {})
+        manager.finish()
+    return PublishedCheckpoint.open(open_store(root), checkpoint_name(3)).marker.save_id
+
+
+def test_ranks_that_start_together_sweep_unpublished_drafts_and_no_other_directory(tmp_path):
+    names = ("iter_0000009.saving", "iter_0000001.0123.deleting", "notes", "notes.saving")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARKER_FILE).write_text("{}")
+    assert len(set(run_ranks(2, _starts, tmp_path))) == 1
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["iter_0000003", "notes", "notes.saving"]
 
 
 def _of_two_ranks(
@@ -268,23 +270,12 @@ class _DownError(Exception):
     """What a remote file system raises, which is no OSError."""
 
 
-@pytest.mark.parametrize(
-    "error", [OSError("the network is down"), _DownError("the network is down")]
-)
-def test_a_store_that_is_down_fails_the_save_and_nothing_else(root, monkeypatch, error):
+def test_a_store_that_is_down_fails_the_save_and_does_not_stop_the_training(root, monkeypatch):
     model, optimizer = trained(seed=0)
+    error = _DownError("the network is down")
     with CheckpointManager.start(root, DEVICE) as manager:
         with monkeypatch.context() as patch:
-            for method in (
-                "open_data",
-                "write",
-                "exists",
-                "delete",
-                "make_folder",
-                "remove",
-                "read",
-                "files",
-            ):
+            for method in ("open_data", "write", "exists", "make_folder", "read", "files"):
                 patch.setattr(manager.store, method, _raising(error))
             manager.save(1, collect(model, optimizer), {})
             step(model, optimizer)  # it waits for what reads its states
@@ -407,19 +398,4 @@ def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published
         with pytest.raises(CheckpointError, match="another run may have swept it"):
             manager.finish()
     assert not open_store(root).is_published(checkpoint_name(5))
-    assert published_iterations(open_store(root)) == []
-
-
-@pytest.mark.parametrize("file", [METADATA_FILE, INDEX_FILE])
-def test_small_files_that_no_load_would_read_are_not_published(root, monkeypatch, file):
-    model, optimizer = trained(0)
-    if file == INDEX_FILE:  # of which the other may be the larger one
-        monkeypatch.setattr(publisher, "compose_metadata", lambda *_: b"short")
-    most = 100
-    monkeypatch.setattr(publisher, "MAX_METADATA_BYTES", most)
-    with CheckpointManager.start(root, DEVICE, 0, 1) as manager:
-        manager.save(5, collect(model, optimizer, rank=0, world_size=1), {})
-        message = rf"Expected {file} to have at most {most} bytes, got \d+ of \d+ chunks"
-        with pytest.raises(CheckpointError, match=message):
-            manager.finish()
     assert published_iterations(open_store(root)) == []

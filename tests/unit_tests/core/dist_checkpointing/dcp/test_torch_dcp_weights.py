@@ -1,4 +1,4 @@
-"""Weights in folders that torch.distributed.checkpoint wrote, under whichever prefix."""
+"""Weights in directories that torch.distributed.checkpoint wrote, under any prefix."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.dcp.plain_dcp import (
-    _divided,
+from megatron.core.dist_checkpointing.dcp.torch_dcp import (
     load_model_weights,
     weights_prefix,
 )
@@ -64,24 +61,12 @@ def test_the_weights_are_found_under_the_one_prefix_that_has_them(keys, prefix):
     assert weights_prefix(NAMES, keys, "there") == prefix
 
 
-@given(
-    prefix=st.lists(st.sampled_from(["a", "model", "layers", "0", "head"]), max_size=3),
-    seed=st.randoms(),
-)
-def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
-    text = "".join(f"{part}." for part in prefix)
-    keys = [*under(text), "optim.lr", "step"]
-    seed.shuffle(keys)
-    assert weights_prefix(NAMES, keys, "there") == text
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         (
             [],
-            "as model.<name> or under any other prefix, got nothing, where the model has "
-            "layers.0.weight",
+            "got nothing, where the model has layers.0.weight",
         ),
         (["other.weight", "step"], "got other.weight, step, where the model has layers.0.weight"),
         (
@@ -92,18 +77,10 @@ def test_whatever_the_prefix_is_it_is_found_in_any_order(prefix, seed):
     ],
     ids=str,
 )
-def test_where_there_is_not_one_prefix_the_error_says_what_is_there(keys, message):
+def test_without_a_single_prefix_the_error_names_the_keys(keys, message):
     with pytest.raises(CheckpointError) as caught:
         weights_prefix(NAMES, keys, "there")
     assert message in str(caught.value)
-
-
-def test_a_key_of_a_million_dots_is_one_key_more():
-    """By the number of slices: each of them could be as long as the key."""
-    assert weights_prefix(NAMES, [*under("app."), "a." * 1_000_000], "there") == "app."
-    assert len(list(_divided("a." * 1_000_000, 3))) == 4
-    assert list(_divided("a.b.c", 3)) == [("a.b.", "c"), ("a.", "b.c"), ("", "a.b.c")]
-    assert list(_divided("", 3)) == [("", "")]
 
 
 class Net(nn.Module):
@@ -158,12 +135,10 @@ def _load_in_an_engine(
 @pytest.mark.parametrize(
     "parallel",
     [DataParallelConfig(), DataParallelConfig(use_torch_fsdp2=True)],
-    ids=["ours", "fsdp2"],
+    ids=["megatron", "fsdp2"],
 )
 @pytest.mark.parametrize("name", ["saved", "saved_bare"])
-def test_what_fsdp2_has_saved_is_loaded_by_either_engine_as_weights_and_as_nothing_else(
-    tmp_path, name, parallel
-):
+def test_either_engine_loads_only_weights_from_a_checkpoint_of_fsdp2(tmp_path, name, parallel):
     run_ranks(2, _save_as_any_user_does, str(tmp_path / "saved"))
     for world_size in (1, 2):
         for same, step_info, message in run_ranks(
@@ -188,17 +163,9 @@ def _plain(folder: Path, state: dict[str, Any]) -> Path:
             lambda state: state.update({"tail.weight": torch.ones(2)}),
             "the model has no model.tail.weight",
         ),
-        (
-            lambda state: state.update({"head.bias": torch.ones(4)}),
-            "model.head.bias has shape (4,) where the model has (3,)",
-        ),
-        (
-            lambda state: state.update({"seen": torch.ones(3).double()}),
-            "model.seen is torch.float64 where the model has",
-        ),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(
+def test_weights_of_another_model_are_rejected_by_name_before_a_tensor_is_changed(
     tmp_path, change: Callable, message
 ):
     state, model = dict(Net(seed=1).state_dict()), Net(seed=2)
@@ -211,7 +178,7 @@ def test_weights_of_another_model_are_refused_by_name_and_nothing_is_touched(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_element_that_no_chunk_has_is_damage_and_does_not_stay_what_it_was(tmp_path):
+def test_an_element_without_a_chunk_is_damage(tmp_path):
     folder = _plain(tmp_path / "there", {"model": dict(Net(seed=1).state_dict())})
     metadata = dcp.FileSystemReader(folder).read_metadata()
     chunk = metadata.state_dict_metadata["model.body.weight"].chunks[0]
