@@ -36,8 +36,7 @@ from megatron.training.checkpoint.run_state import (
 )
 from megatron.training.config import RunConfig
 from megatron.training.engine import SaveLoadMeta, TrainEngine
-from megatron.training.health.earlier_starts import EarlierFindings
-from megatron.training.health.events import EventKind, EventLog
+from megatron.training.health.events import EarlierFindings, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +73,8 @@ class Resumer:
         """
         start = time.monotonic()
         self._make_save_folder()
-        known = EarlierFindings.from_plain(
-            on_first_rank(lambda: self._memory().to_plain(), "reading the event log")
+        known = EarlierFindings(
+            **on_first_rank(lambda: vars(self._earlier_findings()), "reading the event log")
         )
 
         flags, resumes = self._flags(known)
@@ -100,7 +99,7 @@ class Resumer:
             self._load_first_state(engine)
 
         step_info = engine.step_info()
-        self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
+        self._check_attempts(step_info.iteration, known.resumed.count(step_info.iteration))
         self._on_rank_0(
             EventKind.RESUME,
             iteration=step_info.iteration,
@@ -168,19 +167,17 @@ class Resumer:
         # A --load from the run's own folder, of one step or of weights alone, is meant. But it
         # counts once: a relaunch of the job must not throw away what was trained since.
         has_saved = known.has_saved or (
-            newest is not None and known.begun is not None and newest > known.begun
+            newest is not None and known.resumed and newest > known.resumed[0]
         )
         if newest is None or (is_from_save and not has_saved):
             return begins_as_told, False
         return _newest_of(checkpoint, save), True
 
-    def _memory(self) -> EarlierFindings:
+    def _earlier_findings(self) -> EarlierFindings:
         folder = self._config.events_dir
-        return (
-            EarlierFindings.read(folder)
-            if folder is not None and self._restart_count
-            else EarlierFindings()
-        )
+        if folder is None or not self._restart_count:
+            return EarlierFindings()
+        return EarlierFindings.read(folder)
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries

@@ -1,4 +1,4 @@
-"""Where the bytes of safetensors files lie: each is written once, whoever holds the rows."""
+"""The offsets of the bytes in safetensors files. Each byte is written once."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Own(NamedTuple):
 
 
 def row_maps(draw: st.DrawFn, name: str) -> list[tuple[RowMap, int]]:
-    """How some of our tensors tile one of theirs: the place and the number of rows of each."""
+    """Draws how some of our tensors tile one of theirs: the map and the number of rows of each."""
     blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    if draw(st.booleans()):  # one behind the other
+    if draw(st.booleans()):  # consecutive
         starts = np.cumsum([0, *blocks]).tolist()
         return [(RowMap(name, start), rows) for start, rows in zip(starts, blocks, strict=False)]
 
@@ -82,7 +82,7 @@ def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
         values = (np.arange(1, numel + 1) * 7 + number).astype(NUMPY[dtype])
         in_rows = values.reshape(num_rows, *tail)
         theirs[name] = in_rows
-        if draw(st.booleans()):  # a stack of matrices, which ours need not begin with
+        if draw(st.booleans()):  # a stack of matrices
             divisors = [rows for rows in range(1, num_rows + 1) if num_rows % rows == 0]
             matrix_rows = draw(st.sampled_from(divisors))
             maps = [(replace(rows, matrix_rows=matrix_rows), count) for rows, count in maps]
@@ -114,7 +114,7 @@ def written(
     num_ranks: int,
     piece: int,
 ) -> list[np.ndarray]:
-    """The files that the ranks write; -1 for bytes that nobody has written."""
+    """Returns the files that the ranks write; -1 for unwritten bytes."""
     files = {file.name: np.full(file.nbytes, -1) for file in layout.files}
     for file in layout.files:
         files[file.name][: len(file.header)] = list(file.header)
@@ -133,14 +133,14 @@ def written(
                     assert content == theirs[run.name][run.box.slices()].tobytes()
                     assert content == rest[: run.nbytes], "they come in the order of memory"
                     target = files[run.file][run.offset : run.offset + run.nbytes]
-                    assert (target == -1).all(), "nothing is written twice"
+                    assert (target == -1).all(), "a byte is written twice"
                     target[:], rest = list(content), rest[run.nbytes :]
                 assert not rest
     return list(files.values())
 
 
 @given(owned(), st.integers(1, 60), st.integers(1, 7))
-def test_ranks_write_every_byte_of_every_file_once_and_where_it_belongs(
+def test_ranks_write_every_byte_of_every_file_once_to_its_offset(
     case: tuple[dict[str, np.ndarray], list[Own], int], max_shard_bytes: int, piece: int
 ) -> None:
     theirs, own, num_ranks = case
@@ -150,7 +150,7 @@ def test_ranks_write_every_byte_of_every_file_once_and_where_it_belongs(
 
     found = {}
     for content, file in zip(files, layout.files, strict=True):
-        assert (content >= 0).all(), "nothing is left out"
+        assert (content >= 0).all(), "a byte is missing"
         assert sum(tensor.nbytes for tensor in file.tensors) <= max_shard_bytes or (
             len(file.tensors) == 1
         )

@@ -44,7 +44,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.models import (
 )
 from tests.unit_tests.training.helpers.hf_folders import CPU, QWEN3, VOCAB, digests, names_in
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "default": None}
+DTYPES = {"fp32": torch.float32, "default": None}
 SHARD_BYTES = 9000  # several files in either dtype
 FSDP2, PLAIN = "torch_fsdp2", "plain"
 
@@ -110,9 +110,9 @@ SHARDED: list[tuple[str, float | None]] = [
     ("optim", 1.0),
 ]
 CASES = {
-    1: [SHARDED[2], (PLAIN, None)],
+    1: [("optim_grads_params", None)],
     2: [*SHARDED, (FSDP2, None), (PLAIN, None)],
-    3: [SHARDED[0], SHARDED[3], (FSDP2, None), (PLAIN, None)],
+    3: [("optim_grads_params", 0.5), (FSDP2, None)],
     4: [(HSDP, None), (HSDP, 1.0)],
 }
 
@@ -128,16 +128,15 @@ def test_files_are_those_that_one_process_exports(
         for name, expected in exported.items():
             assert digests(tmp_path / f"{number} {name}") == expected, cases[number]
 
-    # Not all the same, and in several files.
-    assert exported["bf16"] == exported["default"] != exported["fp32"]
+    assert exported["default"] != exported["fp32"]
     assert all("model.safetensors.index.json" in found for found in exported.values())
 
 
-# Rows of ours that lie elsewhere in theirs
+# Rows of ours at other offsets in the files
 
 
 class Scattered(nn.Module):
-    """Parameters and buffers whose rows go to other places."""
+    """Parameters and buffers whose rows are written to other offsets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
         torch_fully_shard(model, mesh=mesh, shard_placement_fn=widest)
     elif kind == FSDP2:
         torch_fully_shard(model, mesh=build_mesh("cpu", world_size))
-    elif kind != PLAIN:
+    else:
         megatron_fsdp.shard_model(
             model,
             build_mesh("cpu", world_size),
@@ -219,27 +218,32 @@ def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rows_go_where_their_map_says(tmp_path: Path, dtype: torch.dtype) -> None:
-    expected = theirs(dtype)
-    for world_size, kinds in {
-        2: ("optim", "optim_grads_params", FSDP2, "columns", PLAIN),
-        3: ("optim_grads_params", "columns"),
-    }.items():
-        for kind in kinds:
-            folder = tmp_path / f"{kind} {world_size}"
-            run_ranks(world_size, save_scattered, folder, kind, dtype)
-            found: dict[str, torch.Tensor] = {}
-            for path in sorted(folder.iterdir()):
-                found |= load_file(path)
-            assert len(names_in(folder)) > 1
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(found[name], tensor), (kind, name)
-                assert found[name].dtype == tensor.dtype
+@pytest.mark.parametrize(
+    ("world_size", "kind", "dtype"),
+    [
+        (2, "optim", torch.float32),
+        (2, FSDP2, torch.bfloat16),
+        (2, "columns", torch.float32),
+        (3, "optim_grads_params", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_rows_are_written_to_the_offsets_of_their_map(
+    tmp_path: Path, world_size: int, kind: str, dtype: torch.dtype
+) -> None:
+    expected, folder = theirs(dtype), tmp_path / "saved"
+    run_ranks(world_size, save_scattered, folder, kind, dtype)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.iterdir()):
+        found |= load_file(path)
+    assert len(names_in(folder)) > 1
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype
 
 
-# What cannot be done
+# Errors
 
 
 @contextmanager
@@ -252,8 +256,8 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def test_a_rank_that_does_not_see_the_files_is_one_error_on_all(tmp_path: Path) -> None:
-    """A relative path is another folder for each rank here, as /tmp is on several machines."""
+def test_a_rank_without_access_to_the_files_is_one_error_on_all(tmp_path: Path) -> None:
+    """A relative path is another directory for each rank here, as /tmp is on several machines."""
 
     def save() -> str:
         own = tmp_path / str(dist.get_rank())
@@ -264,12 +268,9 @@ def test_a_rank_that_does_not_see_the_files_is_one_error_on_all(tmp_path: Path) 
         assert names_in(own) == []
         return str(caught.value)
 
-    message = r"every rank to see .*model.safetensors, which rank 0 has made, got no such file"
     zero, one = run_ranks(2, save)
     assert "every rank to see" in one
     assert zero == f"rank 1: {one}"
-    with pytest.raises(CheckpointError, match=message):
-        raise CheckpointError(one)
 
 
 @pytest.mark.sim
