@@ -16,14 +16,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megatron.training.health import member as member_module
 from megatron.training.health import rank_store, roll_call
 from megatron.training.health.cause import Record, Silence, Verdict
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.member import Member
 from megatron.training.health.phases import Phase
 from megatron.training.health.rank_store import RankStore, StoreLostError
-from megatron.training.health.roll_call import RollCall
+from megatron.training.health.roll_call import Member, RollCall
 from megatron.training.launch import Launch
 
 WAIT = 300.0  # seconds, for expected events
@@ -271,7 +269,7 @@ def test_a_process_differs_from_a_later_one_of_its_pid():
     with subprocess.Popen(["sleep", "100"]) as process:
         own = Member.of_this_process()
         assert own.silence() is Silence.SILENT
-        born = member_module._stat(process.pid)[1]
+        born = roll_call._stat(process.pid)[1]
         member = Member("host", process.pid, "machine", born)
         assert member.silence() is Silence.SILENT
         assert replace(member, birth="1").silence() is Silence.GONE
