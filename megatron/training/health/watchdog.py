@@ -364,7 +364,7 @@ class Watchdog:
         return True
 
     def _take_part(self) -> None:
-        """Holds a roll call. A cause ends the process, through `explain` if the main thread called."""
+        """Holds a roll call. If it has a cause, the process ends, possibly by the main thread."""
         asked = self._failure
         verdict = self._roll_call.hold(self._record(asked))
         if self._is_ending:

@@ -46,7 +46,7 @@ def sources(key_map: KeyMap, **shapes: tuple[int, ...]) -> Sources:
         ("keys: {a: b, a: c}", "each name once, got 'a'"),
         ("keys: {a: &x {to: b}, c: *x}", "no aliases, got 'one in line 1'"),
         ("keys: {a: []}", "a in .*: expected at least one name"),
-        ("keys: {a: {from: b}}", "a in .*: expected a name of ours"),
+        ("keys: {a: {from: b}}", "a in .*: expected one of our names"),
         ("keys: {a: {to: b, row: 1}}", r"got \['row'\]"),
         ("keys: {'a.{n}': 'b.{m}'}", "got .*'m'"),
         ("keys: {'a.{1}': b}", r"placeholders like \{n\}"),
