@@ -404,7 +404,7 @@ class WeightFiles:
         return next((dtype for dtype, own in DTYPE_NAMES.items() if own == wanted), None)
 
     def differences(self, name: str, own: FileTensor) -> list[str]:
-        """Returns the differences that keep a tensor from being loaded into ours, as clauses."""
+        """Returns the differences that keep a tensor from being loaded, as clauses."""
         found = []
         shape, dtype = self.shape(name), self.dtype(name)
         if shape != own.shape:
