@@ -45,7 +45,7 @@ def sources(key_map: KeyMap, **shapes: tuple[int, ...]) -> Sources:
         ("keys: {a: b}\nprefix: x", r"got \['prefix'\]"),
         ("keys: {a: b, a: c}", "each name once, got 'a'"),
         ("keys: {a: &x {to: b}, c: *x}", "no aliases, got 'one in line 1'"),
-        ("keys: {a: []}", "a in .*: expected at least one name"),
+        ("keys: {a: []}", "a in .*: expected at least one of our"),
         ("keys: {a: {from: b}}", "a in .*: expected one of our names"),
         ("keys: {a: {to: b, row: 1}}", r"got \['row'\]"),
         ("keys: {'a.{n}': 'b.{m}'}", "got .*'m'"),

@@ -1,6 +1,4 @@
-"""Mixtures of experts in the transformers library's files: each expert by itself, or all of them in
-one tensor.
-"""
+"""Mixtures of experts in the transformers library's files, with separate or stacked experts."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from megatron.core.distributed import megatron_fsdp
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
-from megatron.core.models.description import ModelDescription
 from megatron.core.models.families import config_json
 from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -213,52 +210,7 @@ def test_an_expert_that_is_missing_additional_or_of_another_shape_is_one_error(
 ONE = torch.ones(12, 24)
 
 
-def test_biases_of_experts_stay_fp32_in_files_of_bf16(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """They move by less than a step of bf16."""
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    family = dataclasses.replace(
-        QWEN3_MOE,
-        options={**QWEN3_MOE.options, "moe_router_enable_expert_bias": True},
-        mixture={
-            **QWEN3_MOE.mixture,
-            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-        },
-    )
-    monkeypatch.setattr(config_json, "FAMILIES", (family,))
-    config = dataclasses.replace(CONFIG, moe_router_enable_expert_bias=True)
-    model, values = plain_gpt(config), torch.arange(5.0) / 1000 + 1
-    router = model.get_submodule("decoder.layers.1.mlp.router")
-    router.get_buffer("expert_bias").copy_(values)
-    save_hf(model, tmp_path / "saved", CPU)
-    with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "0" * 16) as manager:
-        manager.save(1, collect(model), {}, name="own")
-        manager.finish()
-    checkpoint = open_checkpoint(LocalStore(tmp_path), "own")
-    export_hf(checkpoint, tmp_path / "exported", ModelDescription(config, VOCAB))
-
-    assert digests(tmp_path / "saved") == digests(tmp_path / "exported")
-    tensors = load_file(tmp_path / "saved" / WEIGHTS)
-    assert {name for name, one in tensors.items() if one.dtype == torch.float32} == {bias}
-    assert torch.equal(tensors[bias], values)
-    other = plain_gpt(config, seed=1)
-    load_hf(other, tmp_path / "saved")
-    assert torch.equal(other.get_buffer("decoder.layers.1.mlp.router.expert_bias"), values)
-
-
-def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path: Path) -> None:
-    config = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Next"])
-    model = plain_gpt(config)
-    save_exactly(model, tmp_path / "gpt", CPU)
-    tensors = load_file(tmp_path / "gpt" / WEIGHTS)
-    save_file(tensors | {"mtp.layers.0.mlp.gate.weight": ONE}, tmp_path / "gpt" / WEIGHTS)
-    other = plain_gpt(config, seed=1)
-    load_hf(other, tmp_path / "gpt")
-    assert are_equal(other, model)
-
-
-def test_a_folder_is_read_by_the_names_of_its_own_architecture(tmp_path: Path) -> None:
+def test_a_directory_is_read_by_the_names_of_its_architecture(tmp_path: Path) -> None:
     """Qwen3-Next and Qwen3.5 compute the same."""
     same = {"moe_router_pre_softmax": False, "moe_router_norm_topk": True}
     config = dataclasses.replace(QWEN3, **{**ARCHITECTURES["Qwen3Next"], **same})
@@ -290,6 +242,25 @@ def test_weights_come_back_to_the_bit(tmp_path: Path, family: str) -> None:
     expected, found = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "ours"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_biases_of_experts_stay_fp32_in_files_of_bf16(tmp_path: Path) -> None:
+    """Their updates are smaller than a step of bf16."""
+    theirs = save_model(tmp_path / "theirs", "deepseek_v3")
+    model = model_of(theirs)
+    load_hf(model, theirs)
+    save_hf(model, tmp_path / "saved", CPU)
+    with CheckpointManager(LocalStore(tmp_path), CPU, 0, 1, "0" * 16) as manager:
+        manager.save(1, collect(model), {}, name="own")
+        manager.finish()
+    checkpoint = open_checkpoint(LocalStore(tmp_path), "own")
+    export_hf(checkpoint, tmp_path / "exported", read_folder(theirs).model)
+
+    assert digests(tmp_path / "saved") == digests(tmp_path / "exported")
+    tensors = load_file(tmp_path / "saved" / WEIGHTS)
+    in_fp32 = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert in_fp32 == {name for name in tensors if name.endswith("e_score_correction_bias")}
+    assert in_fp32
 
 
 def add_tensors(folder: Path, *names: str) -> None:

@@ -190,24 +190,22 @@ def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_p
 def test_weights_are_loaded_on_any_number_of_ranks(tmp_path, engine, config, world_size):
     """test_hf_weights_on_ranks.py shows that the files do not depend on the ranks that save."""
 
-    def save() -> float:
+    def save() -> None:
         model = sharded_gpt(engine, seed=0, config=config)
         save_exactly(model, tmp_path / "gpt", CPU, max_shard_bytes=20000)
-        return loss_of(model)
 
-    def load() -> tuple[float, float]:
-        model = sharded_gpt(engine, seed=1, config=config)
+    def load() -> None:
+        model, expected = (sharded_gpt(engine, seed=seed, config=config) for seed in (1, 0))
         before = loss_of(model)
         load_hf(model, tmp_path / "gpt")
-        expected = local_weights(sharded_gpt(engine, seed=0, config=config))
+        assert loss_of(model) == loss_of(expected) != before
+        reshard(model)
+        reshard(expected)
         got = local_weights(model)
-        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-        return before, loss_of(model)
+        assert all(torch.equal(got[name], one) for name, one in local_weights(expected).items())
 
-    expected = run_ranks(2, save)[0]
-    before, after = run_ranks(world_size, load)[0]
-    assert after == pytest.approx(expected, rel=1e-2)  # bf16 reductions differ with the ranks
-    assert before != pytest.approx(expected, rel=1e-2)
+    run_ranks(2, save)
+    run_ranks(world_size, load)
 
 
 @pytest.mark.parametrize(
@@ -529,8 +527,8 @@ def check_whole(folder: Path) -> None:
 def test_a_killed_save_leaves_a_whole_directory_or_none_and_the_next_one_deletes_its_draft(forked):
     def run() -> list[bool]:
         is_there = []
-        # Every third operation. The last few, after the rename, are all tried.
-        for number in (*range(0, 60, 3), *range(60, 1000)):
+        # First every third operation, and all around the rename.
+        for number in (*range(0, 30, 3), *range(30, 1000)):
             with memory_folder() as root:
                 ending = Child(save_watched, root, Kill(number)).end()
                 is_there.append("gpt" in names_in(root))
@@ -546,9 +544,8 @@ def test_a_killed_save_leaves_a_whole_directory_or_none_and_the_next_one_deletes
         raise AssertionError("the save did not finish")
 
     is_there = forked.run(run, timeout=300.0)
-    print(len(is_there), is_there.index(True))
     assert is_there == sorted(is_there), "it appears in one of the operations"
-    assert is_there.count(False) > 10
+    assert is_there.count(False) > 5
     assert is_there.count(True) > 1
 
 

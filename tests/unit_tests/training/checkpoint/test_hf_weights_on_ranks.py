@@ -1,5 +1,5 @@
-"""Ranks that write one folder together: the bytes of an export by a single process, however the
-model is sharded, and nothing at all if one of them fails.
+"""Ranks that write one directory together: the bytes of an export by a single process for each kind
+of sharding, and no files if a rank fails.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +28,8 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.description import ModelDescription
-from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.hf_export import export_hf
-from megatron.training.checkpoint.hf_files import make_files, write_own_rows
-from megatron.training.checkpoint.hf_layout import RowPlan, file_dtype
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
@@ -54,7 +50,7 @@ FSDP2, PLAIN = "torch_fsdp2", "plain"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What one process makes of a checkpoint of the same weights, by the name of the dtype."""
+    """The export of a checkpoint of the same weights by one process, by the name of the dtype."""
     root = tmp_path_factory.mktemp("exports")
     model = GPTModel(QWEN3, VOCAB)
     materialize(model, "cpu", 0)
@@ -132,115 +128,25 @@ def test_files_are_those_that_one_process_exports(
     assert all("model.safetensors.index.json" in found for found in exported.values())
 
 
-# Rows of ours at other offsets in the files
+# Columns
 
 
-class Scattered(nn.Module):
-    """Parameters and buffers whose rows are written to other offsets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.query = nn.Linear(6, 12, bias=True)
-        self.gate = nn.Linear(6, 12, bias=True)
-        self.up = nn.Linear(6, 7, bias=False)
-        self.down = nn.Linear(6, 4, bias=False)
-        self.conv = nn.Conv1d(5, 5, 3, groups=5)
-        self.register_buffer("seen", torch.arange(9))
-        self.register_buffer("scale", torch.tensor(1.5))
+def save_columns(folder: Path) -> None:
+    model = nn.Linear(6, 7)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(42.0).view(7, 6))
+    torch_fully_shard(
+        model,
+        mesh=build_mesh("cpu", dist.get_world_size()),
+        shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1),
+    )
+    save_hf(model, folder, CPU, dtype=torch.float32)
 
 
-# Theirs have each head's three gates behind its three queries, and down before up.
-ROWS = {
-    "model.query.weight": RowMap("qg.weight", 0, 3, 6),
-    "model.gate.weight": RowMap("qg.weight", 3, 3, 6),
-    "model.query.bias": RowMap("qg.bias", 0, 3, 6),
-    "model.gate.bias": RowMap("qg.bias", 3, 3, 6),
-    "model.up.weight": RowMap("mlp.weight", 4),
-    "model.down.weight": RowMap("mlp.weight"),
-    "model.conv.weight": RowMap("conv.weight", 0, 1, 1),
-    "model.conv.bias": RowMap("conv.bias"),
-    "model.seen": RowMap("seen"),
-    "model.scale": RowMap("scale"),
-}
-
-
-def theirs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model = Scattered()
-
-    def mixed(query: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        heads = [half.unflatten(0, (4, 3)) for half in (query, gate)]
-        return torch.stack(heads, 1).flatten(0, 2)
-
-    found = {
-        "qg.weight": mixed(model.query.weight, model.gate.weight),
-        "qg.bias": mixed(model.query.bias, model.gate.bias),
-        "mlp.weight": torch.cat([model.down.weight, model.up.weight]),
-        "conv.weight": model.conv.weight,
-        "conv.bias": model.conv.bias,
-        "scale": model.scale,
-    }
-    cast = {name: tensor.detach().to(dtype) for name, tensor in found.items()}
-    return {**cast, "seen": model.seen}
-
-
-def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
-    """Through the writer alone, since no model has such names yet."""
-    model: Any = Scattered()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if kind == "columns":
-        mesh = build_mesh("cpu", world_size)
-
-        def widest(parameter: nn.Parameter) -> Shard:
-            return Shard(1 if parameter.dim() > 1 and parameter.shape[1] % world_size == 0 else 0)
-
-        torch_fully_shard(model, mesh=mesh, shard_placement_fn=widest)
-    elif kind == FSDP2:
-        torch_fully_shard(model, mesh=build_mesh("cpu", world_size))
-    else:
-        megatron_fsdp.shard_model(
-            model,
-            build_mesh("cpu", world_size),
-            CPU,
-            data_parallel(kind),
-            compute_dtype=torch.float32,
-            reset_parameters=None,
-        )
-
-    entries = collect(model, rank=rank, world_size=world_size).entries
-    dtypes = {entry.key: file_dtype(entry.saved_as.dtype, dtype) for entry in entries}
-    plan = RowPlan.of(entries, ROWS, dtypes, max_shard_bytes=300)
-    if rank == 0:
-        folder.mkdir()
-        make_files(folder, plan.layout)
-    dist.barrier()
-    write_own_rows(folder, plan.own_rows(entries, rank), CPU)
-    dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "dtype"),
-    [
-        (2, "optim", torch.float32),
-        (2, FSDP2, torch.bfloat16),
-        (2, "columns", torch.float32),
-        (3, "optim_grads_params", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_rows_are_written_to_the_offsets_of_their_map(
-    tmp_path: Path, world_size: int, kind: str, dtype: torch.dtype
-) -> None:
-    expected, folder = theirs(dtype), tmp_path / "saved"
-    run_ranks(world_size, save_scattered, folder, kind, dtype)
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.iterdir()):
-        found |= load_file(path)
-    assert len(names_in(folder)) > 1
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-        assert found[name].dtype == tensor.dtype
+def test_columns_are_written_to_their_offsets(tmp_path: Path) -> None:
+    run_ranks(3, save_columns, tmp_path / "net")
+    found = load_file(tmp_path / "net" / "model.safetensors")
+    assert torch.equal(found["weight"], torch.arange(42.0).view(7, 6))
 
 
 # Errors

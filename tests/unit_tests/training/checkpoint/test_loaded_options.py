@@ -16,11 +16,7 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
-from megatron.core.dist_checkpointing.state.param_groups import (
-    PARAM_GROUPS,
-    check_param_groups,
-)
+from megatron.core.dist_checkpointing.state.param_groups import check_param_groups
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
@@ -240,33 +236,6 @@ def test_another_schedule_is_an_error_until_a_flag_chooses(tmp_path, ckpt_format
         assert "peak 0.01 (checkpoint) and 0.02 (this run)" in refusal
         assert own == (2e-2, False)
         assert saved == (1e-2, True)
-
-
-def _load_without_groups(folder: str) -> list[str]:
-    """The plain data is not even read where it is not used."""
-    meta = _save(folder, "fsdp_dtensor", None)
-    found = []
-    real = PublishedCheckpoint.read_plain
-
-    def no_read(_: PublishedCheckpoint, key: str) -> object:
-        raise CheckpointError(f"{key} was read")
-
-    PublishedCheckpoint.read_plain = no_read
-    try:
-        for flags in ({}, OVERRIDE, USE):
-            try:
-                make("fsdp_dtensor", OWN, **flags).load(meta)
-                found.append("loaded")
-            except CheckpointError as error:
-                found.append(str(error))
-    finally:
-        PublishedCheckpoint.read_plain = real
-    return found
-
-
-def test_options_are_read_only_where_they_are_used(tmp_path):
-    (found,) = run_ranks(1, _load_without_groups, str(tmp_path))
-    assert found == ["loaded", "loaded", f"{PARAM_GROUPS} was read"]
 
 
 # Random states
