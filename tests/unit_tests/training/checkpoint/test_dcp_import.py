@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP2 programs, loaded by a table: the next steps equal those under FSDP2."""
+"""Checkpoints of FSDP2 programs, loaded by a table: the next steps equal the steps of FSDP2."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_torchtitan_continues_as_under_fsdp2(
     theirs = run_ranks(saving, _save, folder, fused, tied)[0]
     losses, weights, iteration = run_ranks(loading, _train_on, folder, kind, tied)[0]
     expect_equal((losses, weights), theirs)
-    assert iteration == 2  # the run's own, which began at 0
+    assert iteration == 2  # the run's counter, which started at 0
 
 
 def _refusals(folder: str, table: str, tied: bool = False, **change: Any) -> tuple[str, list[str]]:

@@ -32,7 +32,7 @@ def read(tmp_path: Path, text: str, heads: Heads = NO_HEADS) -> KeyMap:
 
 
 def sources(key_map: KeyMap, **shapes: tuple[int, ...]) -> Sources:
-    """Of a folder with such tensors."""
+    """The sources in a directory with such tensors."""
     tensors = {key: SavedTensor(key, FP32, sizes, []) for key, sizes in shapes.items()}
     return find_sources(tensors, key_map, "there")
 
@@ -88,7 +88,7 @@ def test_numbers_of_heads_are_the_models_unless_only_the_table_has_them(tmp_path
     ],
 )
 def test_the_usual_places_of_weights_and_moments_are_found(tmp_path, weight, moment):
-    key_map = read(tmp_path, "keys: {'l.{n}.w': 'ours.{n}.weight', norm: final}")
+    key_map = read(tmp_path, "keys: {'l.{n}.w': 'own.{n}.weight', norm: final}")
     found = sources(
         key_map,
         **{
@@ -100,27 +100,25 @@ def test_the_usual_places_of_weights_and_moments_are_found(tmp_path, weight, mom
         },
     )
     assert list(found.ours) == [
-        "model.ours.3.weight",
+        "model.own.3.weight",
         "model.final",
-        "optimizer.state.ours.3.weight.exp_avg",
+        "optimizer.state.own.3.weight.exp_avg",
     ]
     assert [theirs.key for theirs in found.unknown] == ["ema.norm"]
 
 
 def test_a_table_may_name_the_keys_of_moments(tmp_path):
-    text = (
-        "keys: {w: ours}\nweights: 'net/{name}'\nmoments: {exp_avg: 'm/{name}', step: 't/{name}'}"
-    )
+    text = "keys: {w: own}\nweights: 'net/{name}'\nmoments: {exp_avg: 'm/{name}', step: 't/{name}'}"
     shapes = {"net/w": (4, 2), "m/w": (4, 2), "t/w": (1,)}
     found = sources(read(tmp_path, text), **shapes)
     assert {key: source.shape for key, source in found.ours.items()} == {
-        "model.ours": (4, 2),
-        "optimizer.state.ours.exp_avg": (4, 2),
-        "optimizer.state.ours.step": (),
+        "model.own": (4, 2),
+        "optimizer.state.own.exp_avg": (4, 2),
+        "optimizer.state.own.step": (),
     }
-    without = read(tmp_path, "keys: {w: ours}\nmoments: false\nignore: ['optim.*']")
+    without = read(tmp_path, "keys: {w: own}\nmoments: false\nignore: ['optim.*']")
     found = sources(without, **{"w": (4, 2), "optim.state.w.exp_avg": (4, 2)})
-    assert list(found.ours) == ["model.ours"]
+    assert list(found.ours) == ["model.own"]
     assert not found.unknown
 
 
@@ -264,7 +262,7 @@ def test_rows_keep_their_order_if_our_model_is_interleaved_as_well(tmp_path):
     assert sources(same, a=(8,)).ours["model.b"].heads is None
 
 
-# The names of torchtitan's llama3, from its HF adapter and its test of state dict keys (commit
+# The names in torchtitan for llama3, from its HF adapter and its test of state dict keys (commit
 # b5bcd76c of August 2026, and v0.1.0 of 2025).
 TOP = ("tok_embeddings.weight", "norm.weight")
 LAYER = (

@@ -52,7 +52,7 @@ def published(root: Path, model: torch.nn.Module, name: str = "own") -> Readable
 
 
 def saved_by_torch(root: Path, state: dict[str, Any]) -> ReadableCheckpoint:
-    """A checkpoint of PyTorch's, in which fused weights are fused."""
+    """A checkpoint of PyTorch, in which fused weights are fused."""
     dcp.save(state, checkpoint_id=root / "torch", no_dist=True)
     return open_checkpoint(LocalStore(root), "torch")
 

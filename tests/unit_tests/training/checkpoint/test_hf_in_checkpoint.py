@@ -1,4 +1,4 @@
-"""`hf/` in a checkpoint equals the directory of `save_hf`, and may be the only copy of the weights."""
+"""`hf/` in a checkpoint equals the directory of `save_hf`, and may be the only copy of weights."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_pytorch_reads_weights_in_hf_by_its_hugging_face_reader(
     folder = save_alone(tmp_path / "run", model, torch.float32)
     expected = load_tensors(folder / "hf")
 
-    # `.metadata` lists none of the weights: their place there would be that of a frame.
+    # `.metadata` does not list the weights.
     listed = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     assert not [key for key in listed if key.startswith("model.")]
 

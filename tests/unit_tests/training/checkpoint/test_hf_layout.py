@@ -52,7 +52,7 @@ class Own(NamedTuple):
 
 
 def row_maps(draw: st.DrawFn, name: str) -> list[tuple[RowMap, int]]:
-    """Draws how some of our tensors tile one of theirs: the map and the number of rows of each."""
+    """Draws tensors that tile a tensor of the files: the map and the number of rows of each."""
     blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     if draw(st.booleans()):  # consecutive
         starts = np.cumsum([0, *blocks]).tolist()
@@ -68,7 +68,7 @@ def row_maps(draw: st.DrawFn, name: str) -> list[tuple[RowMap, int]]:
 
 @st.composite
 def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
-    """(their tensors, ours, the number of ranks), random all three."""
+    """Draws (the tensors of the files, our tensors, the number of ranks)."""
     num_ranks = draw(st.integers(1, 4))
     mesh = RankMesh((num_ranks,), tuple(draw(st.permutations(range(num_ranks)))))
     theirs: dict[str, np.ndarray] = {}

@@ -1,6 +1,4 @@
-"""Weights in the transformers library's files: what it computes from them, and what comes back,
-from any engine.
-"""
+"""Weights in the transformers library's files: its logits, and loading them with any engine."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def sharded_gpt(
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what this rank has."""
+    """Copies of this rank's weights."""
     return {
         name: local_tensor(weight).detach().clone() for name, weight in model.named_parameters()
     }
@@ -123,7 +121,7 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
         tmp_path / "gpt", output_loading_info=True
     )
     assert type(theirs).__name__ == f"{case.split()[0]}ForCausalLM"
-    assert not any(report.values()), "nothing is missing, unexpected or of another shape"
+    assert not any(report.values()), "missing, unexpected or of another shape"
     assert theirs.dtype == torch.float32
     assert theirs.config.eos_token_id is None
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -313,7 +311,7 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
     model = Net()
     save_hf(model, tmp_path / "net", CPU)
     assert names_in(tmp_path / "net") == ["model.safetensors"]
-    # By default bf16 of what is fp32, and nothing else changes its dtype.
+    # By default, only fp32 tensors are converted, to bf16.
     expected = {
         name: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
         for name, tensor in model.state_dict().items()

@@ -108,7 +108,7 @@ def _load(
     try:
         engine.load(meta)
     except CheckpointError as error:
-        assert all(map(torch.equal, before, weights(engine))), "nothing has been changed"
+        assert all(map(torch.equal, before, weights(engine))), "the weights have changed"
         return own, options(engine), str(error)
     assert not all(map(torch.equal, before, weights(engine)))
     assert engine.step_info().iteration == 1

@@ -176,7 +176,7 @@ def start(root: Path, engine: ModuleEngine, damaged: list[str] | None = None) ->
     return Path(loaded.path).name
 
 
-# What is read
+# Reads
 
 
 def _reads(root: str, how: str) -> tuple[list[tuple[int, int]], int]:
@@ -202,7 +202,7 @@ def test_each_byte_is_read_once_at_the_start_and_twice_into_a_live_engine(tmp_pa
     for reads, own in run_ranks(2, _reads, str(tmp_path), how):
         numbers = dict(reads)
         assert max(numbers) == times
-        assert numbers[times] > 0.6 * sum(numbers.values()), "tensors, and not only what is small"
+        assert numbers[times] > 0.6 * sum(numbers.values()), "most reads are of tensors"
         assert own > 4 * BLOCK_BYTES
 
 
@@ -215,8 +215,8 @@ class Fallen(NamedTuple):
     loaded: str
     file: str  # in which the damage is
     damaged: list[str]
-    wrong: list[str]  # tensors that are not those of the older one
-    rest: list[Any]  # of what is not a tensor, likewise
+    wrong: list[str]  # tensors that differ from the older checkpoint
+    rest: list[Any]  # other data that differs
     is_next_right: bool  # the weights after a step more
 
 

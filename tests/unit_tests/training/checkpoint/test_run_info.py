@@ -106,7 +106,7 @@ def test_any_value_of_a_field_is_kept_or_is_an_error_of_one_line(place, value):
         assert len(str(error).splitlines()) == 1  # noqa: PT017  it may as well not be raised
         assert len(str(error)) < 400  # noqa: PT017
         return
-    # Compared as text, since what is not a number is not equal to itself.
+    # Compared as text, since NaN is not equal to itself.
     taken = found.to_plain() | {"schedule": schedule.state()}
     if found.loss_scaler:
         taken["loss_scaler"] = scaler.state()

@@ -50,7 +50,7 @@ def told(folder: Path) -> list[tuple[str, str, int]]:
 
 @pytest.fixture
 def struck(monkeypatch) -> list[str]:
-    """What has struck, where a process would otherwise have ended or slept."""
+    """The faults that struck, instead of ending or blocking the process."""
     strikes: list[str] = []
     monkeypatch.setattr(
         inject.os, "kill", lambda pid, number: strikes.append(f"kill {pid} {number}")

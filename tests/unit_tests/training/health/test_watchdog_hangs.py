@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_in_writing_its_log_ends(start):
 
 
 def test_a_rank_whose_device_is_stuck_before_a_collective_hangs(start):
-    """All hosts stand in C. All devices but that of rank 1 wait in the collective."""
+    """All hosts are blocked in C. All devices except rank 1's wait in the collective."""
 
     def body(rank: Rank) -> None:
         rank.watchdog.mark(Phase.FORWARD, 3)

@@ -26,7 +26,7 @@ from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
 from tests.helpers.ranks import rank_device, run_ranks
 
-# More than the launches of a forward, less than those of forward and backward.
+# More than the launches of a forward, less than of forward and backward together.
 _SHORT_QUEUE = 64
 _STILL_SECONDS = 0.5
 _DEADLINE_SECONDS = 20.0
@@ -146,7 +146,7 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
 @pytest.mark.parametrize("case", ["zero3", pytest.param("fsdp2", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
 def test_the_sleeping_rank_is_blamed_at_any_place_of_the_other_hosts(accelerator, where, case):
-    """In a full launch queue, in one of autograd's thread, and in copying a loss to the host."""
+    """In a full launch queue, in the queue of the autograd thread, and in copying a loss."""
     number = time.monotonic_ns()
     (waiting, is_over), (sleeping, _) = run_ranks(
         2, _sleep_before, where, number, case, device=accelerator

@@ -1,4 +1,4 @@
-"""Jobs whose ranks die, hang, stop and fail, in separate processes instead of those of
+"""Jobs whose ranks die, hang, stop and fail, in separate processes instead of the pool of
 `tests/helpers/ranks.py`.
 """
 
