@@ -327,6 +327,7 @@ class _Load:
     ) -> list[dict[str, Any]] | None:
         if not self.with_states or is_skipped(PARAM_GROUPS, self.flags.load_skip_keys):
             return None
+
         loaded = {entry.key for entry in wanted.entries}
         fresh = {id(parameter) for parameter in wanted.fresh}
         names = {
@@ -334,6 +335,7 @@ class _Load:
             for parameter, own in contents.names.items()
             if id(parameter) not in fresh and all(f"model.{name}" in loaded for name in own)
         }
+
         return options_to_load(
             self.schedule,
             self.state.optimizer.optimizer,

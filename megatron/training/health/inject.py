@@ -225,11 +225,13 @@ class Injections:
             if is_first:
                 self._tell(injection, *self._now)
             time.sleep(injection.seconds)
+
         elif injection.delay:
             # From a thread, while the main thread continues.
             timer = threading.Timer(injection.delay, self._kill, [injection])
             timer.daemon = True
             timer.start()
+
         elif injection.kind == "kill":
             self._kill(injection)
         else:
@@ -336,11 +338,13 @@ def _convert(key: str, text: str, spec: str) -> Any:
         return Phase(text)
     if key in ("rank", "restart") and text == ANY:
         return None
+
     if key in ("delay", "seconds"):
         number = _number(text)
         is_duration = math.isfinite(number) and number >= 0
         _expect(is_duration, f"{key}= a number of seconds, 0 or more", spec)
         return number
+
     or_any = f", or {ANY}" if key in ("rank", "restart") else ""
     _expect(text.isascii() and text.isdigit(), f"{key}= a whole number, 0 or more{or_any}", spec)
     return int(text)

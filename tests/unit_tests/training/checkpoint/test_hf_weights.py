@@ -6,10 +6,8 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
@@ -28,7 +25,6 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_layout
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
@@ -598,59 +594,6 @@ def test_a_disk_without_enough_space_is_an_error_before_anything_is_written(fork
     assert "Expected room for 4.00 MiB of weights in" in in_fp32
     assert "got 3.00 MiB: No space left on device" in in_fp32
     assert in_bf16 == ""
-
-
-def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
-    def save(failing: int, number: int) -> str:
-        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
-        with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
-        return str(caught.value)
-
-    # The directory, rows, the first rows of the other rank, its fsync, config.json.
-    for failing, number in ((0, 2), (0, 8), (1, 0), (1, 10), (0, 24)):
-        for error in run_ranks(2, save, failing, number):
-            assert "No space left on device" in error
-        assert names_in(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "others"),
-    [
-        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
-        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
-    ],
-)
-def test_ranks_with_different_arguments_write_nothing(tmp_path, options, others):
-    def save() -> str:
-        asked = options if dist.get_rank() == 0 else others
-        with pytest.raises(CheckpointError) as caught:
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU, **asked)
-        return str(caught.value)
-
-    for error in run_ranks(2, save):
-        assert "the same tensors, dtypes and shard size on all ranks, got " in error
-        assert " bytes (" in error
-    assert names_in(tmp_path) == []
-
-
-def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
-    def save() -> str:
-        def without_the_first(*arguments: Any) -> Any:
-            found = shares(*arguments)
-            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
-
-        with (
-            mock.patch.object(hf_layout, "shares", without_the_first),
-            pytest.raises(CheckpointError) as caught,
-        ):
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
-        return str(caught.value)
-
-    one, two = run_ranks(2, save)
-    assert one == two
-    assert "bytes of weights, got" in one
-    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from torch.distributed.tensor import Shard
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -29,9 +33,11 @@ from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.checkpoint import hf_layout
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import Fault, watched
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HSDP,
     Setting,
@@ -177,6 +183,59 @@ def test_a_rank_without_access_to_the_files_is_one_error_on_all(tmp_path: Path) 
     zero, one = run_ranks(2, save)
     assert "every rank to see" in one
     assert zero == f"rank 1: {one}"
+
+
+def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
+    def save(failing: int, number: int) -> str:
+        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
+        with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    # The directory, rows, the first rows of the other rank, its fsync, config.json.
+    for failing, number in ((0, 2), (0, 8), (1, 0), (1, 10), (0, 24)):
+        for error in run_ranks(2, save, failing, number):
+            assert "No space left on device" in error
+        assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
+        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
+    ],
+)
+def test_ranks_with_different_arguments_write_nothing(tmp_path, options, others):
+    def save() -> str:
+        asked = options if dist.get_rank() == 0 else others
+        with pytest.raises(CheckpointError) as caught:
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU, **asked)
+        return str(caught.value)
+
+    for error in run_ranks(2, save):
+        assert "the same tensors, dtypes and shard size on all ranks, got " in error
+        assert " bytes (" in error
+    assert names_in(tmp_path) == []
+
+
+def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
+    def save() -> str:
+        def without_the_first(*arguments: Any) -> Any:
+            found = shares(*arguments)
+            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
+
+        with (
+            mock.patch.object(hf_layout, "shares", without_the_first),
+            pytest.raises(CheckpointError) as caught,
+        ):
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    one, two = run_ranks(2, save)
+    assert one == two
+    assert "bytes of weights, got" in one
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.sim
