@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
@@ -20,10 +19,8 @@ from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.distributed import megatron_fsdp
 from megatron.core.dtensors import local_tensor
-from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.mesh import build_mesh
+from megatron.core.materialize import materialize
 from megatron.core.models.families import config_json
 from megatron.core.models.families.qwen_moe import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -35,7 +32,6 @@ from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron_hybrid import convert_hf
 from tests.helpers.hf_models import save_model
 from tests.helpers.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.helpers.models import data_parallel
 from tests.unit_tests.training.helpers.hf_folders import (
     ARCHITECTURES,
     CPU,
@@ -44,25 +40,13 @@ from tests.unit_tests.training.helpers.hf_folders import (
     change_config,
     digests,
     plain_gpt,
+    sharded_gpt,
 )
 
 WEIGHTS = "model.safetensors"
 CONFIG = dataclasses.replace(QWEN3, **ARCHITECTURES["Qwen3Moe"], hf_architecture="qwen3_moe")
 save_exactly = partial(save_hf, dtype=torch.float32)
-
-
-def sharded_gpt(seed: int) -> GPTModel:
-    with torch.device("meta"):
-        model = GPTModel(CONFIG, VOCAB)
-    megatron_fsdp.shard_model(
-        model,
-        build_mesh("cpu", dist.get_world_size()),
-        CPU,
-        data_parallel("optim_grads_params"),
-        compute_dtype=torch.float32,
-        reset_parameters=seeded_reset(model, torch.device("cpu"), seed),
-    )
-    return model
+on_ranks = partial(sharded_gpt, "megatron_fsdp", dtype=torch.float32, config=CONFIG)
 
 
 def whole_gpt(seed: int) -> GPTModel:
@@ -127,11 +111,16 @@ def test_ranks_write_the_files_that_one_writes_and_read_their_rows_of_them(
     def save_and_load() -> None:
         with pytest.MonkeyPatch.context() as patch:
             in_either_form(patch, is_stacked)
-            save_exactly(sharded_gpt(0), tmp_path / "ranks", CPU, max_shard_bytes=20000)
-            model = sharded_gpt(1)
-            assert not are_equal(model, sharded_gpt(0))
+            save_exactly(
+                on_ranks(seed=0),
+                tmp_path / "ranks",
+                CPU,
+                max_shard_bytes=20000,
+            )
+            model = on_ranks(seed=1)
+            assert not are_equal(model, on_ranks(seed=0))
             load_hf(model, tmp_path / "ranks")
-            assert are_equal(model, sharded_gpt(0))
+            assert are_equal(model, on_ranks(seed=0))
 
     run_ranks(3, save_and_load)
     assert digests(tmp_path / "ranks") == digests(tmp_path / "whole")

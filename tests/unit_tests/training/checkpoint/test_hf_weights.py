@@ -17,11 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
@@ -43,7 +40,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     watched,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
-from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, data_parallel
+from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
 from tests.unit_tests.training.helpers.hf_folders import (
     ARCHITECTURES,
@@ -54,38 +51,14 @@ from tests.unit_tests.training.helpers.hf_folders import (
     digests,
     names_in,
     plain_gpt,
+    shard_model,
+    sharded_gpt,
 )
 
 LLAMA = dataclasses.replace(QWEN3, qk_layernorm=False, untie_embeddings_and_output_weights=True)
 ENGINES = ("megatron_fsdp", "torch_fsdp2")
 save_exactly = partial(save_hf, dtype=torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:.*SwigPy.*:DeprecationWarning")
-
-
-def sharded_gpt(
-    engine: str,
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    config: TransformerConfig = QWEN3,
-    num_rows: int = VOCAB,
-) -> nn.Module:
-    """Over all ranks, with fp32 main weights that are the same on any number of ranks."""
-    with torch.device("meta"):
-        model = GPTModel(config, num_rows)
-    mesh = build_mesh("cpu", dist.get_world_size())
-    if engine == "torch_fsdp2":
-        torch_fsdp2.shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
-        materialize(model, "cpu", seed)
-        return model
-    megatron_fsdp.shard_model(
-        model,
-        mesh,
-        CPU,
-        data_parallel("optim_grads_params"),
-        compute_dtype=dtype,
-        reset_parameters=seeded_reset(model, torch.device("cpu"), seed),
-    )
-    return model
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -625,20 +598,6 @@ def their_model(architecture: str, tied: bool) -> nn.Module:
     return getattr(transformers, f"{architecture}ForCausalLM")(settings)
 
 
-def sharded(model: nn.Module, engine: str) -> nn.Module:
-    mesh = build_mesh("cpu", dist.get_world_size())
-    if engine == "torch_fsdp2":
-        torch_fsdp2.shard_model(
-            model, mesh, compute_dtype=torch.float32, reshard_after_forward=True
-        )
-    else:
-        parallel = data_parallel("optim_grads_params")
-        megatron_fsdp.shard_model(
-            model, mesh, CPU, parallel, compute_dtype=torch.float32, reset_parameters=None
-        )
-    return model
-
-
 def train(
     model: nn.Module, num_steps: int, rank: int = 0, world_size: int = 1, first: int = 0
 ) -> list[float]:
@@ -662,7 +621,8 @@ def train(
 def test_their_models_train_under_both_engines_and_are_saved_for_them(transformers, tmp_path):
     def run(folder: Path, architecture: str, tied: bool, engine: str) -> list[float]:
         rank = dist.get_rank()
-        model = sharded(their_model(architecture, tied), engine)
+        model = their_model(architecture, tied)
+        shard_model(model, engine, torch.float32)
         losses = train(model, 3, rank, 2)
         save_exactly(model, folder, CPU)
         expected = local_weights(model)
