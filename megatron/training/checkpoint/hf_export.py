@@ -10,7 +10,6 @@ Tensors are copied from file to file in pieces of a few MiB.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -103,14 +102,17 @@ def export_hf(
     extras.check()
     tensors = _tensors(checkpoint, model, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
-    with _system_errors(target):
+    draft = None
+    try:
         draft = prepare_draft(target)
-        try:
-            draft.mkdir()
-            _write_weights(draft, checkpoint, tensors, layout, progress)
-            write_small_files(draft, model, layout, extras)
-            publish_draft(draft, layout, target)
-        finally:
+        draft.mkdir()
+        _write_weights(draft, checkpoint, tensors, layout, progress)
+        write_small_files(draft, model, layout, extras)
+        publish_draft(draft, layout, target)
+    except OSError as error:
+        raise CheckpointError(f"Expected to write {target}, got {error}.") from error
+    finally:
+        if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
 
     num_bytes = sum(tensor.nbytes for tensor in layout.tensors)
@@ -256,12 +258,3 @@ def _is_weight(key: str, prefix: str) -> bool:
     if prefix:
         return key.startswith(prefix)
     return not key.startswith(("optim.", "optimizer.", "rng."))
-
-
-@contextlib.contextmanager
-def _system_errors(target: Path) -> Iterator[None]:
-    """Raises CheckpointError for errors of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"Expected to write {target}, got {error}.") from error

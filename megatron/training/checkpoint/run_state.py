@@ -82,11 +82,13 @@ class RunState:
 
     def contents(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> Contents:
         """The contents of an `fsdp_dtensor` checkpoint of it."""
+        # Each rank writes a file with its states.
+        states = rng_state(device) if with_rng else {}
         return collect(
             self.model,
             self.optimizer.optimizer,
             with_states=with_optim,
-            private=private_rng(rng_state(device)) if with_rng else {},
+            private={f"rng.{kind}": tensor for kind, tensor in states.items()},
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
         )
@@ -94,7 +96,9 @@ class RunState:
     def tensors(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> dict[str, Any]:
         """The contents of a `torch_dcp` checkpoint of it."""
         state = DCPState(self.model, self.optimizer.optimizer if with_optim else None).state_dict()
-        return {**state, **rng_entry(rng_state(device))} if with_rng else state
+        if not with_rng:
+            return state
+        return {**state, "rng": {str(dist.get_rank()): rng_state(device)}}
 
 
 def save_torch_dcp(
@@ -262,13 +266,3 @@ def named_checkpoint(root: str) -> tuple[str, str] | None:
     if not any(store.exists(file) for file in (MARKER_FILE, METADATA_FILE)):
         return None
     return split_path(place_of(root))
-
-
-def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The random states under their keys, in a format in which each rank writes a file."""
-    return {f"rng.{kind}": tensor for kind, tensor in states.items()}
-
-
-def rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The random states under keys with the rank."""
-    return {"rng": {str(dist.get_rank()): states}}
