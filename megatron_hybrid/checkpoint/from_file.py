@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.store import Store, path_of, published_ite
 from megatron.core.files import open_regular, remove_empty_folder
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, ThreadEvent
-from megatron.training.checkpoint.safetensors_files import open_safetensors
+from megatron.training.checkpoint.hf_files import open_safetensors
 from megatron_hybrid.checkpoint.to_file import TRAIN_STATE_KEY, Progress
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -208,9 +208,9 @@ def _read_safetensors(path: Path) -> dict[str, object]:
     """The tensors, and the metadata, in which plain data is JSON."""
     try:
         with open_safetensors(path) as file:
-            metadata = file.reader.metadata() or {}
-            keys = file.reader.keys()
-            state: dict[str, object] = {key: file.reader.get_tensor(key) for key in keys}
+            metadata = file.metadata() or {}
+            keys = file.keys()
+            state: dict[str, object] = {key: file.get_tensor(key) for key in keys}
     except SafetensorError as error:
         raise CheckpointError(f"Expected to read the tensors of {path}, got {error}.") from error
 

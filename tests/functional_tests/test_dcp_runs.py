@@ -77,5 +77,5 @@ def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):
     flags = [*MODEL, "--make-vocab-size-divisible-by", "8"]
     run = pretrain(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)[0]
     assert (
-        "The folder's vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
+        "vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
     )

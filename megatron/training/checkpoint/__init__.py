@@ -1,1 +1,1 @@
-"""A run's checkpoints: what they cover, which one is loaded, and how a run resumes."""
+"""A run's checkpoints: their content, the choice of one to load, and resuming a run."""

@@ -1,11 +1,11 @@
-"""`--load-dcp`: weights, and moments where they are there, from what another program saved with
+"""`--load-dcp`: loads weights and moments that another program saved with
 `torch.distributed.checkpoint`, by a table (`dcp_key_map.py`).
 
-    load_dcp("outputs/checkpoint/step-1000", "examples/torchtitan_llama3.yaml", heads, state)
+    load_dcp("outputs/checkpoint/step-1000", "examples/torchtitan_llama3.yaml", config, state)
 
-`DcpView` shows such a folder under our keys, so that it is compared with the model and read into it
-as any checkpoint is. A rank reads only the chunks that its own rows lie in, one at a time, each of
-them whole, since its checksum covers all of it. Nothing of the folder is executed.
+`DcpView` presents such a directory under our keys, so it is compared with the model and read like
+our checkpoints. A rank reads only the chunks of its rows, one at a time. Chunks are read whole,
+since a checksum covers the whole chunk. No code in the files is executed.
 """
 
 from __future__ import annotations
@@ -44,34 +44,32 @@ from megatron.training.checkpoint.run_state import RunState, split_path
 
 logger = logging.getLogger(__name__)
 
-# Our weights with a row for each token.
+# Our weights with a row per token.
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class DcpView:
-    """A folder that another program wrote with PyTorch DCP, under our keys. Any number of threads
-    may read it.
+    """A directory that another program wrote with PyTorch DCP, under our keys. Thread-safe.
 
     Attributes:
-        path: the folder and the table, for messages.
-        sources: where our tensors lie.
-        tensors: ours, without chunks.
+        path: the directory and the table, for messages.
+        sources: the sources of our tensors.
+        tensors: our tensors, without chunks.
         plain, train_state: empty.
     """
 
     def __init__(self, checkpoint: TorchDcpCheckpoint, sources: Sources, path: str) -> None:
-        """For `open`."""
         self.path = path
         self.sources = sources
         self.plain: Collection[str] = ()
         self.train_state: dict[str, Any] = {}
         self._checkpoint = checkpoint
-        self._lock = threading.Lock()  # of the checkpoint, which keeps the chunk it read last
+        self._lock = threading.Lock()  # the checkpoint caches the last chunk
         self.convert({})
 
     @classmethod
     def open(cls, folder: str, key_map: KeyMap) -> DcpView:
-        """Opens a folder, in a file system or a store that fsspec knows.
+        """Opens a directory in a file system or a store of fsspec.
 
         Raises:
             CheckpointError: if it cannot be read, or as `find_sources`.
@@ -82,25 +80,25 @@ class DcpView:
         return cls(checkpoint, find_sources(checkpoint.tensors, key_map, path), path)
 
     def convert(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Has floating-point tensors and counters read in these dtypes, by our key; the others in
-        fp32.
+        """Sets the dtypes in which floating-point tensors and counters are read, by our key. The
+        default is fp32.
         """
         self.tensors = {
             key: SavedTensor(key, _dtype(source, dtypes.get(key)), source.shape, [])
             for key, source in self.sources.ours.items()
         }
-        # Under names that no model has: the comparison will say that nothing here takes them.
+        # Under names that no model has, so that the comparison reports them.
         self.tensors |= {f"their {theirs.key}": theirs for theirs in self.sources.unknown}
 
     def doubled(self, own: Collection[str]) -> dict[str, str]:
-        """Our keys of weights that the folder holds a second time, and that are not among the keys
-        `own` of a model that ties them; each with the key of the first.
+        """Returns our keys of weights that are stored twice, each with the key of the first. The
+        keys `own` of the model, which may tie them, are left out.
         """
         ours, tied = self.sources.ours, self.sources.tied
         return {key: first for key, first in tied.items() if first in ours and key not in own}
 
     def are_equal(self, key: str, other: str) -> bool:
-        """Whether two of our tensors have the same values, which are compared chunk by chunk."""
+        """Compares the values of two of our tensors, chunk by chunk."""
         one, two = (self.sources.ours[each] for each in (key, other))
         if one.shape != two.shape:
             return False
@@ -113,11 +111,11 @@ class DcpView:
         return True
 
     def leave_out(self, key: str) -> None:
-        """Forgets one of our tensors."""
+        """Removes one of our tensors."""
         del self.sources.ours[key], self.tensors[key]
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """As `PublishedCheckpoint.read`, but by whole chunks."""
+        """Reads like `PublishedCheckpoint.read`, but by whole chunks."""
         source = self.sources.ours[key]
         with self._lock:
             if not source.shape:
@@ -137,7 +135,7 @@ class DcpView:
     def _read_run(
         self, source: RowSource, row: int, others: Sequence[int], out: torch.Tensor
     ) -> int:
-        """Rows that are consecutive there, from `row` on; `others`: where the other dims begin."""
+        """Reads consecutive rows from `row` on, at the offsets `others` of the other dims."""
         rows = source.rows
         if rows.matrix_rows is None:
             return self._checkpoint.read(rows.name, (row, *others), out)
@@ -145,11 +143,11 @@ class DcpView:
         return self._checkpoint.read(rows.name, place, out.unsqueeze(0))
 
     def read_plain(self, key: str) -> NoReturn:
-        """CheckpointError: others' plain data means nothing here."""
+        """Raises CheckpointError: plain data of other programs is not loaded."""
         raise CheckpointError(f"Expected no plain data of {self.path} to be read, got {key!r}.")
 
     def check_step(self, key: str) -> None:
-        """CheckpointError unless a counter counts steps."""
+        """Raises CheckpointError unless a counter is a number of steps."""
         value = torch.empty((), dtype=torch.float64)
         self.read(key, (), value)
         try:
@@ -160,11 +158,11 @@ class DcpView:
     def _read_heads(
         self, source: RowSource, heads: HeadOrder, offsets: Sequence[int], out: torch.Tensor
     ) -> int:
-        """Rows that are read head by head, since their order is another."""
+        """Reads rows head by head, since their order differs."""
         order, size = heads.theirs(), heads.num_rows
         num_read, first, stop = 0, offsets[0], offsets[0] + out.shape[0]
         for begin in range(first - first % size, stop, size):
-            # Heads are never cut by groups.
+            # Groups never divide heads.
             (run,) = source.rows.ranges(begin, begin + size)
             head = torch.empty((size, *out.shape[1:]), dtype=source.theirs.dtype)
             num_read += self._read_run(source, run.start, offsets[1:], head)
@@ -176,21 +174,21 @@ class DcpView:
 
 
 def load_dcp(folder: str, table: str, config: TransformerConfig, state: RunState) -> None:
-    """Loads weights and, if the folder has any, moments and their counters into `state`, in place.
-    Called by all ranks together, which may be any number.
+    """Loads weights and, if present, moments and their counters into `state`, in place. Called by
+    all ranks together, on any number of ranks.
 
-    Counters of iterations and samples, schedule, options and random states stay as they are.
+    Counters of iterations and samples, schedule, options and random states do not change.
 
     Args:
-        folder: as `torch.distributed.checkpoint.save` wrote it.
+        folder: a directory of `torch.distributed.checkpoint.save`.
         table: the file of a `KeyMap`.
-        config: of the model.
+        config: the model's config.
 
     Raises:
-        ConfigError: for a table that cannot be used.
-        CheckpointError: before anything is changed, in one error: tensors that the model lacks or
-            that the folder lacks, others' shapes, counters that count nothing. Damage to a chunk is
-            found as it is read: then some of `state` has been overwritten.
+        ConfigError: for an invalid table.
+        CheckpointError: one error before anything is changed, for missing and unexpected tensors,
+            other shapes and invalid counters. A damaged chunk is only found as it is read, after
+            some of `state` may have been overwritten.
     """
     view = on_all_ranks(lambda: DcpView.open(folder, KeyMap.read(table, Heads.of(config))))
     contents = collect(
@@ -208,11 +206,11 @@ def load_dcp(folder: str, table: str, config: TransformerConfig, state: RunState
 
 
 def _check(view: DcpView, contents: Contents) -> Wanted:
-    """What to load. CheckpointError if they, or what the folder has besides, do not fit."""
+    """Returns the entries to load. CheckpointError for a checkpoint of another model."""
     own = {entry.key: entry.saved_as for entry in contents.entries}
     view.convert({key: saved_as.dtype for key, saved_as in own.items()})
     for key, first in view.doubled(own).items():
-        # Ranks compare them one by one, so no rank need wait for another.
+        # No collective is needed, since one rank compares.
         if dist.get_rank() == 0 and not view.are_equal(key, first):
             raise CheckpointError(
                 f"Expected {key} to equal {first} in {view.path}, since this model ties the two, "
@@ -232,12 +230,12 @@ def _check(view: DcpView, contents: Contents) -> Wanted:
 
 
 def _on_vocabulary(view: DcpView, own: Mapping[str, SavedAs]) -> str:
-    """A sentence on the number of tokens, if that differs."""
+    """Returns a sentence about the number of tokens, if it differs."""
     for name in _VOCABULARY:
         source, saved_as = (found.get(f"{WEIGHTS}{name}") for found in (view.sources.ours, own))
         if source is not None and saved_as is not None and source.shape[0] != saved_as.shape[0]:
             return (
-                f" The folder's vocabulary has {source.shape[0]} rows and this model's "
+                f" The checkpoint's vocabulary has {source.shape[0]} rows and this model's "
                 f"{saved_as.shape[0]}, which --vocab-size and --make-vocab-size-divisible-by "
                 "decide."
             )
@@ -245,7 +243,7 @@ def _on_vocabulary(view: DcpView, own: Mapping[str, SavedAs]) -> str:
 
 
 def _dtype(source: RowSource, asked: torch.dtype | None) -> torch.dtype:
-    """In which a tensor is read. A counter may be an integer of theirs."""
+    """Returns the dtype in which a tensor is read. Counters may be integers."""
     theirs = source.theirs.dtype
     converts = theirs.is_floating_point or not source.shape
     return asked or torch.float32 if converts else theirs

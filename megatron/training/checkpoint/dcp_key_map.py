@@ -1,14 +1,14 @@
-"""`--dcp-key-map`: a table that says which tensors of another program's checkpoint are ours.
+"""`--dcp-key-map`: a table that maps tensors of another program's checkpoint to our tensors.
 
     keys:                                   # their name: our name
       tok_embeddings.weight: embedding.word_embeddings.weight
-      layers.{n}.attention.wq.weight:       # {n} stands for a number
+      layers.{n}.attention.wq.weight:       # {n} is a number
         {to: "decoder.layers.{n}.self_attention.query.weight",
          heads: num_attention_heads, rotary: interleaved}
-      layers.{n}.feed_forward.w13.weight:   # rows of several of ours, one after another
+      layers.{n}.feed_forward.w13.weight:   # rows of several tensors, consecutive
         - decoder.layers.{n}.mlp.gate.weight
         - decoder.layers.{n}.mlp.up.weight
-      layers.{n}.attention.wqkv.weight:     # the same in each of so many groups of rows
+      layers.{n}.attention.wqkv.weight:     # the same in each group of rows
         groups: num_query_groups
         parts:
           - {to: "decoder.layers.{n}.self_attention.query.weight", heads: num_attention_heads}
@@ -17,12 +17,12 @@
       layers.{n}.moe.experts.w1:            # a matrix for each expert, in one tensor
         stack: expert
         parts: decoder.layers.{n}.mlp.experts.{expert}.gate.weight
-    weights: model.{name}                   # where a name stands in their keys
-    moments: optim.state.{name}.{moment}    # false: they stay unread
+    weights: model.{name}                   # the position of a name in their keys
+    moments: optim.state.{name}.{moment}    # false: not loaded
     tied: {output.weight: tok_embeddings.weight}
     ignore: [ema.*]
 
-The table describes their tensors. What must be done to the rows follows from our model.
+The table describes their tensors. The conversion of rows follows from our model.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from megatron.training.settings_file import parse_yaml
 
 FLAG = "--dcp-key-map"
 
-# By the names of the run's settings, which tables use.
+# Settings of the run that tables may name.
 COUNTS = ("num_attention_heads", "num_query_groups")
 _FIELDS = ("keys", "weights", "moments", "tied", "ignore", *COUNTS)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _YAML_NUMBER = re.compile(r"[1-9]\d{0,8}")
 
-# What PyTorch's helpers, torchtitan and DCP's tutorials make of a model and an optimizer.
+# The keys of PyTorch's helpers, torchtitan and DCP's tutorials.
 _USUAL_WEIGHTS = ("{name}", "model.{name}", "app.model.{name}", "state.model.{name}")
 _USUAL_MOMENTS = tuple(
     f"{prefix}{{name}}.{{moment}}"
@@ -61,12 +61,12 @@ _USUALLY_IGNORED = ("*param_groups.*", "lr_scheduler.*", "dataloader.*", "train_
 
 @dataclass(frozen=True)
 class Heads:
-    """The numbers that a table may name, and how our model turns its heads.
+    """The numbers of heads that a table may name, and our model's rotary embedding.
 
     Attributes:
-        counts: by the names of the run's settings; one that is missing is unknown.
-        rotary_percent: share of a head's channels that are turned.
-        is_interleaved: whether our model turns neighbouring channels together.
+        counts: the known numbers, by the name of the run's setting.
+        rotary_percent: the share of a head's channels that are rotated.
+        is_interleaved: whether our model pairs neighboring channels.
     """
 
     counts: Mapping[str, int]
@@ -75,19 +75,19 @@ class Heads:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Heads:
-        """Those of a run's model."""
+        """Returns the heads of a run's model."""
         counts = {name: getattr(config, name) for name in COUNTS}
         return cls(counts, config.rotary_percent, config.is_rotary_interleaved)
 
 
 class RulePart(NamedTuple):
-    """Rows of one of their tensors that are one of ours.
+    """Rows of one of their tensors that are one of our tensors.
 
     Attributes:
         to: our name, with placeholders.
-        heads: in the rows; None: not said.
-        is_interleaved: whether their model turns channels 2i and 2i + 1 of a head together, and
-            ours i and i + half.
+        heads: the number of heads in the rows; None if unspecified.
+        is_interleaved: whether their model pairs channels 2i and 2i + 1 of a head, and our model
+            i and i + half.
     """
 
     to: str
@@ -96,12 +96,11 @@ class RulePart(NamedTuple):
 
 
 class KeyRule(NamedTuple):
-    """What one of their tensors, or one of each layer, consists of.
+    """The parts of one of their tensors, or of one in each layer.
 
     Attributes:
-        parts: one after another, in each group of rows.
-        stack: the placeholder that counts the matrices of a tensor with one dim more; None: it is
-            no stack.
+        parts: the consecutive parts of each group of rows.
+        stack: the placeholder that counts the matrices of a tensor with an additional dim, if any.
     """
 
     pattern: re.Pattern[str]
@@ -111,22 +110,20 @@ class KeyRule(NamedTuple):
 
 
 class KeyPattern(NamedTuple):
-    """Where names stand in their keys. `moment` None: the pattern names it."""
+    """The position of names in their keys. Without `moment`, the pattern has a group for it."""
 
     pattern: re.Pattern[str]
     moment: str | None = None
 
 
 class Match(NamedTuple):
-    """A rule that applies to a name, and our names for its parts; of a stack, with the placeholder
-    that counts its matrices.
-    """
+    """The rule for a name, and our names of its parts, with the placeholder of a stack."""
 
     rule: KeyRule
     names: tuple[str, ...]
 
     def names_of(self, num_matrices: int) -> list[str]:
-        """Our names, matrix by matrix if they are of a stack."""
+        """Returns our names, for a stack matrix by matrix."""
         if self.rule.stack is None:
             return list(self.names)
         counter = f"{{{self.rule.stack}}}"
@@ -139,14 +136,14 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyMap:
-    """A table that has been read.
+    """A parsed table.
 
     Attributes:
-        path: of the file, for messages.
-        weights: alternatives; that which fits most of a folder's keys is taken.
-        moments: likewise; each consists of patterns that go together. Empty: none are read.
-        tied: their name of a weight, by their second name for it.
-        ignored: patterns of keys, as in a shell.
+        path: the path of the file, for messages.
+        weights: alternatives, of which the one that fits most keys is used.
+        moments: likewise, each with several patterns. Empty if moments are not loaded.
+        tied: their names of weights, by their second names.
+        ignored: shell patterns of keys.
     """
 
     path: str
@@ -163,17 +160,17 @@ class KeyMap:
         """Reads a table.
 
         Args:
-            heads: of our model; what is unknown of them the table must say, if it needs it.
+            heads: the heads of our model. The table must have unknown numbers that it uses.
 
         Raises:
-            ConfigError: for a file that is no such table, and for numbers of heads that are not
-                those of our model.
+            ConfigError: for an invalid table, and for numbers of heads that our model does not
+                have.
         """
         return _Reader(path, heads).read()
 
     def match(self, name: str) -> Match | None:
-        """The rule for one of their names; None if there is none."""
-        # A name comes once for its weight and once for each moment.
+        """Returns the rule for one of their names, if any."""
+        # Each name is looked up for its weight and for each moment.
         if name not in self._matches:
             self._matches[name] = self._find(name)
         return self._matches[name]
@@ -201,7 +198,7 @@ class _Reader:
     def read(self) -> KeyMap:
         table = self._plain(parse_yaml(self._path, FLAG))
         if not isinstance(table, dict) or not isinstance(table.get("keys"), dict):
-            self._fail("the table", "a mapping with `keys`: their names, and ours", table)
+            self._fail("the table", "a mapping with `keys`", table)
         if unknown := [name for name in table if name not in _FIELDS]:
             self._fail("the table", f"only {', '.join(_FIELDS)}", unknown)
 
@@ -218,13 +215,13 @@ class _Reader:
         )
 
     def _plain(self, node: yaml.Node | None) -> Any:
-        """A node as dicts, lists and texts."""
+        """Returns a node as dicts, lists and texts."""
         seen: set[int] = set()
 
         def plain(node: yaml.Node | None) -> Any:
             if node is None or isinstance(node, yaml.ScalarNode):
                 return None if node is None else node.value
-            # Of aliases, 33 doublings are eight billion values.
+            # 33 nested aliases may expand to eight billion values.
             if id(node) in seen:
                 self._fail("the table", "no aliases", f"one in line {node.start_mark.line + 1}")
             seen.add(id(node))
@@ -258,7 +255,7 @@ class _Reader:
         if not isinstance(parts, list):
             parts = [parts]
         if not parts:
-            self._fail(name, "at least one name of ours", parts)
+            self._fail(name, "at least one of our names", parts)
 
         pattern = self._pattern(name, lambda _: r"\d+")
         known = {*pattern.groupindex, *([] if stack is None else [stack])}
@@ -273,7 +270,7 @@ class _Reader:
         if isinstance(value, str):
             value = {"to": value}
         if not isinstance(value, dict) or not isinstance(value.get("to"), str):
-            self._fail(name, "a name of ours, or a mapping with `to`", value)
+            self._fail(name, "one of our names, or a mapping with `to`", value)
         self._expect_fields(name, value, ("to", "heads", "rotary"))
 
         to = value["to"].removeprefix("model.")
@@ -310,14 +307,14 @@ class _Reader:
         if not isinstance(text, str) or sorted(_PLACEHOLDER.findall(text)) != sorted(needed):
             words = " and ".join(f"{{{each}}}" for each in needed)
             self._fail(what, f"a key with {words} in it", text)
-        # The name of a moment is the last part of a key; a parameter's may have dots.
+        # A moment has no dots in its name; a parameter may have.
         return KeyPattern(
             self._pattern(text, {"name": ".+", "moment": r"[^.]+"}.__getitem__), moment
         )
 
     def _tied(self, value: Any) -> dict[str, str]:
         if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-            self._fail("tied", "second names, and the names that they stand for", value)
+            self._fail("tied", "second names, and the first names", value)
         return value
 
     def _texts(self, what: str, value: Any) -> list[str]:
@@ -341,10 +338,10 @@ class _Reader:
             self._fail(name, f"only {', '.join(known)}", unknown)
 
     def _pattern(self, text: str, meaning: Callable[[str], str]) -> re.Pattern[str]:
-        """A pattern of keys as a regular expression."""
+        """Returns a pattern of keys as a regular expression."""
         try:
             return re.compile("".join(_expressions(text, meaning)))
-        except (re.error, KeyError):  # a group whose name begins with a digit, for example
+        except (re.error, KeyError):  # for example, a group whose name starts with a digit
             self._fail(text, "placeholders like {n}", text)
 
     def _fail(self, what: str, expected: str, got: object) -> NoReturn:

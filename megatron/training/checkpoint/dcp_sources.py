@@ -1,17 +1,16 @@
-"""Which rows of which tensors of another program's checkpoint are ours. Integers only: no files, no
-ranks.
+"""The rows of our tensors in the tensors of another program's checkpoint. Integer arithmetic only.
 
-A table (`dcp_key_map.py`) names the parts of each of their tensors, which come one after another in
-each group of its rows. Of a fused weight with four heads of queries and two of keys and values,
-each of three channels, in two groups:
+A table (`dcp_key_map.py`) names the parts of each of their tensors, which are consecutive in each
+group of its rows. For a fused weight with four query heads and two key and value heads of three
+channels, in two groups:
 
-    rows of theirs   0 .. 5       6 .. 8   9 .. 11    12 .. 17     18 .. 20   21 .. 23
+    their rows       0 .. 5       6 .. 8   9 .. 11    12 .. 17     18 .. 20   21 .. 23
                      query 0, 1   key 0    value 0    query 2, 3   key 1      value 1
 
     query: RowMap(theirs, start=0, block=6, stride=12)
     key:   RowMap(theirs, start=6, block=3, stride=12)
 
-Within a head their rows may have another order than ours: see `HeadOrder`.
+The rows of a head may have another order in our model: see `HeadOrder`.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ from megatron.core.models.families.row_map import RowMap
 from megatron.core.optimizer.state_tensors import STEP
 from megatron.training.checkpoint.dcp_key_map import KeyMap, KeyPattern, Match
 
-# Of a stack. A prepared folder may name any number of matrices without elements.
+# Of a stack. A file may have any number of matrices without elements.
 _MAX_MATRICES = 1 << 16
-# Before our names.
+# The prefixes of our keys.
 WEIGHTS, MOMENTS = "model.", "optimizer.state."
 
 
 class HeadOrder(NamedTuple):
-    """The order of rows in heads whose neighbouring channels are turned together, where ours turn
-    channel i with channel i + half. Of a head of six, four of which are turned:
+    """The order of rows in heads whose rotary embedding pairs neighboring channels, where our model
+    pairs channel i with channel i + half. For a head of six channels, of which four are rotated:
 
-        ours     0  1  2  3  4  5
-        theirs   0  2  1  3  4  5
+        our row     0  1  2  3  4  5
+        their row   0  2  1  3  4  5
     """
 
     num_rows: int  # of a head
     num_turned: int
 
     def theirs(self) -> torch.Tensor:
-        """Their row for each of our rows of a head."""
+        """Returns their row for each of our rows of a head."""
         pairs = torch.arange(self.num_turned).view(-1, 2).T.flatten()
         return torch.cat([pairs, torch.arange(self.num_turned, self.num_rows)])
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where one of our tensors lies.
+    """The source of one of our tensors.
 
     Attributes:
-        rows: of theirs; of a counter of steps, which is one number, all.
-        shape: ours, as theirs divides; of a counter: ().
-        theirs: the tensor that has these rows.
-        heads: None: rows have our order.
+        rows: its rows in their tensor; all rows for a counter of steps.
+        shape: the shape of our tensor; () for a counter.
+        theirs: their tensor.
+        heads: the order of rows in each head; None for our order.
     """
 
     rows: RowMap
@@ -71,12 +70,12 @@ class RowSource:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a table makes of a folder.
+    """The sources of all our tensors in a directory.
 
     Attributes:
-        ours: by our key.
+        ours: the sources by our key.
         unknown: their tensors that the table does not name.
-        tied: our keys of weights that the folder may hold twice, each with the key of the first.
+        tied: our keys of weights that may be stored twice, each with the key of the first.
     """
 
     ours: dict[str, RowSource]
@@ -89,22 +88,22 @@ class Sources:
 
 
 def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str) -> Sources:
-    """Applies a table to the tensors of a folder.
+    """Applies a table to the tensors of a directory.
 
     Args:
-        path: the folder, for messages.
+        path: the directory, for messages.
 
     Raises:
-        CheckpointError: listing all tensors that do not divide as the table says, and those of ours
-            that the folder has twice.
+        CheckpointError: listing all tensors that do not divide by the table, and all of our tensors
+            that are stored twice.
     """
     wanted = {key: each for key, each in tensors.items() if not _is_ignored(key, key_map.ignored)}
     weights = _best(key_map.weights, wanted, key_map)
     moments = _best(key_map.moments, wanted, key_map)
 
-    # A key of a moment is no weight's, but where weights have no prefix it may look like one.
+    # Without a prefix of weights, the key of a moment may look like that of a weight.
     reads = {key: _read(key, moments, key_map) or _read(key, weights, key_map) for key in wanted}
-    # A stack's counter of steps does not tell how many matrices it counts for.
+    # A stack's counter of steps has no dim of matrices.
     stacks = {
         read.name: min(wanted[key].shape[0], _MAX_MATRICES)
         for key, read in reads.items()
@@ -136,7 +135,7 @@ def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str)
 
 
 class _Read(NamedTuple):
-    """One of their keys, understood."""
+    """One of their keys, parsed."""
 
     name: str
     moment: str | None  # None: a weight
@@ -161,7 +160,7 @@ def _read(key: str, patterns: Iterable[KeyPattern], key_map: KeyMap) -> _Read | 
 def _best(
     alternatives: Sequence[Sequence[KeyPattern]], keys: Collection[str], key_map: KeyMap
 ) -> Sequence[KeyPattern]:
-    """The alternative that fits most keys; of several, the first."""
+    """Returns the first alternative that fits most keys."""
 
     def num_read(patterns: Sequence[KeyPattern]) -> int:
         return sum(_read(key, patterns, key_map) is not None for key in keys)
@@ -172,7 +171,7 @@ def _best(
 def _parts(
     theirs: SavedTensor, read: _Read, key_map: KeyMap, num_parts: int
 ) -> Iterator[RowSource]:
-    """Where each part of one of their tensors lies in it; nothing if it does not divide so."""
+    """Yields the source of each part of their tensor; none if its rows do not divide."""
     rule = read.match.rule
     if not theirs.shape or (read.moment == STEP and theirs.shape == (1,)):
         for _ in range(num_parts):
@@ -188,7 +187,7 @@ def _parts(
     heads = [part.heads or 1 for part in rule.parts]
     per_head, rest = divmod(sizes[0], sum(heads)) if sizes else (0, 1)
     turned = int(per_head * key_map.heads.rotary_percent)
-    # Heads are never cut.
+    # Heads are never divided.
     has_cut = any(
         (part.heads or per_head) % rule.groups or (part.is_interleaved and turned % 2)
         for part in rule.parts
@@ -217,7 +216,7 @@ def _parts(
 
 
 def _division(read: _Read) -> str:
-    """What a tensor that does not divide should have been, as the end of a clause."""
+    """Returns the end of a clause about a tensor that does not divide."""
     rule = read.match.rule
     heads = " + ".join(str(part.heads or 1) for part in rule.parts)
     what = "heads" if rule.parts[0].heads else "parts"

@@ -1,8 +1,8 @@
 """The small files in a directory of Hugging Face weights: config.json, the tokenizer and the rest.
 
-A run that starts from such a directory takes its settings from it. config.json defines what the
-weights compute, so a setting that contradicts it is rejected. Settings that only affect training
-are left to the user:
+A run that starts from such a directory takes its settings from it. config.json defines the
+arithmetic of the model, so a setting that contradicts it is rejected. Settings that only affect
+training are left to the user:
 
     values = {"lr": 1e-4, "seq_length": 4096}  # set by the user, by field name
     take_settings(values, read_folder("models/qwen3"))  # adds num_layers, tokenizer_model, ...
@@ -60,7 +60,7 @@ _GENERATION_FILE = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in a config.json
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
 
-# Settings that change how a model is trained or how its weights are named, not what they compute.
+# Settings of training, and of the names of weights, which do not affect the arithmetic.
 _OF_TRAINING = (
     "attention_dropout",
     "hidden_dropout",
@@ -97,8 +97,7 @@ _ARITHMETIC = (
     "rope_theta",
 )
 
-# Path patterns of a tokenizer's files: those copied along with a single tokenizer.json, and all
-# those of a directory.
+# Path patterns of a tokenizer's files: for copying a single tokenizer.json, and a whole directory.
 _BESIDE = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
@@ -187,7 +186,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def take_settings(values: dict[str, Any], model: FolderModel) -> list[str]:
-    """Adds the settings of a directory to those of the user.
+    """Adds the settings of a directory to the user's settings.
 
     A contradicting setting is replaced by the directory's, so that the other checks still run
     before an error is raised.
@@ -248,7 +247,7 @@ def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list
 
     lines: list[str] = []
     fields = {field.name: field for field in options_of(TokenizerConfig)}
-    # NullTokenizer adds an id for the end of a document to those that --vocab-size counts.
+    # NullTokenizer adds an id for the end of a document to the ids of --vocab-size.
     vocab_size = num_rows - (kind == "NullTokenizer")
     given = values.get("vocab_size")
     if type(given) is int and given > vocab_size:
@@ -327,14 +326,7 @@ def _arithmetic(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _difference(name: str, theirs: Any, ours: Any) -> str:
-    return (
-        f"{CONFIG_FILE} says {name} {_for_message(theirs)} where the model has {_for_message(ours)}"
-    )
-
-
-def _for_message(value: Any) -> str:
-    """Numbers in full; text and nested values bounded."""
-    return printable(str(value)) if isinstance(value, (str, int, float)) else shown(value)
+    return f"{CONFIG_FILE} says {name} {shown(theirs)} where the model has {shown(ours)}"
 
 
 def config_of(model: nn.Module) -> Any:
@@ -356,7 +348,7 @@ class FolderExtras(NamedTuple):
         base_model_path: the directory of the model that training started from. Files that the save
             does not write are copied from it: configs, the code that they refer to, and the
             tokenizer's files if neither a tokenizer nor a processor is given. A given tokenizer's
-            ids replace those in the generation config.
+            ids replace the ids in the generation config.
     """
 
     tokenizer: Any = None
@@ -379,7 +371,7 @@ class FolderExtras(NamedTuple):
 
         path = Path(tokenizer_path)
         folder = path.parent if path.name == _TOKENIZER_FILE else path
-        # The directory has more files of its own tokenizer than a training run reads.
+        # The directory has more files of its tokenizer than a training run reads.
         is_base_tokenizer = folder.samefile(base_model)
         return cls(None if is_base_tokenizer else tokenizer, base_model_path=base_model)
 
@@ -467,8 +459,8 @@ def write_small_files(
     """Writes all files except the weights: their index, config.json and the extras.
 
     Args:
-        max_length: the maximum length in config.json for a model of ours without one. Other
-            programs would use their own default.
+        max_length: the maximum length in config.json for one of our models without one. Other
+            programs would use their default.
 
     Raises:
         CheckpointError: for extras that cannot be written.

@@ -10,7 +10,6 @@ Tensors are copied from file to file in pieces of a few MiB.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from megatron.core.dist_checkpointing.dcp.torch_dcp import MODEL_PREFIX, weights
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
-from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, bytes_of
 from megatron.core.fp32_module import names_in_fp32
 from megatron.core.log import printable
@@ -103,14 +101,17 @@ def export_hf(
     extras.check()
     tensors = _tensors(checkpoint, model, dtype)
     layout = FolderLayout.of(tensors_of_parts(tensor.part for tensor in tensors), max_shard_bytes)
-    with _system_errors(target):
+    draft = None
+    try:
         draft = prepare_draft(target)
-        try:
-            draft.mkdir()
-            _write_weights(draft, checkpoint, tensors, layout, progress)
-            write_small_files(draft, model, layout, extras)
-            publish_draft(draft, layout, target)
-        finally:
+        draft.mkdir()
+        _write_weights(draft, checkpoint, tensors, layout, progress)
+        write_small_files(draft, model, layout, extras)
+        publish_draft(draft, layout, target)
+    except OSError as error:
+        raise CheckpointError(f"Expected to write {target}, got {error}.") from error
+    finally:
+        if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
 
     num_bytes = sum(tensor.nbytes for tensor in layout.tensors)
@@ -128,20 +129,10 @@ class _StoredTensor(NamedTuple):
 
     rows: RowMap
     key: str  # in the checkpoint
-    entry: SavedTensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     file_dtype: torch.dtype
-    section: tuple[int, int] | None = None  # its rows in the checkpoint's fused weight; None: all
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.section is None:
-            return self.entry.shape
-        start, stop = self.section
-        return (stop - start, *self.entry.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entry.dtype
+    first_row: int  # in the checkpoint's tensor, which may be a fused weight
 
     @property
     def part(self) -> Part:
@@ -149,8 +140,8 @@ class _StoredTensor(NamedTuple):
 
     def read(self, checkpoint: ReadableCheckpoint, box: Box) -> torch.Tensor:
         """Returns a copy of a box of the tensor."""
-        if self.section is not None:
-            box = Box((box.offsets[0] + self.section[0], *box.offsets[1:]), box.sizes)
+        if box.offsets:
+            box = Box((box.offsets[0] + self.first_row, *box.offsets[1:]), box.sizes)
         return read_piece(checkpoint, self.key, box)
 
 
@@ -188,35 +179,31 @@ def _write_weights(
                     progress(math.prod(box.sizes) * tensor.dtype.itemsize)
 
 
-class _Part(NamedTuple):
-    """A tensor of the model in our checkpoints: a parameter, rows of a fused one, or a buffer."""
+class _ModelTensor(NamedTuple):
+    """A parameter, a section of a fused parameter, or a buffer of the model."""
 
-    map: RowMap  # its rows in a tensor of the files
-    own: str  # its name in our checkpoints
-    parameter: str
+    name: str  # in our checkpoints
+    shape: tuple[int, ...]
+    parameter: str  # a fused parameter, or the same name
     parameter_shape: tuple[int, ...]
-    rows: tuple[int, int] | None  # its rows in a fused parameter; None if it is not fused
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.rows is None:
-            return self.parameter_shape
-        start, stop = self.rows
-        return (stop - start, *self.parameter_shape[1:])
+    first_row: int = 0  # in the fused parameter
 
 
-def _parts(model: OwnModel) -> Iterator[_Part]:
-    maps, fused = hf_rows(model), fused_weights(model)
-    for parameter, weight in model.named_parameters():
-        shape, sections = tuple(weight.shape), fused.get(parameter)
-        if sections is None:
-            yield _Part(maps[parameter], parameter, parameter, shape, None)
+def _model_tensors(model: OwnModel) -> Iterator[_ModelTensor]:
+    fused = fused_weights(model)
+    for name, weight in model.named_parameters():
+        whole = tuple(weight.shape)
+        if name not in fused:
+            yield _ModelTensor(name, whole, name, whole)
             continue
 
-        for own, section in zip(section_names(parameter, sections), sections.names, strict=True):
-            yield _Part(maps[own], own, parameter, shape, sections.row_range(section))
+        sections = fused[name]
+        for own, section in zip(section_names(name, sections), sections.names, strict=True):
+            start, stop = sections.row_range(section)
+            yield _ModelTensor(own, (stop - start, *whole[1:]), name, whole, start)
+
     for name, buffer in saved_buffers(model).items():
-        yield _Part(maps[name], name, name, tuple(buffer.shape), None)
+        yield _ModelTensor(name, tuple(buffer.shape), name, tuple(buffer.shape))
 
 
 def _tensors(
@@ -227,7 +214,7 @@ def _tensors(
     """Returns the tensors to write, in the model's order. CheckpointError for another model."""
     with torch.device("meta"):
         built = build_model(model)
-    parts, in_fp32 = list(_parts(built)), {*names_in_fp32(built), *saved_buffers(built)}
+    maps, in_fp32 = hf_rows(built), {*names_in_fp32(built), *saved_buffers(built)}
     stored = checkpoint.tensors
     prefix = MODEL_PREFIX
     if not isinstance(checkpoint, PublishedCheckpoint):
@@ -236,22 +223,23 @@ def _tensors(
 
     found: list[_StoredTensor] = []
     problems, missing = [], []
-    for part in parts:
-        key, rows, shape = f"{prefix}{part.own}", None, part.shape
-        if key not in stored and part.rows is not None:
-            # `torch_dcp` stores fused weights whole.
-            key, rows, shape = f"{prefix}{part.parameter}", part.rows, part.parameter_shape
+    for own in _model_tensors(built):
+        key, shape, first_row = f"{prefix}{own.name}", own.shape, 0
         if key not in stored:
-            missing.append(f"{prefix}{part.own}")
+            # `torch_dcp` stores fused weights whole.
+            key, shape, first_row = f"{prefix}{own.parameter}", own.parameter_shape, own.first_row
+        if key not in stored:
+            missing.append(f"{prefix}{own.name}")
             continue
 
-        written = file_dtype(stored[key].dtype, dtype, stays_fp32=part.parameter in in_fp32)
-        tensor = _StoredTensor(part.map, key, stored[key], written, rows)
-        found.append(tensor)
-        if tensor.entry.shape != shape:
-            problems.append(f"{key} has shape {tensor.entry.shape} where the model has {shape}")
-        if not tensor.dtype.is_floating_point:
-            problems.append(f"{key} is {tensor.dtype} where the model has floats")
+        saved = stored[key]
+        written = file_dtype(saved.dtype, dtype, stays_fp32=own.parameter in in_fp32)
+        rows = maps[own.name]
+        found.append(_StoredTensor(rows, key, own.shape, saved.dtype, written, first_row))
+        if saved.shape != shape:
+            problems.append(f"{key} has shape {saved.shape} where the model has {shape}")
+        if not saved.dtype.is_floating_point:
+            problems.append(f"{key} is {saved.dtype} where the model has floats")
 
     known = {tensor.key for tensor in found}
     others = [key for key in stored if _is_weight(key, prefix) and key not in known]
@@ -269,12 +257,3 @@ def _is_weight(key: str, prefix: str) -> bool:
     if prefix:
         return key.startswith(prefix)
     return not key.startswith(("optim.", "optimizer.", "rng."))
-
-
-@contextlib.contextmanager
-def _system_errors(target: Path) -> Iterator[None]:
-    """Raises CheckpointError for errors of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"Expected to write {target}, got {error}.") from error

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import (
@@ -70,7 +70,6 @@ from megatron.training.checkpoint.hf_layout import (
     rows_in_file,
     shifted,
 )
-from megatron.training.checkpoint.safetensors_files import open_safetensors
 
 CONFIG_FILE = "config.json"
 _MAX_JSON_BYTES = 1 << 26  # the index of a model of 700 billion weights takes 9 MB
@@ -405,7 +404,7 @@ class WeightFiles:
         return next((dtype for dtype, own in DTYPE_NAMES.items() if own == wanted), None)
 
     def differences(self, name: str, own: FileTensor) -> list[str]:
-        """Returns the differences that keep a tensor from being loaded into ours, as clauses."""
+        """Returns the differences that keep a tensor from being loaded, as clauses."""
         found = []
         shape, dtype = self.shape(name), self.dtype(name)
         if shape != own.shape:
@@ -490,15 +489,35 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
 
 def _open_weights(path: Path, stack: ExitStack) -> WeightFile:
     try:
-        opened = stack.enter_context(open_safetensors(path))
+        reader = stack.enter_context(open_safetensors(path))
+        return WeightFile(path, path.stat().st_size, reader)
     except FileNotFoundError as error:
         raise CheckpointDamagedError(f"Expected the safetensors file {path}, got none.") from error
     except OSError as error:
-        reason = printable(str(error))
-        raise CheckpointDamagedError(
-            f"Expected a whole safetensors file at {path}, got: {reason}."
-        ) from error
-    return WeightFile(path, opened.num_bytes, opened.reader)
+        raise _damaged(path, error) from error
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a file with the safetensors library, which maps it, for the length of a block.
+
+    Raises:
+        CheckpointDamagedError: if it is not a whole safetensors file.
+        OSError: as `open`, and for a directory, a FIFO, a socket or a device.
+    """
+    # The library would block on a FIFO.
+    open_regular(path, "a safetensors file").close()
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, MemoryError) as error:
+        raise _damaged(path, error) from error
+    with opened as reader:
+        yield reader
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointDamagedError:
+    reason = printable(str(error))
+    return CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {reason}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -117,8 +117,7 @@ def tensors_of_parts(parts: Iterable[Part]) -> list[FileTensor]:
     """Returns the tensors that consist of these parts, in the order of their first parts.
 
     Raises:
-        CheckpointError: if the parts of a tensor do not cover each of its rows exactly once, or
-            differ in dtype or in the other dims.
+        CheckpointError: if the parts of a tensor differ in dtype or in the other dims.
     """
     by_name: dict[str, list[Part]] = {}
     for part in parts:
@@ -128,38 +127,17 @@ def tensors_of_parts(parts: Iterable[Part]) -> list[FileTensor]:
 
 def _whole(name: str, parts: Sequence[Part]) -> FileTensor:
     """Returns the tensor that consists of these parts."""
-    kinds = {(part.shape[1:], part.dtype, len(part.shape), part.rows.matrix_rows) for part in parts}
-    if len(kinds) > 1:
+    first = parts[0]
+    if any((part.shape[1:], part.dtype) != (first.shape[1:], first.dtype) for part in parts):
         got = ", ".join(f"{list(part.shape)} of {part.dtype}" for part in parts)
         raise CheckpointError(
-            f"Expected parts of {name} that differ in their rows alone, got {got}."
+            f"Expected parts of {name} that differ only in their rows, got {got}."
         )
 
-    first = parts[0]
     if not first.shape:
-        if len(parts) > 1 or first.rows != RowMap(name):
-            raise CheckpointError(f"Expected one part of {name}, a scalar, got {len(parts)}.")
         return FileTensor(name, (), first.dtype)
-
-    row = 0
-    for start, num_rows in sorted(run for part in parts for run in _row_runs(part)):
-        if start != row:
-            got = "no part" if start > row else "more than one"
-            raise CheckpointError(
-                f"Expected one part with row {min(row, start)} of {name}, got {got}."
-            )
-        row += num_rows
-    if row % (first.rows.matrix_rows or 1):
-        raise CheckpointError(
-            f"Expected matrices of {first.rows.matrix_rows} rows in {name}, got {row} rows."
-        )
-    return FileTensor(name, first.rows.shape_of_rows(row, first.shape[1:]), first.dtype)
-
-
-def _row_runs(part: Part) -> Iterator[tuple[int, int]]:
-    """Yields (first row, number of rows) in the file's tensor."""
-    for run in part.rows.ranges(0, part.shape[0]):
-        yield run.start, run.own_stop - run.own_start
+    num_rows = sum(part.shape[0] for part in parts)
+    return FileTensor(name, first.rows.shape_of_rows(num_rows, first.shape[1:]), first.dtype)
 
 
 class Place(NamedTuple):
@@ -270,7 +248,7 @@ def _shards(tensors: Sequence[FileTensor], max_bytes: int) -> Iterator[list[File
 
 
 def _file(name: str, tensors: Iterable[FileTensor]) -> FileLayout:
-    # Tensors of whole pages come first, since direct I/O can write those; nearly all large tensors
+    # Tensors of whole pages come first, since direct I/O can write them; nearly all large tensors
     # are. The others follow by descending element size, so that each tensor is aligned to it.
     ordered = tuple(
         sorted(tensors, key=lambda own: (own.nbytes % DATA_ALIGNMENT > 0, -own.dtype.itemsize))
@@ -362,7 +340,7 @@ class RowPlan:
     Attributes:
         layout: the layout of the directory.
         row_maps: the rows of each entry in a tensor of the layout, by the entry's key.
-        is_exact: whether every entry is written in its own dtype.
+        is_exact: whether every entry is written without conversion.
     """
 
     layout: FolderLayout
@@ -396,7 +374,7 @@ class RowPlan:
         return cls(layout, {own.key: row_maps[own.key] for own in saved}, is_exact)
 
     def rows(self, key: str, box: Box) -> Iterator[ExportedRows]:
-        """Yields the file ranges of a box of an entry; nothing for an entry of another plan."""
+        """Yields the file ranges of a box of an entry, if the plan has the entry."""
         rows = self.row_maps.get(key)
         if rows is not None:
             yield from rows_in_file(rows, box, self.layout.places[rows.name])

@@ -13,7 +13,7 @@ modules do, too, and get no config.json.
 
 [Note: no tensor is gathered] Every rank writes the rows that it holds to the offsets that it has
 computed, and brings them to disk (`hf_files.py`). Then rank 0 adds config and tokenizer and
-publishes the directory. No tensor is gathered or sent, and nothing is written twice.
+publishes the directory. No tensor is gathered, sent or written twice.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def load_hf(model: nn.Module, folder: str | Path, *, adds_rows: bool = False) ->
     Args:
         model: as in `save_hf`, without a pending save.
         folder: a directory with `model.safetensors`, or shards and their index. Its config.json, if
-            any, must describe what the model computes.
+            any, must describe the model.
         adds_rows: whether our model's vocabulary may have more rows than the files. The added rows
             are the mean of the rows in the files.
 
@@ -200,7 +200,7 @@ def entries_to_load(model: nn.Module, files: WeightFiles) -> Sequence[tuple[Entr
 @dataclass(frozen=True)
 class HfExport:
     """The directory `hf/` in a run's checkpoints: an `Export` of `megatron.core.dist_checkpointing`
-    whose files are those of `save_hf`, byte for byte.
+    whose files equal the files of `save_hf`, byte for byte.
 
     Everything except the weights is rendered once, at the start of the run, so that a file that
     cannot be written is an error before the first step.
@@ -317,7 +317,7 @@ def _rows_of(
     """Returns the rows of each entry in the files' tensors, by key.
 
     Args:
-        files: the files to load; None for those that a save writes.
+        files: the files to load; None for the files of a save.
     """
     keys = [entry.key for entry in contents.entries]
     if not isinstance(model, OwnModel):

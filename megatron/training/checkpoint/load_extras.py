@@ -1,6 +1,6 @@
 """The part of a load besides the tensors of model and optimizer: plain data and random states.
 
-All that the flags ask for is read and checked first, and installed once the tensors are.
+All requested data is read and checked first, and installed after the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NEVER_TAKEN = {"lr", *kept_options(ADAMW_OPTIONS)}
 
 
 class RunData(NamedTuple):
-    """The plain data of a run's checkpoint, read and checked; installed once the tensors are."""
+    """The checked plain data of a run's checkpoint, which is installed after the tensors."""
 
     info: RecoverInfo
     schedule: LRSchedule
@@ -56,7 +56,7 @@ class RunData(NamedTuple):
         store: Store,
         name: str,
     ) -> RunData:
-        """Reads and checks it without changing `state`.
+        """Reads and checks the data without changing `state`.
 
         Raises:
             CheckpointError, ConfigError: if this run cannot use it.
@@ -87,9 +87,9 @@ class Extras(NamedTuple):
     """The checked data of a load besides the tensors of model and optimizer.
 
     Attributes:
-        run: None if weights alone are asked for.
-        options: of each of the optimizer's groups; None: this run's hold.
-        rng: this rank's random states; None: the generators stay as they are.
+        run: None if only weights are requested.
+        options: the options of each of the optimizer's groups; None to keep the present ones.
+        rng: this rank's random states; None to keep the present ones.
     """
 
     run: RunData | None
@@ -111,11 +111,12 @@ def options_to_load(
     names: Mapping[torch.Tensor, Sequence[str]],
     read: Callable[[], list[dict[str, Any]]],
 ) -> list[dict[str, Any]] | None:
-    """The checkpoint's options of each of the optimizer's groups; None if this run's hold.
+    """Returns the checkpoint's options of each of the optimizer's groups; None if the options of
+    this run apply.
 
     Args:
-        names: of the parameters that are loaded.
-        read: reads the saved parameter groups; not called if they are not wanted.
+        names: the names of the loaded parameters.
+        read: reads the saved parameter groups; only called if they are requested.
     """
     if not config.use_checkpoint_opt_param_scheduler:
         return None
@@ -148,11 +149,11 @@ def options_to_load(
 def rng_to_load(
     checkpoint: ReadableCheckpoint, device: Device, flags: CheckpointConfig
 ) -> dict[str, torch.Tensor] | None:
-    """This rank's random states, checked; None if they are not wanted, or are those of another
+    """Returns this rank's checked random states; None if they are not requested, or from another
     number of ranks.
 
     Raises:
-        CheckpointDamagedError: if their bytes are not those that were written.
+        CheckpointDamagedError: if their bytes do not match their digests.
         CheckpointError: if they are not states of these generators.
     """
     if flags.finetune or not flags.load_rng:
@@ -167,7 +168,7 @@ def rng_to_load(
     if saved != {(rank, kind) for rank in range(num_ranks) for kind in own}:
         logger.info(
             "the checkpoint has random states of %s (%s), this run wants %d (%s): "
-            "dropout goes on with fresh ones",
+            "dropout continues with new ones",
             counted(len(ranks), "rank"),
             ", ".join(sorted(kinds)) or "none",
             num_ranks,
@@ -192,8 +193,8 @@ def _schedule(
     info: RecoverInfo,
     source: str,
 ) -> LRSchedule:
-    """This run's schedule or the checkpoint's. ConfigError if they differ and no flag chooses."""
-    # What was imported with moments is a run's that has no schedule yet.
+    """Returns this run's schedule or the checkpoint's. ConfigError if no flag chooses."""
+    # Checkpoints imported with moments have no schedule.
     if config.override_opt_param_scheduler or not info.schedule:
         return own
     try:
@@ -220,7 +221,7 @@ def _schedule(
 
 
 def _loss_scaler(own: LossScaler | None, info: RecoverInfo, source: str) -> LossScaler | None:
-    """This run's scaler in the checkpoint's state; unchanged if either run has none."""
+    """Returns this run's scaler in the checkpoint's state, if both runs have one."""
     if own is None or info.loss_scaler is None:
         return own
     try:
@@ -231,9 +232,7 @@ def _loss_scaler(own: LossScaler | None, info: RecoverInfo, source: str) -> Loss
 
 
 def _read_like(checkpoint: ReadableCheckpoint, key: str, own: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, in new memory. CheckpointError if it has another dtype or shape than
-    `own`.
-    """
+    """Reads a tensor. CheckpointError if its dtype or shape differs from `own`."""
     saved = checkpoint.tensors[key]
     if (saved.dtype, saved.shape) == (own.dtype, tuple(own.shape)):
         return read_piece(checkpoint, key, Box.whole(own.shape))

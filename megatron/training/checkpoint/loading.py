@@ -108,8 +108,8 @@ def load_run(
     Args:
         schedule: determines whose schedule and optimizer options apply where the checkpoint's
             differ.
-        resumes: whether the checkpoints are those of this run itself. Flags that leave out a part
-            then hold once: not for a checkpoint of a start with the same flags.
+        resumes: whether the checkpoints are from this run itself. Flags that leave out a part then
+            apply once: not to a checkpoint of a start with the same flags.
         known_damage: reasons, by path, of checkpoints that were found damaged before; they are not
             read again.
         on_damage: called with the path and the reason of each checkpoint that is found damaged.
@@ -158,8 +158,8 @@ def load_run(
 
 
 def _unless_held_before(config: CheckpointConfig, store: Store, name: str) -> CheckpointConfig:
-    """The flags without those that leave out a part and that the start which saved the checkpoint
-    had, too: leaving it out again would lose what has been trained since.
+    """Returns the flags without the ones that leave out a part and were also set when the
+    checkpoint was saved: leaving it out again would lose its training.
     """
 
     def read() -> list[str]:
@@ -325,6 +325,7 @@ class _Load:
     ) -> list[dict[str, Any]] | None:
         if not self.with_states or is_skipped(PARAM_GROUPS, self.flags.load_skip_keys):
             return None
+
         loaded = {entry.key for entry in wanted.entries}
         fresh = {id(parameter) for parameter in wanted.fresh}
         names = {
@@ -332,6 +333,7 @@ class _Load:
             for parameter, own in contents.names.items()
             if id(parameter) not in fresh and all(f"model.{name}" in loaded for name in own)
         }
+
         return options_to_load(
             self.schedule,
             self.state.optimizer.optimizer,

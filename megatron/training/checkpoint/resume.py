@@ -1,11 +1,11 @@
-"""`Resumer`: a run that died goes on from its newest intact checkpoint, and says so.
+"""`Resumer`: a run that died resumes from its newest intact checkpoint.
 
     resumer = Resumer(config, device, events=events, restart_count=launch.restart_count)
-    loaded = resumer.load(engine)          # None: there is no checkpoint, and training begins
+    loaded = resumer.load(engine)          # None without a checkpoint
     resumer.prepare_folder(engine, loaded)
 
-A missing checkpoint and an unreadable one are never mistaken for each other: without one, training
-begins; an unreadable one ends the run, unless an older checkpoint is intact.
+A missing checkpoint differs from an unreadable one: without any, training starts; an unreadable one
+ends the run, unless an older checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from megatron.training.checkpoint.run_state import (
 )
 from megatron.training.config import RunConfig
 from megatron.training.engine import SaveLoadMeta, TrainEngine
-from megatron.training.health.earlier_starts import EarlierFindings
-from megatron.training.health.events import EventKind, EventLog
+from megatron.training.health.events import EarlierFindings, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
 logger = logging.getLogger(__name__)
 
 
 class Resumer:
-    """Puts an engine where its run is to go on. All ranks call each method together."""
+    """Restores the state of a run. All ranks call each method together."""
 
     def __init__(
         self, config: RunConfig, device: Device, *, events: EventLog, restart_count: int = 0
     ) -> None:
         """
         Args:
-            restart_count: how often the launcher has relaunched this job.
+            restart_count: the number of restarts of this job by the launcher.
         """
         self._config = config
         self._device = device
@@ -58,14 +57,14 @@ class Resumer:
         self._restart_count = restart_count
 
     def load(self, engine: TrainEngine) -> Loaded | None:
-        """Loads all of the state that the run resumes from.
+        """Loads the state from which the run resumes.
 
-        With `--recover-mode` on or auto that is the newest intact checkpoint in the folder of
-        `--save`. If there is none, or with off, `--load` and its flags choose.
+        With `--recover-mode` on or auto, that is the newest intact checkpoint in the directory of
+        `--save`. Without any, or with off, `--load` and its flags choose.
 
         Returns:
-            None if there is no checkpoint, and training begins with the initial weights, which are
-            those of `--load-dcp` or `--hf-model` if one is given.
+            None without a checkpoint. Training then starts with the initial weights, or the weights
+            of `--load-dcp` or `--hf-model`.
 
         Raises:
             CheckpointError, ConfigError: as `load_run`: the run must end.
@@ -73,8 +72,8 @@ class Resumer:
         """
         start = time.monotonic()
         self._make_save_folder()
-        known = EarlierFindings.from_plain(
-            on_first_rank(lambda: self._memory().to_plain(), "reading the event log")
+        known = EarlierFindings(
+            **on_first_rank(lambda: vars(self._earlier_findings()), "reading the event log")
         )
 
         flags, resumes = self._flags(known)
@@ -99,7 +98,7 @@ class Resumer:
             self._load_first_state(engine)
 
         step_info = engine.step_info()
-        self._check_attempts(step_info.iteration, known.attempts.get(step_info.iteration, 0))
+        self._check_attempts(step_info.iteration, known.resumed.count(step_info.iteration))
         self._on_rank_0(
             EventKind.RESUME,
             iteration=step_info.iteration,
@@ -111,24 +110,21 @@ class Resumer:
         return loaded
 
     def _load_first_state(self, engine: TrainEngine) -> None:
-        """The weights that a run begins with. A relaunch before the first checkpoint needs them
-        again.
-        """
+        """Loads the initial weights of a run."""
         checkpoint = self._config.checkpoint
         folder, table = checkpoint.load_dcp, checkpoint.dcp_key_map
         if folder is not None and table is not None:
-            # --hf-model, beside it, has said what the model is.
+            # With --hf-model, its config.json still describes the model.
             load_dcp(folder, table, self._config.model, engine.state)
         elif checkpoint.hf_model is not None and not checkpoint.hf_init_random:
-            # As many rows as --vocab-size asks for, which the folder's settings are held against.
+            # --vocab-size may request more rows.
             engine.load(SaveLoadMeta(checkpoint.hf_model, "hf", adds_rows=True))
 
     def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
-        """Makes the folder of `--save` ready for this run: damaged checkpoints that were passed
-        over are set aside.
+        """Sets aside skipped damaged checkpoints in the directory of `--save`.
 
         Raises:
-            ConfigError: if it holds checkpoints that this run would overwrite.
+            ConfigError: if it contains checkpoints that this run would overwrite.
         """
         damaged = [] if loaded is None else loaded.damaged
         for path, what in check_save_folder(
@@ -142,20 +138,20 @@ class Resumer:
             return
         if not self._config.checkpoint.save_optim:
             logger.warning(
-                "--no-save-optim: what is saved in %s cannot be resumed, only loaded as weights",
+                "--no-save-optim: checkpoints in %s cannot be resumed, only loaded as weights",
                 save,
             )
         on_first_rank(lambda: make_save_folder(save), f"preparing {save}")
 
     def _flags(self, known: EarlierFindings) -> tuple[CheckpointConfig | None, bool]:
-        """The flags to load by (None: load nothing), and whether the run itself is resumed."""
+        """Returns the flags of the load, if any, and whether the run itself is resumed."""
         checkpoint, mode = self._config.checkpoint, self._config.recover.recover_mode
-        begins_as_told = checkpoint if checkpoint.load is not None else None
+        initial = checkpoint if checkpoint.load is not None else None
         save = checkpoint.save
         if mode == "off" or save is None or (self._config.training.skip_train and mode == "auto"):
-            return begins_as_told, False
+            return initial, False
 
-        def look() -> list[Any]:  # a list, since ranks tell each other JSON
+        def look() -> list[Any]:  # a list, since ranks exchange JSON
             load = checkpoint.load
             is_from_save = load is not None and _folder_of(load) == place_of(save)
             return [latest_iteration(open_store(save)), is_from_save]
@@ -164,22 +160,20 @@ class Resumer:
         if newest is None and mode == "on":
             raise ConfigError(f"--recover-mode on: expected a checkpoint in {save}, got none.")
 
-        # A --load from the run's own folder, of one step or of weights alone, is meant. But it
-        # counts once: a relaunch of the job must not throw away what was trained since.
+        # A --load from the run's directory, of one step or only of weights, is intended. But a
+        # relaunch of the job must not repeat it, and lose the progress since.
         has_saved = known.has_saved or (
-            newest is not None and known.begun is not None and newest > known.begun
+            newest is not None and known.resumed and newest > known.resumed[0]
         )
         if newest is None or (is_from_save and not has_saved):
-            return begins_as_told, False
+            return initial, False
         return _newest_of(checkpoint, save), True
 
-    def _memory(self) -> EarlierFindings:
+    def _earlier_findings(self) -> EarlierFindings:
         folder = self._config.events_dir
-        return (
-            EarlierFindings.read(folder)
-            if folder is not None and self._restart_count
-            else EarlierFindings()
-        )
+        if folder is None or not self._restart_count:
+            return EarlierFindings()
+        return EarlierFindings.read(folder)
 
     def _check_attempts(self, iteration: int, attempts: int) -> None:
         retries = self._config.recover.recover_retries
@@ -188,7 +182,7 @@ class Resumer:
                 ExitCode.NO_PROGRESS,
                 f"Expected to get from iteration {iteration} to the next checkpoint in {retries} "
                 f"relaunches (--recover-retries), got {attempts} attempts that ended before. "
-                "See events.jsonl for how they did.",
+                "See events.jsonl.",
             )
 
     def _on_damage(self, path: str, reason: str) -> None:
@@ -199,8 +193,8 @@ class Resumer:
         saved_batch, batch = info.config.get("global_batch_size"), self._config.global_batch_size
         if saved_batch not in (None, batch):
             logger.warning(
-                "a global batch has %d samples now, and had %d: with a number of ranks that may "
-                "change, give --global-batch-size",
+                "a global batch has %d samples now, and had %d: set --global-batch-size if the "
+                "number of ranks may change",
                 batch,
                 saved_batch,
             )
@@ -210,7 +204,7 @@ class Resumer:
         changes = []
         for field in self._config.options():
             name, option = field.name, field.option
-            # The load itself has logged what it took from the checkpoint.
+            # The load has logged the values that it took from the checkpoint.
             is_taken = takes_saved and (
                 name in of_schedule or option.overridden_by == "use_checkpoint_opt_param_scheduler"
             )
@@ -227,17 +221,16 @@ class Resumer:
 
 
 def _folder_of(load: str) -> str:
-    """The folder of checkpoints that `--load` means: it may name one checkpoint in it."""
+    """Returns the directory of checkpoints of `--load`, which may name one checkpoint in it."""
     named = named_checkpoint(load)
     return place_of(load if named is None else named[0])
 
 
 def _newest_of(checkpoint: CheckpointConfig, root: str) -> CheckpointConfig:
-    """The flags that resume the run itself from its newest checkpoint. Those that choose where it
-    begins say how it once began.
+    """Returns the flags that resume the run from its newest checkpoint. Flags of its first start
+    do not apply.
     """
-    begins = ("finetune", "ckpt_step", "exit_on_missing_checkpoint")
-    defaults = {
-        field.name: field.default for field in options_of(CheckpointConfig) if field.name in begins
-    }
+    of_start = ("finetune", "ckpt_step", "exit_on_missing_checkpoint")
+    fields = options_of(CheckpointConfig)
+    defaults = {field.name: field.default for field in fields if field.name in of_start}
     return replace(checkpoint, load=root, **defaults)

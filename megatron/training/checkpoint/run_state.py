@@ -32,7 +32,6 @@ from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.store import (
     TRACKER_FILE,
-    Store,
     open_store,
     published_iterations,
 )
@@ -82,11 +81,13 @@ class RunState:
 
     def contents(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> Contents:
         """The contents of an `fsdp_dtensor` checkpoint of it."""
+        # Each rank writes a file with its states.
+        states = rng_state(device) if with_rng else {}
         return collect(
             self.model,
             self.optimizer.optimizer,
             with_states=with_optim,
-            private=private_rng(rng_state(device)) if with_rng else {},
+            private={f"rng.{kind}": tensor for kind, tensor in states.items()},
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
         )
@@ -94,7 +95,9 @@ class RunState:
     def tensors(self, device: Device, *, with_optim: bool, with_rng: bool = True) -> dict[str, Any]:
         """The contents of a `torch_dcp` checkpoint of it."""
         state = DCPState(self.model, self.optimizer.optimizer if with_optim else None).state_dict()
-        return {**state, **rng_entry(rng_state(device))} if with_rng else state
+        if not with_rng:
+            return state
+        return {**state, "rng": {str(dist.get_rank()): rng_state(device)}}
 
 
 def save_torch_dcp(
@@ -153,8 +156,7 @@ def save_once(
             remove_empty_folder(Path(store.root) / name)
         if store.exists(name):
             raise CheckpointError(
-                f"Expected nothing at {path} yet, got what is there. Checkpoints are never "
-                "overwritten."
+                f"Expected nothing at {path} yet, got files. Checkpoints are never overwritten."
             )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):
@@ -214,16 +216,36 @@ def check_save_folder(
         The paths that were set aside, each with a sentence with the checkpoint's new place.
 
     Raises:
-        ConfigError: if it holds checkpoints that this run would overwrite.
+        ConfigError: if it contains checkpoints that this run would overwrite.
     """
     root = config.save
     if root is None:
         return []
 
-    def check() -> list[list[str]]:
-        return [list(set_aside) for set_aside in _check_save_folder(root, start_iteration, damaged)]
+    def set_aside() -> list[list[str]]:
+        store = open_store(root)
+        newer = [it for it in published_iterations(store) if it > start_iteration]
+        intact = [it for it in newer if checkpoint_path(root, it) not in damaged]
+        if intact:
+            raise ConfigError(
+                f"--save: expected a folder without checkpoints beyond iteration {start_iteration},"
+                f" where this run starts, got {intact} in {root}. Load the newest with --load, or "
+                "save elsewhere."
+            )
 
-    return [(path, what) for path, what in on_first_rank(check, f"preparing {root}")]
+        if newer:
+            # First: the tracker must not name a missing checkpoint.
+            store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
+        done = []
+        for iteration in newer:
+            aside = store.set_aside(checkpoint_name(iteration))
+            where = "is deleted" if aside is None else f"is set aside as {store.root}/{aside}"
+            sentence = f"the damaged checkpoint of iteration {iteration} {where}"
+            logger.warning("%s", sentence)
+            done.append([checkpoint_path(root, iteration), sentence])
+        return done
+
+    return [(path, what) for path, what in on_first_rank(set_aside, f"preparing {root}")]
 
 
 def place_of(root: str) -> str:
@@ -243,44 +265,3 @@ def named_checkpoint(root: str) -> tuple[str, str] | None:
     if not any(store.exists(file) for file in (MARKER_FILE, METADATA_FILE)):
         return None
     return split_path(place_of(root))
-
-
-def _check_save_folder(
-    root: str, start_iteration: int, damaged: Sequence[str]
-) -> list[tuple[str, str]]:
-    store = open_store(root)
-    newer = [iteration for iteration in published_iterations(store) if iteration > start_iteration]
-    in_the_way = [
-        iteration for iteration in newer if checkpoint_path(root, iteration) not in damaged
-    ]
-    if in_the_way:
-        raise ConfigError(
-            f"--save: expected a folder without checkpoints beyond iteration {start_iteration}, "
-            f"where this run begins, got {in_the_way} in {root}. Load the newest with --load, or "
-            "save elsewhere."
-        )
-    return _set_aside(store, start_iteration, newer)
-
-
-def _set_aside(store: Store, start_iteration: int, damaged: Sequence[int]) -> list[tuple[str, str]]:
-    if damaged:
-        # First: the tracker must not name a checkpoint that is gone.
-        store.write(TRACKER_FILE, f"{start_iteration}\n".encode())
-    done = []
-    for iteration in damaged:
-        aside = store.set_aside(checkpoint_name(iteration))
-        where = "is deleted" if aside is None else f"is set aside as {store.root}/{aside}"
-        sentence = f"the damaged checkpoint of iteration {iteration} {where}"
-        logger.warning("%s", sentence)
-        done.append((checkpoint_path(store.root, iteration), sentence))
-    return done
-
-
-def private_rng(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The random states under their keys, in a format in which each rank writes a file."""
-    return {f"rng.{kind}": tensor for kind, tensor in states.items()}
-
-
-def rng_entry(states: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The random states under keys with the rank."""
-    return {"rng": {str(dist.get_rank()): states}}

@@ -2,10 +2,10 @@
 
     with Saver(config, device, num_local_ranks=launch.local_world_size, events=events) as saver:
         ...
-        saver.save(engine, info)           # where `Frequency` says that one is due
+        saver.save(engine, info)           # if `Frequency.is_due`
         saver.save_last(engine, info)
 
-What becomes of each save is written to the event log, and shows in the ranks' next votes.
+The outcome of each save is written to the event log, and affects the ranks' next votes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often the state is saved, in steps and in samples; None: not by that.
+    """The intervals between saves, in steps and in samples; None without an interval.
 
     `--save-interval-seconds` is not here: clocks differ, so ranks vote on it (`Votes.save_late`).
     """
@@ -53,11 +53,11 @@ class Frequency:
     samples: int | None = None
 
     def is_due(self, step_info: StepInfo, num_samples: int, num_late: float) -> bool:
-        """Whether a save is due after a step; the same on every rank.
+        """Returns whether a save is due after a step; the same on every rank.
 
         Args:
-            num_samples: in that step's global batch.
-            num_late: ranks whose seconds between saves are over, by their votes in that step.
+            num_samples: the size of the step's global batch.
+            num_late: the number of ranks that voted for a save by their clock.
         """
         consumed = step_info.consumed_samples
         return (
@@ -86,10 +86,10 @@ class Saver:
     ) -> None:
         """
         Args:
-            num_local_ranks: ranks on this machine, which share the memory that saves stage in.
+            num_local_ranks: the number of ranks that share this machine's staging memory.
             wrap_store: wraps the store that is written to, for fault injection.
-            timeline: is shown what saves do.
-            clock: seconds that only grow.
+            timeline: records the operations of saves.
+            clock: a monotonic clock in seconds.
         """
         self._config = config
         self._device = device
@@ -106,13 +106,13 @@ class Saver:
         self._save_seconds: list[float] = []
 
     def __enter__(self) -> Saver:
-        """Sweeps what earlier runs left unfinished.
+        """Deletes unfinished checkpoints of earlier runs.
 
         Raises:
-            CheckpointError: on all ranks, if that could not be read.
+            CheckpointError: on all ranks, if the directory could not be read.
         """
         checkpoint = self._config.checkpoint
-        # An evaluation saves nothing, and drafts in the folder may be those of a run that trains.
+        # An evaluation must not delete the drafts of a run that trains in the same directory.
         if checkpoint.save is None or self._config.training.skip_train:
             return self
 
@@ -150,36 +150,36 @@ class Saver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Returns whether a save is in flight on this rank."""
         return self._manager is not None and self._manager.is_busy
 
     @property
     def is_late(self) -> bool:
-        """Whether the seconds between saves are over on this rank's clock."""
+        """Returns whether --save-interval-seconds have passed on this rank's clock."""
         limit = self._config.checkpoint.save_interval_seconds
         return limit is not None and self._clock() - self._last_save >= limit
 
     @property
     def save_seconds(self) -> float | None:
-        """How long a save takes that begins now: as long as the longest of the last few, or twice
-        that if one is under way, which it waits for. None: not known yet.
+        """Returns an estimate of the seconds of a save: the maximum of the last ones, or twice that
+        if a save is in flight. None before the first one.
         """
         seconds = max(self._save_seconds[-3:], default=None)
         return 2 * seconds if seconds is not None and self.is_saving else seconds
 
     def take_failure(self) -> bool:
-        """Whether a save has failed since this was last asked."""
+        """Returns whether a save has failed since the last call."""
         if self._manager is not None:
             self._note(self._manager.failure())
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
     def prepare(self, engine: TrainEngine) -> None:
-        """Makes what saves need. All ranks call it together, before the first step.
+        """Prepares saves. All ranks call it together, before the first step.
 
         Raises:
-            CheckpointError: if the format cannot hold the engine's state, or a file of `hf/` cannot
-                be made.
+            CheckpointError: if the format cannot store the engine's state, or a file of `hf/`
+                cannot be written.
             ConfigError: for `hf/` of a GPT that no architecture of the transformers library
                 computes.
         """
@@ -196,7 +196,7 @@ class Saver:
     def save(self, engine: TrainEngine, info: RecoverInfo) -> None:
         """Saves, in the background with `--async-save`. All ranks call it together.
 
-        A failed write is logged and shows in the next votes. A state that the format cannot hold is
+        A failed write is logged and affects the next votes. A state that the format cannot store is
         an error here.
         """
         self._last_save = self._clock()
@@ -207,7 +207,7 @@ class Saver:
             self.wait()
 
     def skip(self, iteration: int) -> None:
-        """Skips a save that is due, because the one before is still being written."""
+        """Skips a due save, because the previous one is in flight."""
         self._last_save = self._clock()
         reason = "the save before is still under way"
         logger.warning("iteration %d is not saved: %s", iteration, reason)
@@ -222,7 +222,7 @@ class Saver:
             raise ExitError(ExitCode.NOT_SAVED, str(failure), is_reported=True) from failure
 
     def wait(self) -> CheckpointError | None:
-        """Waits for the save under way. A failure is logged and returned."""
+        """Waits for the save in flight. A failure is logged and returned."""
         failure = self._finish()
         self._note(failure)
         return failure
@@ -230,10 +230,10 @@ class Saver:
     def _begin(
         self, engine: TrainEngine, info: RecoverInfo, export: HfExport | None
     ) -> CheckpointError | None:
-        """Begins to save. Returns the failure of the save before, if that has failed.
+        """Starts a save. Returns the failure of the previous save, if any.
 
         Raises:
-            ExitError: NOT_SAVED, if PyTorch could not write a checkpoint of its own format.
+            ExitError: NOT_SAVED, if PyTorch could not write a `torch_dcp` checkpoint.
         """
         checkpoint, iteration = self._config.checkpoint, engine.step_info().iteration
         if checkpoint.save is None:
@@ -244,8 +244,8 @@ class Saver:
 
         contents = engine.state.contents(self._device, with_optim=checkpoint.save_optim)
         contents = replace(contents, export=export)
-        # `manager.save` would wait for the save before as well, but raise its failure, although
-        # this one has begun.
+        # `manager.save` would wait for the previous save as well, but raise its failure after this
+        # one has started.
         failure = self._finish()
         self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
         self._manager.save(iteration, contents, info.to_plain())
@@ -292,6 +292,6 @@ class Saver:
 
 
 def _extras(config: RunConfig) -> FolderExtras:
-    """What `hf/` holds besides the weights and their config."""
+    """Returns the contents of `hf/` besides the weights and their config."""
     tokenizer, base_model = build_tokenizer(config.tokenizer), config.checkpoint.hf_model
     return FolderExtras.of_model(tokenizer, config.tokenizer.tokenizer_model, base_model)

@@ -1,15 +1,15 @@
-"""Why a run cannot go on: pure functions from what the ranks say to the one cause that all name.
+"""Finds the one cause of a run's end from the reports of its ranks, by pure functions.
 
-When a rank dies, the others see consequences: connections that close, collectives that time out.
-The ranks therefore call the roll (`roll_call.py`). Here is a rank's report on itself, and what
-follows from all reports. The first of these that applies is the cause:
+When a rank dies, the others see consequences: closed connections and collectives that time out.
+The ranks therefore hold a roll call (`roll_call.py`), for which each writes a `Record`. The cause
+is the first of these that applies:
 
-1. ranks that have failed by an error of their own, the earliest first;
-2. ranks that are dead, or do not answer;
-3. ranks that were ended by a signal;
-4. ranks that make no progress and wait for nobody;
-5. if all wait for each other, those that are furthest behind, or all of them;
-6. a connection that failed between ranks that are all well.
+1. ranks that failed with an error that no other rank caused, in order of time;
+2. ranks that are dead or silent;
+3. ranks that a signal ended;
+4. ranks that make no progress and wait for no other rank;
+5. if all ranks wait for each other, the ranks that are furthest behind, or all of them;
+6. a connection that failed between ranks that all responded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.core.log import printable
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.health.phases import Phase
 
-# How torch 2.13 words the failures of collectives over gloo and NCCL that another rank may have
-# caused. Those of other types than RuntimeError itself have classes of their own.
+# Messages of torch 2.13 for failures of collectives over gloo and NCCL that another rank may have
+# caused. Failures that are not plain RuntimeErrors have separate classes.
 _PEER_FAILURE = re.compile(
     r"gloo/transport|Gloo connectFullMesh|monitoredBarrier|Timed out waiting \d+ ?ms|"
     r"Connection (closed|reset|refused)|Socket (Timeout|Error)|"
@@ -50,7 +50,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        # From the package on: where it is installed says nothing.
+        # Without the directory in which the package is installed.
         for package in ("/megatron/", "/torch/"):
             head, found, tail = self.file.rpartition(package)
             if found and head:
@@ -63,34 +63,34 @@ Stack = tuple[Frame, ...]  # the innermost frame last
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's report on itself when the roll is called."""
+    """A rank's report on itself for a roll call."""
 
     rank: int
     host: str = "?"
     pid: int = 0
     phase: Phase = Phase.START
     iteration: int = 0
-    num_marks: int = 0  # phases begun since the iteration began; all ranks go through the same ones
+    num_marks: int = 0  # phases since the start of the iteration, the same on all ranks
     idle_seconds: float = 0.0  # since the last mark
     is_stuck: bool = False  # idle for longer than allowed
     waits: bool = False  # the main thread waits for other ranks
-    is_excused: bool = False  # it waits for a save of its own, and not for longer than one may take
+    is_excused: bool = False  # it waits for its save, within the limit of saves
     place: str = ""  # where the main thread is
     stack: str = ""  # of the main thread, if it is stuck
-    error: str | None = None  # an error of its own
+    error: str | None = None  # an error that no other rank caused
     error_code: ExitCode = ExitCode.FAILED
     error_order: int = 0  # among all ranks' errors, as the store counted them
-    failed_collective: str | None = None  # its error, which another rank may have caused
-    needs_all: bool = False  # it cannot go on without the others, even one that is merely silent
+    failed_collective: str | None = None  # an error that another rank may have caused
+    needs_all: bool = False  # it cannot continue without all others, including silent ones
     signal: str | None = None  # the signal that ended it
-    has_left: bool = False  # these are the last words of a process that has ended
+    has_left: bool = False  # written as the process exited
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
+        """Inverts `to_json`, with printable texts. ValueError for other types."""
         return cls(**typed_fields(cls, values))
 
     @property
@@ -105,7 +105,7 @@ class Record:
 
 
 class Silence(enum.Enum):
-    """Why a rank does not answer, the surest reason first; worded for one rank and for several."""
+    """Why a rank is silent, the most certain reason first; in singular and plural."""
 
     GONE = ("was killed or has crashed", "were killed or have crashed")
     STOPPED = (
@@ -120,7 +120,7 @@ class Silence(enum.Enum):
 
 @dataclass(frozen=True)
 class Absent:
-    """A rank that has not answered. Host and pid as it once gave them."""
+    """A silent rank, with the host and pid from its start."""
 
     rank: int
     silence: Silence
@@ -135,36 +135,36 @@ class Absent:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause, as all ranks that answer have it alike."""
+    """The cause, the same on all ranks of a roll call."""
 
-    code: ExitCode  # of the ranks that are not the cause
+    code: ExitCode  # of ranks that are not the cause
     ranks: tuple[int, ...]
     text: str
-    speaker: int  # the lowest rank that answered: it tells the log
-    run_code: ExitCode  # what the run as a whole ended with
-    stack: str = ""  # of the first of `ranks`, if that one hangs
+    speaker: int  # the lowest rank that responded, which logs the cause
+    run_code: ExitCode  # of the run as a whole
+    stack: str = ""  # of the first of `ranks`, if it hangs
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """The inverse of `to_json`, with texts made safe to log. ValueError for other types."""
+        """Inverts `to_json`, with printable texts. ValueError for other types."""
         fields = typed_fields(cls, values)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run ends, as this rank is concerned."""
+    """Why a run ends, from the view of this rank."""
 
-    code: ExitCode  # that this rank ends with
-    ranks: tuple[int, ...]  # whose fault it is
+    code: ExitCode  # of this rank
+    ranks: tuple[int, ...]  # the ranks to blame
     text: str
-    is_own: bool  # an error of this rank's own: its traceback is worth printing
+    is_own: bool  # an error of this rank, whose traceback is printed
 
 
-# The types that a field may have in JSON, or had before it, by the field's annotation.
+# The types of a field before and after JSON, by its annotation.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
@@ -181,7 +181,7 @@ _MOST_LINES = 100  # of a stack, which has 500 characters a line
 
 
 def typed_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that another rank has sent. ValueError for other names or types."""
+    """Returns the fields of a dataclass from another rank. ValueError for other names or types."""
     annotations = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping) or values.keys() != annotations.keys():
         got = printable(repr(values), 80)
@@ -205,12 +205,12 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
 
 
 def _is_plausible(number: object) -> bool:
-    """Whether it is a number that is finite, and not of thousands of digits."""
+    """Returns whether a value is a finite number of bounded size."""
     return isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) < 2**63
 
 
 def _harmless(name: str, text: str) -> str:
-    """A text that may be logged: one line; those of a stack are indented and pass for no others."""
+    """Returns a text for the log: one line, or the indented lines of a stack."""
     if name != "stack" or not text:
         return printable(text, _MOST_CHARACTERS)
 
@@ -221,15 +221,14 @@ def _harmless(name: str, text: str) -> str:
 def find_cause(
     records: Sequence[Record], absent: Sequence[Absent] = (), *, is_alone: bool = False
 ) -> Verdict | None:
-    """The cause of the run's end, the same whatever the order of the arguments; None: there is no
-    reason to end it.
+    """Returns the cause of the run's end in any order of the arguments; None if the run continues.
 
     Args:
-        records: of the ranks that have answered, and the last words of those that have ended. None
-            are left if all ranks that could answer have finished: then there is nothing to end.
-        absent: the others. A rank that has finished is in neither. Those that are not known to be
-            dead count only if some rank cannot go on without all.
-        is_alone: whether the others could not be asked, since the store is lost too.
+        records: the reports of ranks that responded or that exited with a failure. Without any,
+            all responsive ranks have finished.
+        absent: the silent ranks. Unless they are known to be dead, they count only if a rank cannot
+            continue without all others.
+        is_alone: whether this rank decides alone, because the store is lost.
     """
     if not records:
         return None
@@ -265,7 +264,7 @@ def find_cause(
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error, or what led to it, is a failed collective: perhaps another rank's fault."""
+    """Returns whether an error, or one that led to it, is a failed collective."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:
@@ -279,17 +278,16 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException | None) -> str:
-    """The type and message of an error, in a harmless line; empty for None."""
+    """Returns the type and message of an error in one printable line; empty for None."""
     if error is None:
         return ""
     text = " ".join(str(error).split())
     name = "" if isinstance(error, ExitError) else type(error).__name__
-    # It may quote a file, or a name in one.
     return printable(": ".join(part for part in (name, text) if part), 1000)
 
 
 def stack_of(frame: FrameType | None) -> Stack:
-    """The stack whose innermost frame is this one."""
+    """Returns the stack of a frame."""
     frames = [
         Frame(each.f_code.co_filename, line, each.f_code.co_name)
         for each, line in traceback.walk_stack(frame)
@@ -298,7 +296,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def place_of(stack: Stack) -> str:
-    """Where a thread is: the innermost frame of this project, and the innermost of all."""
+    """Returns the innermost frame of this project, and the innermost of all."""
     if not stack:
         return "an unknown place"
 
@@ -314,7 +312,7 @@ def _verdict(
 
 
 def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
-    """The cause when ranks have failed by themselves: the first of them."""
+    """Returns the cause if ranks have failed: the first failure."""
     failed = [record for record in records if record.error is not None]
     failed.sort(key=lambda record: (record.error_order, record.rank))
     first = failed[0]
@@ -328,7 +326,7 @@ def _own_errors(records: Sequence[Record], speaker: int) -> Verdict:
 def _silence(
     absent: Sequence[Absent], answered: Sequence[Record], speaker: int, is_hang: bool
 ) -> Verdict:
-    """The cause when ranks do not answer: all of these, the most certain loss first."""
+    """Returns the cause if ranks are silent: all of them, the most certain loss first."""
     certainty = list(Silence).index
     absent = sorted(absent, key=lambda one: (certainty(one.silence), one.rank))
     parts = []
@@ -346,9 +344,9 @@ def _silence(
 
 
 def _hang(answered: Sequence[Record], speaker: int) -> Verdict:
-    """The cause when a rank has made no progress for too long, and all others answer."""
+    """Returns the cause if a rank is stuck, and all others have responded."""
     longest = max(record.idle_seconds for record in answered)
-    # A rank that moves is not the one that hangs, even if it is outside of any wait just now.
+    # A rank that makes progress does not hang, even outside of a wait.
     suspects = [
         record
         for record in answered
@@ -390,7 +388,7 @@ def _numbers(culprits: Sequence[Record | Absent]) -> str:
 
 
 def _list(items: Iterable[str]) -> str:
-    """The first few, and how many there are besides."""
+    """Returns the first items and the number of the others."""
     texts = list(items)
     more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     return ", ".join(texts[:_LISTED]) + more

@@ -1,7 +1,8 @@
 """A run's history for operators and scripts: `events.jsonl` and `heartbeat.json`.
 
 docs/recovery.md lists the events and their fields. All ranks append to one file, and a restarted
-run continues it. Readers ignore unknown fields and damaged lines; lines may be missing.
+run continues it. Readers ignore unknown fields and damaged lines; lines may be missing. A restarted
+run reads the file as well, for what its earlier starts found (`EarlierFindings`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.core.files import read_regular, reason_of, temporary_path
+from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import JsonLines, finite, parse_object, read_json_lines
 
@@ -24,10 +27,11 @@ logger = logging.getLogger(__name__)
 EVENTS_FILE = "events.jsonl"
 HEARTBEAT_FILE = "heartbeat.json"
 CONFIG_FILE = "config.yaml"
-# The name in an exit event of a planned stop before the end, whose code is 0 too.
+# The name in the exit event of a planned stop before the end, whose code is 0 as well.
 STOPPED = "STOPPED"
 METRICS_FILE = "metrics.jsonl"  # in the same directory, unless --metrics-jsonl names another file
 _MOST_HEARTBEAT_BYTES = 65536
+_MOST_REASON_CHARACTERS = 1000
 
 
 class EventKind(str, enum.Enum):
@@ -55,7 +59,7 @@ class EventKind(str, enum.Enum):
 class EventLog:
     """Appends to a run's events. Without a directory, drops them.
 
-    Never raises and never ends a run: a disk that fails is one warning. Any thread and any signal
+    Never raises and never ends a run: a failing disk is one warning. Any thread and any signal
     handler may call it.
     """
 
@@ -69,10 +73,10 @@ class EventLog:
     ) -> None:
         """
         Args:
-            folder: on a file system that all ranks see. Made with the first event.
+            folder: a directory that all ranks share, created with the first event.
             rank: the rank to write in each line.
-            restart: how often the launcher has restarted this job, also in each line.
-            clock: seconds since 1970.
+            restart: the number of restarts of this job, also in each line.
+            clock: returns seconds since 1970.
         """
         self._lines = None if folder is None else JsonLines(Path(folder) / EVENTS_FILE)
         self._heartbeat = None if folder is None else Path(folder) / HEARTBEAT_FILE
@@ -83,7 +87,7 @@ class EventLog:
         self._num_exits = itertools.count()
 
     def require_folder(self) -> None:
-        """ConfigError if the events cannot be written. For a folder that the user has named."""
+        """Raises ConfigError if the events cannot be written to the directory of --events-dir."""
         if self._lines is None:
             return
         try:
@@ -97,22 +101,22 @@ class EventLog:
     def write(self, kind: EventKind, /, **fields: object) -> None:
         """Appends {"time", "event", "rank", "restart", **fields}; NaN and infinity become null.
 
-        A rank ends once: of several exits, the first is written.
+        A rank exits once: only its first exit event is written.
         """
         if self._lines is None:
             return
-        # The loop and the watchdog may find at once that the run is to end. A lock would block a
-        # signal handler; this number is taken in one step.
+        # The loop and the watchdog may end the run at the same time. A lock would block a signal
+        # handler; the counter is atomic.
         if kind is EventKind.EXIT and next(self._num_exits):
             return
         own = {"rank": self._rank, "restart": self._restart}
         try:
             self._lines.append({"time": self._clock(), "event": kind, **own, **fields})
-        except Exception as error:  # whatever it is, it is not worth a run
+        except Exception as error:  # no failure of the log may end a run
             self._warn(self._lines.path, error)
 
     def beat(self, **fields: object) -> None:
-        """Replaces the heartbeat by {"time", "restart", **fields}, whole for whoever reads it."""
+        """Replaces the heartbeat by {"time", "restart", **fields}, atomically for readers."""
         if self._heartbeat is None:
             return
 
@@ -133,23 +137,76 @@ class EventLog:
     def _warn(self, path: Path, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = "Could not write %s: %s. The run goes on; its events may be incomplete."
+            text = "Could not write %s: %s. The run continues; its events may be incomplete."
             logger.warning(text, path, error)
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """A run's events, in the order in which they were written; none if there is no such file.
+    """Returns a run's events in the order of the file; an empty list for a missing file.
 
-    Lines that are no JSON objects are skipped. OSError for a file that is unreadable or irregular.
+    Lines that are not JSON objects are skipped. OSError for an unreadable or irregular file.
     """
     return read_json_lines(Path(folder) / EVENTS_FILE)
 
 
 def read_heartbeat(folder: str | Path) -> dict[str, Any] | None:
-    """A run's heartbeat, or None if there is none that makes sense. OSError as `read_events`."""
+    """Returns a run's heartbeat; None for a missing or damaged file. OSError as `read_events`."""
     path = Path(folder) / HEARTBEAT_FILE
-
     try:
         return parse_object(read_regular(path, max_bytes=_MOST_HEARTBEAT_BYTES, what="a heartbeat"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+@dataclass(frozen=True)
+class EarlierFindings:
+    """The findings of the earlier starts of a job since it was last launched by hand.
+
+    Plain data, which ranks exchange as JSON.
+
+    Attributes:
+        damaged: the reasons why checkpoints are damaged, by path.
+        resumed: the iterations at which the starts resumed, in order.
+        has_saved: whether the job has saved a checkpoint.
+    """
+
+    damaged: dict[str, str] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    has_saved: bool = False
+
+    @classmethod
+    def read(cls, folder: str | Path) -> EarlierFindings:
+        """Reads the events since the last launch by hand.
+
+        An event without the fields that it is written with is ignored, like a torn line. A log that
+        cannot be read is a warning, like one that cannot be written.
+        """
+        try:
+            events = read_events(folder)
+        except OSError as error:
+            text = "Could not read the event log: %s. The findings of earlier starts are lost."
+            logger.warning(text, error)
+            return cls()
+
+        starts = [number for number, event in enumerate(events) if _is_first_start(event)]
+        damaged: dict[str, str] = {}
+        resumed: list[int] = []
+        has_saved = False
+
+        for event in events[starts[-1] if starts else 0 :]:
+            match event:
+                case {"event": EventKind.DAMAGED, "checkpoint": str(path), "reason": str(reason)}:
+                    damaged[path] = printable(reason, _MOST_REASON_CHARACTERS)
+                case {"event": EventKind.SAVE_PUBLISHED, "checkpoint": str(path)}:
+                    damaged.pop(path, None)  # replaced by a new checkpoint
+                    has_saved = True
+                case {"event": EventKind.SET_ASIDE, "checkpoint": str(path)}:
+                    damaged.pop(path, None)
+                case {"event": EventKind.RESUME, "iteration": int(iteration)}:
+                    resumed.append(iteration)
+        return cls(damaged, resumed, has_saved)
+
+
+def _is_first_start(event: dict[str, Any]) -> bool:
+    """Returns whether a job was launched by hand here."""
+    return event.get("event") == EventKind.START and event.get("restart") == 0

@@ -21,9 +21,9 @@ class ExitCode(enum.IntEnum):
 
     # Trained to the end, or a planned stop (--exit-interval, --exit-duration-in-mins); saved.
     FINISHED = 0
-    FAILED = 1  # an error nobody foresaw; its traceback is printed
-    BAD_CONFIGURATION = 2  # a configuration that cannot be honoured, by this machine's memory say
-    BAD_FILES = 3  # a checkpoint or data that cannot be used
+    FAILED = 1  # an unexpected error, printed with its traceback
+    BAD_CONFIGURATION = 2  # an invalid configuration, or one that exceeds this machine
+    BAD_FILES = 3  # an unusable checkpoint or data file
     NON_FINITE_LOSS = 4  # with --check-for-nan-in-loss
     LOST_RANK = 5  # another rank died or failed; this one is intact
     HANG = 6  # no progress within --hang-timeout-seconds
@@ -34,12 +34,12 @@ class ExitCode(enum.IntEnum):
 
 
 class ExitError(RuntimeError):
-    """Ends the run with a code of its own. The message is one line that needs no traceback.
+    """Ends the run with an exit code.
 
     Args:
-        code: what the process is to end with.
-        message: the one line.
-        is_reported: whether a rank has logged the line already.
+        code: the exit code.
+        message: one line that needs no traceback.
+        is_reported: whether a rank has logged the line.
     """
 
     def __init__(self, code: ExitCode, message: str, *, is_reported: bool = False) -> None:
@@ -49,7 +49,7 @@ class ExitError(RuntimeError):
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The code of a run that this error ends. FAILED for an interrupt from the keyboard, too."""
+    """Returns the exit code for an error. FAILED for KeyboardInterrupt, too."""
     if isinstance(error, ExitError):
         return error.code
     if isinstance(error, (ConfigError, HostMemoryError, PinError)):
@@ -60,32 +60,32 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Whether the message is all that its reader needs: it is printed without a traceback."""
+    """Returns whether an error is printed without its traceback."""
     return isinstance(error, ExitError) or code_of(error) is not ExitCode.FAILED
 
 
 def process_status(code: ExitCode, is_elastic: bool) -> int:
-    """The exit status of the process itself, 0 to 255.
+    """Returns the exit status of the process, 0 to 255.
 
-    For every status but 0, torchrun's agent restarts a rank at once, on the same machine. A rank
-    that was told to leave therefore ends with 0, and the event log says what happened.
+    For every status but 0, torchrun's agent restarts a rank at once, on the same machine. A
+    preempted rank therefore exits with 0, and the event log has the code.
     """
     is_preempted = code in (ExitCode.PREEMPTED, ExitCode.PREEMPTED_UNSAVED)
     return 0 if is_preempted and is_elastic else int(code)
 
 
 def exit_process(status: int, patience_seconds: float | None = None) -> NoReturn:
-    """Ends this process, from whichever thread, without the interpreter's finalisation.
+    """Ends this process from any thread, without the interpreter's finalization.
 
-    gloo's threads outlive `destroy_process_group`. One that drops its last tensor while the
-    interpreter is being finalised ends in std::terminate: a run that went well would now and then
-    exit with SIGABRT. Everything has been closed and saved by now. (Lanes are safe without this:
-    [Note: the end of the program] in lanes.py.)
+    gloo's threads outlive `destroy_process_group`. A thread that drops its last tensor during the
+    finalization calls std::terminate, so successful runs would sometimes exit with SIGABRT. All
+    files are closed by now. (Lanes are safe without this: [Note: the end of the program] in
+    lanes.py.)
 
     Args:
-        status: what the process ends with, 0 to 255.
-        patience_seconds: for flushing what was printed, since a thread that is stuck in printing
-            keeps the stream locked for ever; None: as long as it takes.
+        status: the exit status, 0 to 255.
+        patience_seconds: the time limit for flushing the output, since a thread that is stuck in
+            printing keeps the stream locked; None: no limit.
     """
     if patience_seconds is not None:
         impatience = threading.Timer(patience_seconds, os._exit, (status,))
@@ -93,7 +93,7 @@ def exit_process(status: int, patience_seconds: float | None = None) -> NoReturn
         impatience.start()
 
     for stream in (sys.stdout, sys.stderr):
-        # Closed, or nobody reads it any more: no reason to stay.
+        # The stream is closed, or has no reader.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)

@@ -3,9 +3,8 @@ full disk.
 
     --inject kill:rank=1,step=17,at=step,delay=0.004 disk-full:step=20
 
-For tests and drills. Nothing happens without the flag, and the flag is refused where a path looks
-like production (`looks_like_production`). Before a fault strikes, it is written to the event log
-and logged as a warning.
+For tests and drills. The flag is an error where a path looks like production
+(`looks_like_production`). A fault is written to the event log and logged as a warning first.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)
 
-# Where faults can strike: wherever the watchdog is told of a phase.
+# Faults strike at the start of the watchdog's phases.
 PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 ANY = "any"
-# The keys that each kind admits besides rank, step and restart.
+# The keys of each kind besides rank, step and restart.
 KINDS = {
     "kill": ("at", "delay"),
     "hang": ("at",),
@@ -49,7 +48,8 @@ KINDS = {
     "disk-full": (),
     "kill-in-save": (),
 }
-_IN_SAVES = ("disk-full", "kill-in-save")
+# The method of a checkpoint's data file in which a fault strikes.
+_IN_SAVES = {"disk-full": "write", "kill-in-save": "close"}
 _COMMON = ("rank", "step", "restart")
 _PRODUCTION = {"prod", "production", "release", "live"}
 _FLAG = "--inject"
@@ -57,21 +57,21 @@ _FLAG = "--inject"
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault, as its specification `KIND:key=value,...` names it.
+    """One fault, parsed from its specification `KIND:key=value,...`.
 
     Attributes:
         kind: `kill` sends SIGKILL to this process; `hang` sleeps for ever; `nan` makes the loss
             NaN; `slow` sleeps `seconds` in each iteration from `step` on; `disk-full` fails the
-            writes of the checkpoint of `step`; `kill-in-save` sends SIGKILL when this rank's data
-            of that checkpoint is written, and its file is about to be closed.
-        rank: None: all.
-        step: the iteration, as phases count it: the one being made in a step, those made in a save,
-            the one resumed from at the start. None: any; in phases of the start alone.
-        at: the phase at whose beginning it strikes.
-        restart: how often the job has been restarted when it strikes; None: however often.
-        delay: seconds from the beginning of the phase, to strike in the middle of it.
+            writes of the checkpoint of `step`; `kill-in-save` sends SIGKILL before this rank closes
+            its data file of that checkpoint.
+        rank: None: all ranks.
+        step: the iteration in which it strikes; of a save, the iteration that is saved; at the
+            start, the iteration that the run resumes from. None: any, only for phases of the start.
+        at: the phase at whose start it strikes.
+        restart: the number of restarts of the job at which it strikes; None: any.
+        delay: seconds from the start of the phase.
         seconds: for `slow`.
-        times: for `slow`: in so many iterations; None: to the end.
+        times: the number of iterations for `slow`; None: all.
     """
 
     spec: str
@@ -86,7 +86,7 @@ class Injection:
 
     @classmethod
     def parse(cls, spec: str) -> Injection:
-        """ConfigError, with what was expected, for what is unknown, missing or out of bounds."""
+        """Parses a specification. ConfigError for unknown, missing or invalid parts."""
         kind, _, rest = spec.partition(":")
         _expect(kind in KINDS, f"KIND:key=value,... with a kind among {', '.join(KINDS)}", spec)
 
@@ -103,7 +103,7 @@ class Injection:
         return injection
 
     def is_due(self, phase: Phase, iteration: int) -> bool:
-        """Whether this is its moment; of a `slow` one, whether the moment has come or gone."""
+        """Returns whether the fault strikes now; for `slow`, now or earlier."""
         if self.step is None or self.kind == "slow":
             is_step = iteration >= (self.step or 0)
         else:
@@ -117,7 +117,7 @@ class Injection:
             least = 0 if at_start or self.at is Phase.EVALUATE else 1
             _expect(self.step >= least, f"step= of at least {least} at {self.at}", self.spec)
             is_known = self.step == 0 or self.at is not Phase.BUILD
-            _expect(is_known, "step=0 at build, where no iteration is known yet", self.spec)
+            _expect(is_known, "step=0 at build, before the iteration is known", self.spec)
 
         is_timed = self.kind != "slow" or self.seconds > 0
         _expect(is_timed, "seconds=, more than 0, for slow", self.spec)
@@ -126,7 +126,7 @@ class Injection:
 
 @dataclass(frozen=True)
 class InjectConfig:
-    """Which faults to inject."""
+    """The faults to inject."""
 
     inject: tuple[str, ...] = option(
         (),
@@ -146,27 +146,25 @@ class InjectConfig:
 
     @property
     def is_in_saves(self) -> bool:
-        """Whether a fault strikes in the files of a save."""
+        """Returns whether a fault strikes in the files of a save."""
         return any(injection.kind in _IN_SAVES for injection in self.injections)
 
 
 @dataclass
 class _Armed:
-    """An injection of this process, and what has become of it."""
+    """An injection of this process, and the number of its strikes."""
 
     injection: Injection
     num_taken: int = 0
     last_iteration: int | None = None
 
     def take(self, phase: Phase, iteration: int) -> bool:
-        """Whether to strike now: once, or for `slow` once in each of so many iterations."""
+        """Returns whether to strike now: once, or for `slow` once in each of its iterations."""
         limit = self.injection.times if self.injection.kind == "slow" else 1
         is_spent = limit is not None and self.num_taken >= limit
-        if (
-            is_spent
-            or iteration == self.last_iteration
-            or not self.injection.is_due(phase, iteration)
-        ):
+        if is_spent or iteration == self.last_iteration:
+            return False
+        if not self.injection.is_due(phase, iteration):
             return False
 
         self.num_taken += 1
@@ -179,24 +177,24 @@ class Injections:
 
     def __init__(self, config: InjectConfig, *, rank: int, restart: int, events: EventLog) -> None:
         self._events = events
-        self._now = (Phase.START, 0)  # the phase that the main thread is in, and the iteration
+        self._now = (Phase.START, 0)  # the main thread's phase and iteration
         self._armed = [
             _Armed(injection)
             for injection in config.injections
             if injection.rank in (None, rank) and injection.restart in (None, restart)
         ]
         for armed in self._armed:
-            logger.warning("a fault is to be injected: %s", armed.injection.spec)
+            logger.warning("a fault will be injected: %s", armed.injection.spec)
 
     def at(self, phase: Phase, iteration: int) -> None:
-        """The beginning of a phase: what is due now strikes, or begins to count its delay."""
+        """Called at the start of a phase: due faults strike, or start their delay."""
         self._now = (phase, iteration)
         for armed in self._armed:
             if armed.injection.kind in ("kill", "hang", "slow") and armed.take(phase, iteration):
                 self._strike(armed.injection, is_first=armed.num_taken == 1)
 
     def forward_step(self, forward_step: ForwardStep, iteration: int) -> ForwardStep:
-        """The function for an iteration's microbatches: the given one, or one whose loss is NaN."""
+        """Returns an iteration's forward step: the given one, or one whose loss is NaN."""
         due = [
             armed.injection
             for armed in self._armed
@@ -208,20 +206,18 @@ class Injections:
         def poisoned(model: nn.Module, batch: Batch) -> torch.Tensor | ModelLoss:
             while due:
                 self._tell(due.pop(), Phase.FORWARD, iteration)
-            said = forward_step(model, batch)
-            if isinstance(said, ModelLoss):
-                return said._replace(loss=said.loss * math.nan)
-            return said * math.nan
+            loss = forward_step(model, batch)
+            if isinstance(loss, ModelLoss):
+                return loss._replace(loss=loss.loss * math.nan)
+            return loss * math.nan
 
         return poisoned
 
     def store(self, store: Store) -> Store:
-        """Where checkpoints are written: the given store, or one with faults in some saves."""
+        """Returns the store for checkpoints: the given one, or one with faults in some saves."""
         for armed in self._armed:
-            if armed.injection.kind == "disk-full":
-                store = cast(Store, _FullStore(store, armed.injection, self._tell))
-            elif armed.injection.kind == "kill-in-save":
-                store = cast(Store, _DeadlyStore(store, armed.injection, self._kill_in_save))
+            if armed.injection.kind in _IN_SAVES:
+                store = cast(Store, _FaultyStore(store, armed.injection, self._tell))
         return store
 
     def _strike(self, injection: Injection, is_first: bool) -> None:
@@ -229,11 +225,13 @@ class Injections:
             if is_first:
                 self._tell(injection, *self._now)
             time.sleep(injection.seconds)
+
         elif injection.delay:
-            # From a thread, wherever the main thread has got to by then.
+            # From a thread, while the main thread continues.
             timer = threading.Timer(injection.delay, self._kill, [injection])
             timer.daemon = True
             timer.start()
+
         elif injection.kind == "kill":
             self._kill(injection)
         else:
@@ -244,18 +242,13 @@ class Injections:
         self._tell(injection, *self._now)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _kill_in_save(self, injection: Injection) -> None:
-        assert injection.step is not None, "Injection.parse has seen to that"
-        self._tell(injection, Phase.SAVE, injection.step)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def _tell(self, injection: Injection, phase: Phase, iteration: int) -> None:
         self._events.write(EventKind.INJECT, spec=injection.spec, iteration=iteration, phase=phase)
         logger.warning("injected %s, in %s of iteration %d", injection.spec, phase, iteration)
 
 
 def hang_for_ever() -> NoReturn:
-    """Where a rank hangs by injection. Reports of the hang show this name."""
+    """Sleeps for ever. Reports of an injected hang show this name."""
     while True:
         time.sleep(3600.0)
 
@@ -269,119 +262,89 @@ def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
 
 
 def looks_like_production(path: str) -> bool:
-    """Whether no fault may be injected into a run that reads or writes there.
+    """Returns whether no fault may be injected into a run that reads or writes a path.
 
-    That holds for every remote store ("s3://bucket/try"), and where a word of the path is prod,
-    production, release or live, in any case. Words are runs of letters: "/data/prod-2" and
-    "/data/GPT_Live1" look like production, "/data/products" and "/data/alive" do not.
+    True for a remote store ("s3://bucket/try"), and where a word of the path is prod, production,
+    release or live, in any case. Words are runs of letters: "/data/prod-2" and "/data/GPT_Live1"
+    look like production, "/data/products" and "/data/alive" do not.
     """
     words = {word.lower() for word in re.split(r"[^A-Za-z]+", path)}
     return "://" in path or not words.isdisjoint(_PRODUCTION)
 
 
 class _FaultyStore:
-    """A store that is another one but for the checkpoint of one iteration."""
-
-    def __init__(self, store: Store, injection: Injection) -> None:
-        assert injection.step is not None, "Injection.parse has seen to that"
-        self._store = store
-        self._injection = injection
-        self._iteration = injection.step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def _is_of_draft(self, path: str) -> bool:
-        """Drafts have the checkpoint's name, or a token behind a dot (`Store.draft_name`)."""
-        found = parse_folder(path.partition("/")[0])
-        return found is not None and found.iteration == self._iteration
-
-
-class _FullStore(_FaultyStore):
-    """A store whose disk is full while the checkpoint of one iteration is written."""
+    """A store with a fault in the files of one iteration's checkpoint."""
 
     def __init__(
         self, store: Store, injection: Injection, tell: Callable[[Injection, Phase, int], None]
     ) -> None:
-        super().__init__(store, injection)
+        self._store = store
+        self._injection = injection
         self._tell = tell
         self._lock = threading.Lock()
         self._is_told = False
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
     def write(self, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
-        # An empty file takes no room, on a real disk either.
-        if content and self._is_of_draft(path):
-            raise self._error(path)
+        # An empty file needs no space, on a real disk either.
+        if content and self._injection.kind == "disk-full" and self._is_of_draft(path):
+            self._strike(path)
         self._store.write(path, content, sync)
 
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
         if not self._is_of_draft(path):
             return sink
-        return cast(DataSink, _FullSink(sink, lambda: self._error(path)))
+        method = _IN_SAVES[self._injection.kind]
+        return cast(DataSink, _FaultySink(sink, method, lambda _: self._strike(path)))
 
-    def _error(self, path: str) -> OSError:
+    def _is_of_draft(self, path: str) -> bool:
+        # Drafts have the checkpoint's name and a token after a dot (`Store.draft_name`).
+        found = parse_folder(path.partition("/")[0])
+        return found is not None and found.iteration == self._injection.step
+
+    def _strike(self, path: str) -> None:
+        assert self._injection.step is not None, "checked by Injection.parse"
         with self._lock:
             is_first, self._is_told = not self._is_told, True
         if is_first:
-            self._tell(self._injection, Phase.SAVE, self._iteration)
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self._store.root}/{path}")
+            self._tell(self._injection, Phase.SAVE, self._injection.step)
+
+        if self._injection.kind == "kill-in-save":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            text = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, text, f"{self._store.root}/{path}")
 
 
-class _FullSink:
-    """A data file of which not a byte can be written."""
+class _FaultySink:
+    """A data file with a fault in one of its methods."""
 
-    def __init__(self, sink: DataSink, error: Callable[[], OSError]) -> None:
+    def __init__(self, sink: DataSink, method: str, strike: Callable[[Any], None]) -> None:
         self._sink = sink
-        self._error = error
+        self._method = method
+        self._strike = strike
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
-
-    def write(self, _spans: Sequence[memoryview]) -> None:
-        raise self._error()
-
-
-class _DeadlyStore(_FaultyStore):
-    """A store that kills this process in the middle of a save, at the same operation each time."""
-
-    def __init__(self, store: Store, injection: Injection, kill: Callable[[Injection], None]):
-        super().__init__(store, injection)
-        self._kill = kill
-
-    def open_data(self, path: str) -> DataSink:
-        sink = self._store.open_data(path)
-        if not self._is_of_draft(path):
-            return sink
-        return cast(DataSink, _DeadlySink(sink, lambda: self._kill(self._injection)))
-
-
-class _DeadlySink:
-    """A data file that takes all its bytes, and never gets closed."""
-
-    def __init__(self, sink: DataSink, kill: Callable[[], None]) -> None:
-        self._sink = sink
-        self._kill = kill
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
-
-    def close(self, _nbytes: int) -> None:
-        self._kill()
+        return self._strike if name == self._method else getattr(self._sink, name)
 
 
 def _convert(key: str, text: str, spec: str) -> Any:
-    """A key's value as `Injection` has it."""
+    """Converts a key's value."""
     if key == "at":
         _expect(text in PHASES, f"at= one of {', '.join(PHASES)}", spec)
         return Phase(text)
     if key in ("rank", "restart") and text == ANY:
         return None
+
     if key in ("delay", "seconds"):
         number = _number(text)
         is_duration = math.isfinite(number) and number >= 0
         _expect(is_duration, f"{key}= a number of seconds, 0 or more", spec)
         return number
+
     or_any = f", or {ANY}" if key in ("rank", "restart") else ""
     _expect(text.isascii() and text.isdigit(), f"{key}= a whole number, 0 or more{or_any}", spec)
     return int(text)

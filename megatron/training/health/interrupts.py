@@ -1,12 +1,12 @@
-"""Ctrl-C: what SIGINT does to a run, and the lines that say so.
+"""Ctrl-C: the effect of SIGINT on a run, and its log lines.
 
-With `--exit-signal-handler` the first SIGINT has the run save and end, and the second one ends it
-at once. Without, the first one ends it at once.
+With `--exit-signal-handler`, the run saves and exits at the first SIGINT, and exits at once at the
+second one. Without the flag, it exits at once at the first one.
 
-Neither raises KeyboardInterrupt. That reaches the main thread between any two lines of Python, and
-not at all while it waits in a collective; the other ranks would then report a connection that
-failed. Instead `StopConditions` takes note of the first SIGINT, and the watchdog's thread ends the
-process, wherever the main thread is.
+KeyboardInterrupt is raised in neither case. It would reach the main thread between any two lines of
+Python, and not at all while it waits in a collective; the other ranks would then report a failed
+connection. Instead `StopConditions` records the first SIGINT, and the watchdog's thread ends the
+process at any place of the main thread.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Some programs pass a SIGINT on to a child that the terminal has sent it to as well: one Ctrl-C
-# arrives twice within milliseconds. Nobody who means two presses fast lets go of the first save.
+# Some programs forward a SIGINT to a child that also gets it from the terminal: one Ctrl-C arrives
+# twice within milliseconds.
 _SAME_PRESS_SECONDS = 0.5
 
 
 class Press(enum.Enum):
-    """What a SIGINT is."""
+    """The meaning of a SIGINT."""
 
     FIRST = enum.auto()
-    ECHO = enum.auto()  # the first one, which has arrived again
-    SECOND = enum.auto()  # a wish to leave at once
+    ECHO = enum.auto()  # the first one, received again
+    SECOND = enum.auto()  # exit at once
 
 
 class Presses:
-    """Tells a second Ctrl-C from the first one that arrives twice.
+    """Distinguishes a second Ctrl-C from the first one that arrives twice.
 
-    SIGTERM counts as none: torchrun's agent sends it when Ctrl-C is pressed while it waits for its
-    ranks to save.
+    SIGTERM does not count: torchrun's agent sends it if Ctrl-C is pressed while its ranks save.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +41,7 @@ class Presses:
         self._first: float | None = None
 
     def add(self) -> Press:
-        """Counts a SIGINT that has just come."""
+        """Counts a SIGINT that was just received."""
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -52,14 +51,14 @@ class Presses:
 
 @dataclass(frozen=True)
 class OnInterrupt:
-    """What a run does on SIGINT, in the words of its log.
+    """The log lines for a SIGINT.
 
-    In each text, `when` is the rank's place, such as "in iteration 17, forward".
+    In each line, `when` is the rank's progress, such as "in iteration 17, forward".
 
     Attributes:
-        is_handled: whether the first SIGINT has the run save and end: `--exit-signal-handler`.
-        saves: whether there is a `--save`.
-        is_elastic: whether torchrun has started this rank.
+        is_handled: whether `--exit-signal-handler` is set.
+        saves: whether `--save` is set.
+        is_elastic: whether torchrun started this rank.
     """
 
     is_handled: bool = False
@@ -67,18 +66,16 @@ class OnInterrupt:
     is_elastic: bool = False
 
     def first(self, when: str, is_saved: bool) -> str:
-        """The line for the first SIGINT, if it is handled.
+        """Returns the line for the first SIGINT with `--exit-signal-handler`.
 
         Args:
-            is_saved: whether the state at `when` is saved.
+            is_saved: whether the present state is saved.
         """
         next_step = "the run will finish its step, save and end."
         if is_saved:
-            next_step = "its state is saved, and the run ends after what is under way."
+            next_step = "its state is saved, and the run ends after the present step."
         elif not self.saves:
-            next_step = (
-                "the run will finish its step and end. Without --save, nothing of it is kept."
-            )
+            next_step = "the run will finish its step and end without saving, as --save is not set."
         if self.is_elastic:
             limit = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             more = f"torchrun kills it after {limit} s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."
@@ -87,19 +84,19 @@ class OnInterrupt:
         return f"SIGINT {when}: {next_step} {more}"
 
     def unhandled(self, when: str, has_trained: bool, is_saved: bool) -> str:
-        """The line for a SIGINT that ends the run at once.
+        """Returns the line for a SIGINT that ends the run at once.
 
         Args:
-            has_trained: whether this start of the run has made a step.
-            is_saved: whether the state at `when` is saved.
+            has_trained: whether this start of the run has completed a step.
+            is_saved: whether the present state is saved.
         """
         if not has_trained:
             return f"SIGINT ends the run {when}, before its first step."
         if not self.saves:
-            return f"SIGINT ends the run {when}. Without --save, nothing of it is kept."
+            return f"SIGINT ends the run {when}. It is not saved, as --save is not set."
         if is_saved:
             return f"SIGINT ends the run {when}. Its state is saved."
         return (
-            f"SIGINT ends the run {when}. What it trained since its last checkpoint is lost; "
-            "--exit-signal-handler saves that first."
+            f"SIGINT ends the run {when}. Its steps since the last checkpoint are lost; "
+            "--exit-signal-handler saves first."
         )

@@ -13,7 +13,7 @@ class Phase(str, enum.Enum):
     BUILD = "build"
     LOAD = "load"
     DATA = "data"
-    # In each iteration; those up to BACKWARD for each microbatch:
+    # In each iteration, and up to BACKWARD in each microbatch:
     BATCH = "batch"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -24,15 +24,15 @@ class Phase(str, enum.Enum):
     SAVE = "save"
 
     def __str__(self) -> str:
-        # Python's versions differ in what they make of an enum that is a str.
+        # Python's versions differ for an enum that is a str.
         return str(self.value)
 
     @property
     def is_of_start(self) -> bool:
-        """Whether it comes once, whatever iteration the run begins at."""
+        """Returns whether the phase occurs once per start of the run."""
         return self in (Phase.BUILD, Phase.LOAD, Phase.DATA)
 
     @property
     def is_long(self) -> bool:
-        """Whether its length depends on the size of the data or the state."""
+        """Returns whether its length depends on the size of the data or the state."""
         return self.is_of_start or self in (Phase.START, Phase.SAVE)

@@ -1,4 +1,4 @@
-"""How far the main thread has got, and for how long it has made no progress."""
+"""The progress of the main thread, and the time since."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from megatron.training.health.phases import Phase
 
-# A look that comes later than so many ticks after the last one was kept from it: the process was
-# stopped, or starved. The rest of the time does not count as idle, since the main thread could not
-# use it either.
+# If the watchdog looks later than this after its last look, the process was stopped or starved. The
+# rest of the time does not count as idle, since the main thread could not use it either.
 _LONGEST_WAIT_TICKS = 2.0
 _NUM_LONG_STEPS = 2  # the first iterations compile
 
@@ -21,7 +20,7 @@ class Mark:
 
     phase: Phase = Phase.START
     iteration: int = 0
-    num_marks: int = 0  # since the iteration began
+    num_marks: int = 0  # since the start of the iteration
     num_steps: int = 0  # marks of the phase STEP so far
 
 
@@ -29,9 +28,9 @@ class Progress:
     """The main thread marks its phases, and the watchdog's thread counts the time since.
 
     Args:
-        hang_timeout_seconds: that a phase may take; None: as long as it takes.
-        long_timeout_seconds: in its place, if longer, for phases that may take long.
-        tick_seconds: between two looks of the watchdog's thread.
+        hang_timeout_seconds: the limit of a phase; None: no limit.
+        long_timeout_seconds: the limit of long phases, if longer.
+        tick_seconds: the time between two looks of the watchdog's thread.
     """
 
     def __init__(
@@ -40,26 +39,25 @@ class Progress:
         self._hang_timeout = hang_timeout_seconds
         self._long_timeout = long_timeout_seconds
         self._tick = tick_seconds
-        # Written by the main thread, and read by the watchdog's. Each is one assignment, so no lock
-        # is needed.
+        # Written by the main thread, and read by the watchdog's. Assignments need no lock.
         self.mark = Mark()
         self.takes_long: Callable[[], bool] = bool  # False
 
-        # The watchdog's thread alone:
+        # For the watchdog's thread:
         self.seen = self.mark
         self.idle_seconds = 0.0
         self._took_long = False
         self._last_look = 0.0
 
     def begin(self, phase: Phase, iteration: int) -> None:
-        """For the main thread: a phase begins."""
+        """Called by the main thread at the start of a phase."""
         last = self.mark
         num_marks = last.num_marks + 1 if iteration == last.iteration else 0
         num_steps = last.num_steps + (phase is Phase.STEP)
         self.mark = Mark(phase, iteration, num_marks, num_steps)
 
     def start_clock(self) -> None:
-        """Begins to count: the time before is not idle time."""
+        """Starts to count idle time."""
         self._last_look = time.monotonic()
 
     def look(self) -> None:
@@ -68,7 +66,7 @@ class Progress:
         passed, self._last_look = now - self._last_look, now
         took_long, self._took_long = self._took_long, self.takes_long()
 
-        # The time allowed begins anew when what took long is over.
+        # The limit starts anew after an operation that takes long.
         if self.mark is self.seen and (self._took_long or not took_long):
             self.idle_seconds += min(passed, _LONGEST_WAIT_TICKS * self._tick)
         else:
@@ -76,7 +74,7 @@ class Progress:
 
     @property
     def is_late(self) -> bool:
-        """Whether the phase has taken longer than it may."""
+        """Returns whether the phase has exceeded its limit."""
         if self._hang_timeout is None:
             return False
         is_long = self.seen.phase.is_long or self.seen.num_steps < _NUM_LONG_STEPS
@@ -85,5 +83,5 @@ class Progress:
 
     @property
     def is_excused(self) -> bool:
-        """Whether what may take long is under way, and has not taken too long yet."""
+        """Returns whether an operation that takes long is running, within its limit."""
         return self._took_long and self.idle_seconds <= self._long_timeout

@@ -1,7 +1,7 @@
 """Messages between the ranks of one start, through the store of their process group.
 
 Every request has a timeout. The store may be open to a network (docs/security.md), so a record that
-is too long, is not a JSON object or has fields of other types counts as missing; the first one is
+is too long, is not JSON or has fields of other types counts as missing. The first such record is
 logged as a warning.
 """
 
@@ -16,14 +16,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from megatron.core.json_reading import parse_json
 from megatron.core.log import printable
-from megatron.training.health.jsonl import parse_object
 
 _T = TypeVar("_T")
 # None ends the thread.
 _Requests: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None]"
 
 _STORE_SECONDS = 3.0  # for one request
+_MOST_BYTES = 2**20  # of a record
 
 
 class StoreLostError(RuntimeError):
@@ -69,16 +70,16 @@ class RankStore:
                 call then does until it has finished.
         """
         if self.is_lost:
-            raise StoreLostError("Expected a store that answers, got one that was lost before.")
+            raise StoreLostError("Expected a store that responds, got one that was lost before.")
 
-        answer: Future[_T] = Future()
-        self._requests.put((answer, work))
+        response: Future[_T] = Future()
+        self._requests.put((response, work))
         try:
-            return answer.result(_STORE_SECONDS)
+            return response.result(_STORE_SECONDS)
         except Exception as error:
-            self._overdue = answer
-            got = f", got {error}" if answer.done() else f" within {_STORE_SECONDS} s, got none"
-            raise StoreLostError(f"Expected an answer of the store{got}.") from error
+            self._overdue = response
+            got = f", got {error}" if response.done() else f" within {_STORE_SECONDS} s, got none"
+            raise StoreLostError(f"Expected a response of the store{got}.") from error
 
     def add(self, key: str, number: int) -> int:
         """Adds to a counter and returns the sum. StoreLostError."""
@@ -92,7 +93,7 @@ class RankStore:
     def put_first(
         self, key: str, content: Mapping[str, Any], parse: Callable[[dict[str, Any]], object]
     ) -> None:
-        """Stores a record unless there is one that `parse` accepts. StoreLostError."""
+        """Stores a record unless `parse` accepts the present one. StoreLostError."""
         text = json.dumps(content, allow_nan=False)
 
         present = self._raw(key) or b""
@@ -101,17 +102,15 @@ class RankStore:
             self.call(lambda store: store.compare_set(key, present, text))  # type: ignore[arg-type]
 
     def read(self, key: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
-        """Returns the parsed record; None if there is none that `parse` accepts.
-
-        `parse` raises ValueError, KeyError or TypeError for content that it does not expect.
-        StoreLostError if the store does not answer.
+        """Returns the parsed record; None for a missing record, and one that `parse` rejects by
+        ValueError, KeyError or TypeError. StoreLostError.
         """
         return self._parsed(key, self._raw(key), parse)
 
     def read_all(
         self, keys: Mapping[int, str], parse: Callable[[dict[str, Any]], _T]
     ) -> dict[int, _T] | None:
-        """Returns the records that `parse` accepts, by rank; None until all are there.
+        """Returns the records that `parse` accepts, by rank; None until all are stored.
         StoreLostError.
         """
         names = list(keys.values())
@@ -140,9 +139,9 @@ class RankStore:
             return None
 
         try:
-            if (content := parse_object(raw)) is None:
-                raise ValueError("it is too long, nested too deeply, or not a JSON object")
-            return parse(content)
+            if len(raw) > _MOST_BYTES:
+                raise ValueError(f"it has {len(raw)} bytes")
+            return parse(parse_json(raw))
         except (ValueError, KeyError, TypeError) as error:
             # Once, since there may be many such records.
             if not self._has_warned:
@@ -153,8 +152,8 @@ class RankStore:
 
 def _serve(requests: _Requests, store: Store) -> None:
     while (request := requests.get()) is not None:
-        answer, work = request
+        response, work = request
         try:
-            answer.set_result(work(store))
+            response.set_result(work(store))
         except BaseException as error:
-            answer.set_exception(error)
+            response.set_exception(error)

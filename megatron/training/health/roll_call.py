@@ -5,7 +5,7 @@ The keys, in the store of the process group, under the prefix `watchdog`:
     member/R      host, pid and machine of rank R, set at startup
     left/R        written by rank R as it exits: that it has finished, or a `Record`
     round         number of roll calls so far; the only key read in normal operation
-    errors        number of ranks with errors of their own so far, which orders them
+    errors        number of ranks that have failed so far, which orders their errors
     N/record/R    status of rank R in roll call N
     N/silent/R    why rank R does not respond, from a rank on its machine
     N/verdict     the cause, from the first rank that has all responses or times out
@@ -20,15 +20,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megatron.training.health.cause import Absent, Record, Silence, Verdict, find_cause
-from megatron.training.health.member import Member
+from megatron.training.health.cause import (
+    Absent,
+    Record,
+    Silence,
+    Verdict,
+    find_cause,
+    typed_fields,
+)
 from megatron.training.health.rank_store import RankStore, StoreLostError
 from megatron.training.launch import Launch
 
@@ -46,6 +54,55 @@ _LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
+class Member:
+    """The process of a rank."""
+
+    host: str
+    pid: int
+    machine: str  # the same for processes that see each other's pids
+    birth: str  # differs for a later process of the same pid
+
+    @classmethod
+    def of_this_process(cls) -> Member:
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _machine(), _stat(pid)[1])
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Member:
+        """Inverts `asdict`. ValueError for other fields or types."""
+        return cls(**typed_fields(cls, content))
+
+    def silence(self) -> Silence:
+        """Returns why a process of this machine is silent."""
+        state, birth = _stat(self.pid)
+        if state in ("", "Z", "X") or (birth and birth != self.birth):
+            return Silence.GONE
+        return Silence.STOPPED if state in ("T", "t") else Silence.SILENT
+
+    def absent(self, rank: int, silence: Silence) -> Absent:
+        return Absent(rank, silence, self.host, self.pid)
+
+
+def _machine() -> str:
+    """Returns a name that only processes with the same pid namespace share."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # without /proc, for this process alone
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Returns (state as one letter, start time) of a process of this machine; empty without one."""
+    try:
+        # The name in parentheses may contain spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        return "", ""
+
+
+@dataclass(frozen=True)
 class _Words:
     """The status of a rank; None if it has finished."""
 
@@ -59,7 +116,7 @@ class _Words:
         """Raises ValueError, KeyError or TypeError for other content, or that of another rank."""
         record = None if content["record"] is None else Record.from_json(content["record"])
         if record is not None and record.rank != rank:
-            raise ValueError(f"Expected the words of rank {rank}, got those of rank {record.rank}.")
+            raise ValueError(f"Expected the words of rank {rank}, got words of rank {record.rank}.")
         return cls(record)
 
 
@@ -76,7 +133,7 @@ class _Answer:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> _Answer:
-        """ValueError, KeyError or TypeError for anything else."""
+        """Raises ValueError, KeyError or TypeError for other content."""
         verdict = None if content["verdict"] is None else Verdict.from_json(content["verdict"])
         num_answered = content["num_answered"]
         if type(num_answered) is not int:
@@ -240,7 +297,7 @@ class RollCall:
         return answer.verdict
 
     def _answer(self, prefix: str) -> _Answer | None:
-        """Returns the agreed outcome of this roll call; None if there is none yet."""
+        """Returns the agreed outcome of this roll call; None until a rank has written it."""
         return self._shared.read(f"{prefix}verdict", _Answer.from_json)
 
     def _has_spoken(self, prefix: str, rank: int) -> bool:
@@ -273,7 +330,7 @@ class RollCall:
         return answer
 
     def _words(self, prefix: str, rank: int) -> _Words | None:
-        """Returns what a rank wrote as it exited, or in this roll call; None for nothing."""
+        """Returns the words of a rank from its exit or this roll call; None without any."""
 
         def parse(content: dict[str, Any]) -> _Words:
             return _Words.from_json(content, rank)

@@ -1,9 +1,9 @@
-"""Signals for a thread that is not the main one.
+"""Signals for a thread other than the main thread.
 
-Python runs signal handlers in the main thread alone, and only once that returns from what it calls:
-never, if it sits in a collective whose peer is dead. But the bytes that `signal.set_wakeup_fd` has
-it write come at once. (`signal.sigtimedwait` gets only signals that every thread of the process
-blocks; gloo's and OpenMP's threads were there before, and do not.)
+Python runs signal handlers only in the main thread, and only between bytecodes: never, if it is
+blocked in a collective whose peer is dead. But the bytes of `signal.set_wakeup_fd` are written at
+once. (`signal.sigtimedwait` needs all threads of the process to block the signals, and gloo's and
+OpenMP's threads do not.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender
 
 
 class SignalSocket:
-    """Tells a thread of the signals that this process gets."""
+    """Delivers the signals of this process to a thread."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -43,17 +43,17 @@ class SignalSocket:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def install(self, is_watching: Callable[[], bool]) -> None:
-        """Signals reach the socket from now on. Outside of the main thread nothing is installed.
+        """Delivers signals to the socket from now on. Has no effect outside of the main thread.
 
         Args:
-            is_watching: whether a thread waits for them. In a process forked later, there is none.
+            is_watching: returns whether a thread waits for signals, unlike in a forked process.
         """
         if threading.current_thread() is not threading.main_thread():
             return
 
         self._is_watching = is_watching
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # Without a handler of Python's a signal would not reach the socket.
+        # Python writes to the socket only for signals with a Python handler.
         self._previous_handlers = {
             number: signal.signal(number, self._handle)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -62,7 +62,7 @@ class SignalSocket:
         _installed.add(self)
 
     def uninstall(self) -> None:
-        """Puts back what was there before."""
+        """Restores the earlier handlers and descriptor."""
         _installed.discard(self)
         if self._previous_fd is None:
             return
@@ -74,12 +74,12 @@ class SignalSocket:
                 signal.signal(number, handler)
 
     def close(self) -> None:
-        """For when nobody waits any more."""
+        """Closes the socket, once no thread waits for it."""
         self._reader.close()
         self._writer.close()
 
     def is_own(self, number: signal.Signals) -> bool:
-        """Whether nobody handles the signal but this."""
+        """Returns whether this object handles the signal."""
         return signal.getsignal(number) == self._handle
 
     def wake(self) -> None:
@@ -88,7 +88,7 @@ class SignalSocket:
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> list[signal.Signals]:
-        """The signals that have come, in order. Waits for the first one, or for a `wake`."""
+        """Waits for a signal or a `wake`. Returns the received signals in order."""
         self._poll.poll(1000 * seconds)
         numbers: list[int] = []
         with contextlib.suppress(BlockingIOError):
@@ -100,7 +100,7 @@ class SignalSocket:
         return [signal.Signals(number) for number in numbers if number in _SIGNALS]
 
     def forget(self) -> None:
-        """For a forked process: its signals are not ours, and end it as they would any other."""
+        """Restores the default handlers in a forked process."""
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.set_wakeup_fd(-1)
             for number in self._previous_handlers:
@@ -108,17 +108,16 @@ class SignalSocket:
                     signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread: leaves the signal to the watching thread, if there is one."""
+        """Runs in the main thread: leaves the signal to the watching thread, if one runs."""
         if not self._is_watching():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def _is_unhandled(number: signal.Signals) -> bool:
-    """Whether the program leaves a signal to Python or the system.
+    """Returns whether a signal has the default handler of Python or the system.
 
-    At a Python prompt, a notebook's too, Ctrl-C must stay KeyboardInterrupt: whoever types it wants
-    the prompt back.
+    At a Python prompt and in notebooks, Ctrl-C must stay KeyboardInterrupt.
     """
     handler = signal.getsignal(number)
     if handler is signal.default_int_handler:
@@ -129,11 +128,10 @@ def _is_unhandled(number: signal.Signals) -> bool:
 _installed: weakref.WeakSet[SignalSocket] = weakref.WeakSet()
 
 
-# A signal that reached a forked process before its `forget` would be lost: Python drops what it has
-# noted by then, and the handler would leave it to a thread that is not there. So signals are held
-# back until then.
+# A signal that reaches a forked process before its `forget` would be lost: Python drops pending
+# signals, and the handler would leave it to a missing thread. So signals are blocked until then.
 class _Fork(threading.local):
-    """The signals that a thread had blocked before it forked; None: nothing was changed."""
+    """The signals that a thread had blocked before it forked; None without a change."""
 
     mask: set[signal.Signals | int] | None = None
 

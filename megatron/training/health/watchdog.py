@@ -1,20 +1,18 @@
-"""The watchdog: a thread that ends a rank whose run cannot go on, and says why.
+"""The watchdog: a thread that ends a rank whose run cannot continue, and reports the cause.
 
-A rank whose peer is dead, or hangs, may sit in a collective for minutes, where it runs no Python:
-no signal handler and no exception helps. So a thread of its own looks once a second, and at once
-when something happens, whether
+A rank whose peer is dead or hangs may be blocked in a collective for minutes, where Python runs no
+signal handlers. So a separate thread checks once a second, and at every signal, whether
 
-- the main thread has marked progress within the time allowed (`progress.py`);
-- another rank has called the roll (`roll_call.py`);
-- the backend has found the failure of a collective, which the main thread may never be told of
+- the main thread has made progress within its limit (`progress.py`);
+- another rank has started a roll call (`roll_call.py`);
+- the backend has detected a failed collective, which the main thread may never see
   (`process_groups.py`);
-- a signal has come (`signals.py`; Ctrl-C: `interrupts.py`);
-- torchrun's agent, the parent of the rank, is still alive.
+- a signal was received (`signals.py`; Ctrl-C: `interrupts.py`);
+- torchrun's agent, the parent of the rank, is alive.
 
-The roll call gives the same cause on all ranks (`cause.py`). The lowest that answers tells the log
-and the event log; then each ends, with the code that docs/recovery.md lists, and the launcher
-starts the job anew. The main thread takes part by `explain(error)`, which it calls for an exception
-that it did not expect.
+The roll call has the same cause on all ranks (`cause.py`). The lowest responsive rank writes it to
+the log and the event log; then each rank exits with a code of docs/recovery.md, and the launcher
+restarts the job. The main thread calls `explain(error)` for an unexpected exception.
 
 Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0021.
 """
@@ -59,7 +57,6 @@ from megatron.training.health.interrupts import OnInterrupt, Press, Presses
 from megatron.training.health.phases import Phase
 from megatron.training.health.progress import Progress
 from megatron.training.health.rank_store import StoreLostError
-from megatron.training.health.reports import REPORT_SECONDS, Heartbeat, Reports
 from megatron.training.health.roll_call import RollCall
 from megatron.training.health.signals import SignalSocket
 from megatron.training.launch import Launch
@@ -68,18 +65,86 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _FIRST_TICK_SECONDS = 0.1  # until all ranks are there
-_EXPLAIN_SECONDS = 10.0  # that `explain` waits for the roll call at most
-_LEAVE_SECONDS = 10.0  # that the main thread has for leaving once it knows the cause
+_EXPLAIN_SECONDS = 10.0  # limit of `explain`
+_LEAVE_SECONDS = 10.0  # for the exit of the main thread after it has the cause
 _FLUSH_SECONDS = 2.0
+_REPORT_SECONDS = 1.0
+_BEAT_SECONDS = 5.0
 # After a signal, an iteration that takes longer may be waiting for a rank that is dead.
 _SIGNALLED_IDLE_SECONDS = 10.0
 
 
+class Reports:
+    """Writes to the log and the event log, each time in a thread that is waited for one second.
+
+    A disk may hang, and a stuck thread may hold the log's lock.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._has_warned = False
+
+    def error(self, *texts: str) -> None:
+        def tell() -> None:
+            for text in texts:
+                logger.error("%s", text)
+
+        _within(tell)
+
+    def warn(self, text: str) -> None:
+        _within(lambda: logger.warning("%s", text))
+
+    def warn_once(self, text: str) -> None:
+        """Logs the first text only."""
+        if not self._has_warned:
+            self._has_warned = True
+            self.warn(text)
+
+    def event(self, kind: EventKind, **fields: object) -> None:
+        _within(lambda: self._events.write(kind, **fields))
+
+
+class Heartbeat:
+    """Writes a run's heartbeat every few seconds.
+
+    Args:
+        describe: returns the fields of the heartbeat.
+    """
+
+    def __init__(self, events: EventLog, describe: Callable[[], Mapping[str, object]]) -> None:
+        self._events = events
+        self._describe = describe
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="watchdog heart", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Writes the last heartbeat, unless it was never started."""
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join(_REPORT_SECONDS)
+
+    def _beat(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.is_set()
+            self._events.beat(**self._describe())
+            self._is_over.wait(_BEAT_SECONDS)
+
+
+def _within(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work, name="watchdog report", daemon=True)
+    thread.start()
+    thread.join(_REPORT_SECONDS)
+
+
 class _Wait(NamedTuple):
-    """Whether a rank waits for others, and in what."""
+    """Whether a rank waits for others, and where."""
 
     is_for_ranks: bool
-    text: str  # empty if nothing is known
+    text: str  # empty if unknown
 
 
 def _leave(status: int) -> NoReturn:
@@ -87,23 +152,23 @@ def _leave(status: int) -> NoReturn:
 
 
 class Watchdog:
-    """Watches over this rank. A context manager, entered by the main thread as soon as the process
-    group is there; leaving it without an exception says that the rank has finished.
+    """Watches over this rank. A context manager, which the main thread enters after it created the
+    process group. An exit without an exception means that the rank has finished.
 
     Args:
-        launch: where this process stands among the ranks.
-        store: of the process group. A connection of its own is made to it. None for a world of one.
+        launch: the rank of this process.
+        store: the store of the process group, for a new connection; None for a world of one.
         events: the run's event log.
-        hang_timeout_seconds: without progress, before the run is ended; None: as long as it takes.
+        hang_timeout_seconds: the limit of a phase without progress; None: no limit.
         grace_seconds: from SIGTERM, SIGUSR1 or SIGINT, if the main thread handles them, to the end
-            of the process; None: none.
-        on_interrupt: what SIGINT does, unless the program has a handler of its own for it.
-        long_timeout_seconds: in place of `hang_timeout_seconds`, if longer, for building, loading
-            and saving, and for the first iteration.
+            of the process; None: no limit.
+        on_interrupt: the lines for SIGINT, unless the program has a handler for it.
+        long_timeout_seconds: the limit, if longer, of building, loading and saving, and of the
+            first iterations.
         exit_process: ends the process, from the watchdog's thread.
-        tick_seconds: between two looks.
-        collectives: that this process has issued to its device.
-        failed_collective: says what failure of a collective the backend has found, if it has.
+        tick_seconds: the time between two checks.
+        collectives: the collectives that this process has issued to its device.
+        failed_collective: returns a failure of a collective that the backend has detected, if any.
     """
 
     def __init__(
@@ -179,7 +244,7 @@ class Watchdog:
         self._has_ended.set()
         self._signals.wake()
         if self._thread.ident is not None:
-            self._thread.join(REPORT_SECONDS)
+            self._thread.join(_REPORT_SECONDS)
         self._heartbeat.stop()
         self._signals.uninstall()
         if not self._thread.is_alive():
@@ -187,23 +252,23 @@ class Watchdog:
         self._roll_call.close()
 
     def mark(self, phase: Phase, iteration: int) -> None:
-        """Progress: a phase of an iteration begins. For the main thread; costs next to nothing."""
+        """Called by the main thread at the start of a phase."""
         self._progress.begin(phase, iteration)
 
     def takes_long_while(self, condition: Callable[[], bool]) -> None:
-        """While it answers True, on any thread, `long_timeout_seconds` holds: in a save, say."""
+        """Applies `long_timeout_seconds` while the condition is true, for example in a save."""
         self._progress.takes_long = condition
 
     def status(self, **fields: object) -> None:
-        """Adds fields to the heartbeat, where they stay until they are given anew."""
+        """Sets fields of the heartbeat."""
         self._status = {**self._status, **fields}
 
     def explain(self, error: BaseException) -> Cause:
-        """Finds the cause of an exception of the main thread. Takes a few seconds at most.
+        """Finds the cause of an exception of the main thread, within a few seconds.
 
-        The other ranks learn of it before this returns. One rank, the lowest that answers, has then
-        written the cause to the log and, with the exit, to the event log. The main thread is to
-        leave: it has ten seconds.
+        When this returns, the other ranks have the cause, and the lowest responsive rank has
+        written it to the log and, with the exit, to the event log. The main thread must exit within
+        ten seconds.
         """
         if self._cause is None:
             self._failure = error
@@ -213,12 +278,12 @@ class Watchdog:
         return self._cause or self._cause_of(error, None)
 
     def _describe(self) -> Mapping[str, object]:
-        """The fields of the heartbeat."""
+        """Returns the fields of the heartbeat."""
         mark = self._progress.mark
         fields = {"pid": os.getpid(), "host": socket.gethostname(), "phase": mark.phase}
         return {**fields, "iteration": mark.iteration, **self._status}
 
-    # Below, the watchdog's thread.
+    # The methods below run in the watchdog's thread.
 
     def _is_watching(self) -> bool:
         return self._thread.is_alive()
@@ -230,13 +295,13 @@ class Watchdog:
                 received = self._signals.wait(tick)
                 if not self._is_ending:
                     self._look(received)
-            except Exception as error:  # whatever it is, it must not end the training
+            except Exception as error:  # no error here may end the training
                 self._reports.warn_once(
-                    f"the watchdog has failed, and goes on: {type(error).__name__}: {error}"
+                    f"the watchdog has failed, and continues: {type(error).__name__}: {error}"
                 )
 
     def _look(self, received: list[signal.Signals]) -> None:
-        """One look at everything; ends the process if there is reason to."""
+        """Checks everything once, and ends the process if necessary."""
         self._progress.look()
         if self._launch.is_elastic and os.getppid() != self._parent:
             self._end_orphan()
@@ -258,14 +323,14 @@ class Watchdog:
             self._take_part()
 
     def _is_called(self) -> bool:
-        """Whether another rank calls the roll."""
+        """Returns whether another rank has started a roll call."""
         if not self._roll_call.has_peers:
             return False
         try:
             self._roll_call.learn()
             return self._roll_call.is_called()
         except StoreLostError as error:
-            # At the end of a run the rank that holds the store may be the first to go.
+            # At the end of a run, the rank with the store may exit first.
             logger.info("the watchdog has lost the other ranks: %s", error)
             return False
 
@@ -273,11 +338,11 @@ class Watchdog:
         return self._progress.is_late and not self._is_excused(self._wait())
 
     def _is_excused(self, wait: _Wait) -> bool:
-        """Whether the main thread waits for what may take long, and not for another rank."""
+        """Returns whether the main thread waits for a long operation, and not for another rank."""
         return self._progress.is_excused and not wait.is_for_ranks
 
     def _wait(self) -> _Wait:
-        # The device comes first: where the host of a busy device stands says nothing.
+        # The device comes first: the host of a busy device may be anywhere.
         outstanding = self._collectives.oldest()
         if outstanding is not None:
             return _Wait(outstanding.has_begun, str(outstanding))
@@ -285,13 +350,13 @@ class Watchdog:
         return _Wait(name is not None, "" if name is None else f"waiting in the {name}")
 
     def _has_failed_collective(self) -> bool:
-        """Whether the backend has found the failure of a collective; it is found once."""
+        """Returns whether the backend has detected a failed collective, which it reports once."""
         if self._failed_collective is None:
             self._failed_collective = self._find_failure()
         return self._failed_collective is not None
 
     def _may_wait_in_vain(self) -> bool:
-        """Whether this rank has not moved since a signal, as if a peer were dead; asked once."""
+        """Returns once whether this rank made no progress after a signal."""
         is_due = self._signalled is not None and not self._has_asked_after_signal
         if not is_due or self._progress.idle_seconds < _SIGNALLED_IDLE_SECONDS:
             return False
@@ -299,7 +364,7 @@ class Watchdog:
         return True
 
     def _take_part(self) -> None:
-        """Holds a roll call. A cause ends the process, by the main thread if it asked for it."""
+        """Holds a roll call. If it has a cause, the process ends, possibly by the main thread."""
         asked = self._failure
         verdict = self._roll_call.hold(self._record(asked))
         if self._is_ending:
@@ -307,13 +372,13 @@ class Watchdog:
 
         if verdict is None and asked is None:
             if self._is_stuck():
-                # The others have their reasons: the time begins anew.
+                # The others have an excuse, so the limit starts anew.
                 self._progress.idle_seconds = 0.0
             return
 
         if verdict is not None:
             self._announce(verdict)
-        error = self._failure  # it may have come in the meantime
+        error = self._failure  # possibly set during the roll call
         cause = self._cause_of(error, verdict)
         if error is not None:
             self._cause = cause
@@ -323,7 +388,7 @@ class Watchdog:
         self._exit_process(process_status(cause.code, self._launch.is_elastic))
 
     def _cause_of(self, error: BaseException | None, verdict: Verdict | None) -> Cause:
-        """The cause as this rank is concerned: by the verdict, or else by its own error alone."""
+        """Returns the cause for this rank, by the verdict or by its error alone."""
         if error is not None and not is_peer_failure(error):
             ranks = (self._launch.rank,) if verdict is None else verdict.ranks
             text = in_one_line(error) if verdict is None else verdict.text
@@ -334,9 +399,9 @@ class Watchdog:
         return Cause(ExitCode.LOST_RANK, (), text, is_own=False)
 
     def _record(self, error: BaseException | None) -> Record:
-        """This rank's report on itself."""
+        """Returns this rank's report for a roll call."""
         main = stack_of(sys._current_frames().get(self._main))
-        # Asked once: it may take a second, and the others wait for this record.
+        # Called once: it may take a second, and the others wait for this record.
         wait = self._wait()
         is_excused = self._is_excused(wait)
         is_stuck = self._progress.is_late and not is_excused
@@ -367,13 +432,13 @@ class Watchdog:
         )
 
     def _identity(self) -> Record:
-        """A report with this rank's name and position alone."""
+        """Returns a report with only this rank's name and progress."""
         mark = self._progress.mark
         host, pid = socket.gethostname(), os.getpid()
         return Record(self._launch.rank, host, pid, mark.phase, mark.iteration)
 
     def _announce(self, verdict: Verdict) -> None:
-        """Tells the log and the event log the cause, if it is this rank that is to."""
+        """Writes the cause to the log and the event log, on the rank that speaks."""
         if verdict.speaker != self._launch.rank:
             return
 
@@ -395,7 +460,7 @@ class Watchdog:
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Schedulers end jobs with these signals; often they are the news that a rank is dead."""
+        """Handles a signal of a scheduler, which often means that a rank is dead."""
         if self._signalled is None:
             self._signalled = (number, time.monotonic())
             iteration = self._progress.seen.iteration
@@ -409,13 +474,13 @@ class Watchdog:
         if self._roll_call.has_peers:
             self._take_part()
         if self._signals.is_own(number):
-            # Nobody else handles it: the process ends as it would have without the watchdog.
+            # Without another handler, the process ends as without the watchdog.
             self._end_by(number)
 
     def _on_ctrl_c(self) -> None:
-        """Unlike the other signals this is never the news that a rank is dead: no roll call."""
+        """Handles SIGINT, without a roll call, since it never means that a rank is dead."""
         when, on_interrupt, press = self._identity().when, self._on_interrupt, self._presses.add()
-        # A terminal's Ctrl-C reaches all ranks of its machine, and one of them says so.
+        # A terminal's Ctrl-C reaches all ranks of its machine. One of them logs it.
         speaks, is_saved = self._launch.local_rank == 0, self._is_saved()
         if self._signals.is_own(signal.SIGINT):
             has_trained = self._progress.mark.num_steps > 0
@@ -431,14 +496,14 @@ class Watchdog:
         return self._status.get("saved_iteration") == self._progress.mark.iteration
 
     def _end_by(self, number: signal.Signals) -> NoReturn:
-        """Ends the process as the signal would have, had it no handler."""
+        """Ends the process like a signal without a handler."""
         self._say_last_words(replace(self._identity(), signal=number.name))
         if self._launch.rank == 0:
             self._write_exit(128 + number, number.name, "it is not handled")
         self._exit_process(128 + number)
 
     def _check_grace(self) -> None:
-        """Ends the process when the time that schedulers give it is over."""
+        """Ends the process after the grace period."""
         if self._signalled is None or self._grace is None:
             return
         number, when = self._signalled
@@ -446,7 +511,7 @@ class Watchdog:
             self._end_unfinished(number, f"the {self._grace:g} s after {number.name} are over")
 
     def _end_unfinished(self, number: signal.Signals, reason: str) -> NoReturn:
-        """Ends the process in the middle of what a handled signal has it do."""
+        """Ends the process before a handled signal has had its effect."""
         own, is_saved = self._identity(), self._is_saved()
         code = ExitCode.PREEMPTED if is_saved else ExitCode.PREEMPTED_UNSAVED
         text = f"{reason} {own.when}, whose state {'is' if is_saved else 'was not'} saved"
@@ -457,7 +522,7 @@ class Watchdog:
         self._exit_process(process_status(code, self._launch.is_elastic))
 
     def _end_orphan(self) -> NoReturn:
-        """The agent has died: a job that is started anew must not find this rank still at work."""
+        """Ends the rank after its agent has died, before the job may be restarted elsewhere."""
         rank, text = self._launch.rank, "its torchrun agent has died"
         self._say_last_words(self._record(ExitError(ExitCode.LOST_RANK, text)))
         self._roll_call.call()
@@ -467,10 +532,10 @@ class Watchdog:
         self._exit_process(int(ExitCode.LOST_RANK))
 
     def _say_last_words(self, record: Record | None) -> None:
-        """Leaves word in the store that this rank ends, and why; None: it has finished."""
+        """Writes to the store why this rank exits; None if it has finished."""
         if not self._roll_call.has_peers:
             return
         try:
             self._roll_call.leave(None if record is None else replace(record, has_left=True))
         except StoreLostError as error:
-            logger.debug("could not leave word: %s", error)
+            logger.debug("could not write the reason of the exit: %s", error)

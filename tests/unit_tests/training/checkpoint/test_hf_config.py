@@ -79,14 +79,14 @@ def config_of(folder: Path, *flags: object) -> RunConfig:
     return parse_config(["--hf-model", str(folder), *REST, *map(str, flags)], world_size=1)
 
 
-def refused(folder: Path, *flags: object) -> list[str]:
+def errors_of(folder: Path, *flags: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         config_of(folder, *flags)
     return list(caught.value.lines)
 
 
 def changed(folder: Path, target: Path, **changes: Any) -> Path:
-    """A copy with another config.json; a value of None takes a field away."""
+    """A copy with another config.json; a value of None removes a field."""
     target.mkdir()
     content = json.loads((folder / "config.json").read_text()) | changes
     content = {name: value for name, value in content.items() if value is not None}
@@ -95,7 +95,7 @@ def changed(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def test_the_folder_alone_says_what_the_model_and_the_tokenizer_are(folder):
+def test_a_directory_alone_describes_the_model_and_the_tokenizer(folder):
     config = config_of(folder)
     assert (config.model.num_layers, config.model.hidden_size, config.model.head_dim) == (2, 24, 8)
     assert config.model.num_key_value_heads == 2
@@ -104,10 +104,10 @@ def test_the_folder_alone_says_what_the_model_and_the_tokenizer_are(folder):
     assert config.model.max_position_embeddings == 64
     tokenizer = build_tokenizer(config.tokenizer)
     assert tokenizer.vocab_size < VOCAB
-    assert padded_vocab_size(config.tokenizer, tokenizer) == VOCAB, "the folder's, to the row"
+    assert padded_vocab_size(config.tokenizer, tokenizer) == VOCAB
 
 
-def test_what_concerns_training_is_the_users(folder):
+def test_settings_of_training_are_the_users(folder):
     assert config_of(folder).model.hidden_dropout == 0.0
     flags = "--hidden-dropout 0.25 --recompute-granularity full --init-method-std 0.5".split()
     config = config_of(folder, *flags, "--num-layers", 2, "--hf-init-random").model
@@ -116,7 +116,7 @@ def test_what_concerns_training_is_the_users(folder):
     assert config.attention_dropout == 0.0
 
 
-def test_how_experts_are_balanced_is_the_users_and_how_they_are_chosen_is_not(tmp_path):
+def test_the_balancing_of_experts_is_the_users_and_their_choice_is_not(tmp_path):
     model = read_folder(save_model(tmp_path / "model", "qwen3_moe", router_aux_loss_coef=0.01))
     values: dict[str, object] = {}
     assert take_settings(values, model) == []
@@ -131,32 +131,29 @@ def test_how_experts_are_balanced_is_the_users_and_how_they_are_chosen_is_not(tm
     values = dict(given)
     assert take_settings(values, model) == []
     assert {name: values[name] for name in given} == given
-    file = f"{tmp_path}/model/config.json"
-    assert take_settings({"moe_router_topk": 3}, model) == [
-        f"--moe-router-topk: expected 2, as {file} says, got 3."
-    ]
+    (line,) = take_settings({"moe_router_topk": 3}, model)
+    assert line.startswith("--moe-router-topk: expected 2, ")
 
 
-def test_contradictions_are_refused_by_name_with_both_values_and_all_at_once(folder, tmp_path):
+def test_all_contradictions_are_one_error_with_both_values(folder, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("num-layers: 3\nseq-length: 32\nnormalization: RMSNorm\n")
-    lines = refused(folder, "--config", file, "--hidden-size", 32, "--no-qk-layernorm")
-    says = f"as {folder}/config.json says"
-    assert lines == [
-        f"--num-layers: expected 2, {says}, got 3.",
-        f"--hidden-size: expected 24, {says}, got 32.",
-        f"--qk-layernorm: expected True, {says}, got False.",
-    ]
-    # A flag that overrides the file is what counts.
+    lines = errors_of(folder, "--config", file, "--hidden-size", 32, "--no-qk-layernorm")
+    for line, (flag, theirs, own) in zip(
+        lines,
+        [("num-layers", 2, 3), ("hidden-size", 24, 32), ("qk-layernorm", True, False)],
+        strict=True,
+    ):
+        assert line.startswith(f"--{flag}: expected {theirs}, ")
+        assert line.endswith(f"got {own}.")
+    # A flag overrides the file.
     assert config_of(folder, "--config", file, "--num-layers", 2).model.num_layers == 2
 
 
 def test_the_rows_of_the_embedding_are_not_padded(folder):
-    assert refused(folder, "--make-vocab-size-divisible-by", 128) == [
-        f"--make-vocab-size-divisible-by: expected a divisor of the {VOCAB} rows that the "
-        f"embedding in {folder} has, got 128."
-    ]
-    (line,) = refused(folder, "--vocab-size", 300)
+    (line,) = errors_of(folder, "--make-vocab-size-divisible-by", 128)
+    assert line.startswith("--make-vocab-size-divisible-by: ")
+    (line,) = errors_of(folder, "--vocab-size", 300)
     assert line.startswith(f"--vocab-size: expected {VOCAB}, as ")
     config = config_of(folder, "--make-vocab-size-divisible-by", 7)
     assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
@@ -173,7 +170,7 @@ def test_rows_are_added_by_the_size_of_the_vocabulary(folder):
         assert padded_vocab_size(settings, build_tokenizer(settings)) == expected
 
 
-def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_path):
+def test_another_tokenizer_may_be_used_if_the_embedding_has_enough_rows(folder, tmp_path):
     train_bpe([TEXT], 280, tmp_path / "small.json")
     config = config_of(folder, "--tokenizer-model", tmp_path / "small.json")
     assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
@@ -183,22 +180,19 @@ def test_another_tokenizer_may_be_named_if_the_embedding_has_room(folder, tmp_pa
 
     bare = changed(folder, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
-    (line,) = refused(bare)
+    (line,) = errors_of(bare)
     assert line.startswith(f"--tokenizer-model: expected a tokenizer's files in {bare}")
     assert config_of(bare, "--tokenizer-type", "ByteTokenizer").model.num_layers == 2
     (bare / "tokenizer.model").touch()
-    (line,) = refused(bare)
-    assert line.endswith(
-        "got tokenizer.model alone, which must be converted to tokenizer.json first."
-    )
+    (line,) = errors_of(bare)
+    assert "got tokenizer.model alone" in line
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder, tmp_path):
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_errors_of(folder, tmp_path):
     small = config_of(changed(folder, tmp_path / "small", vocab_size=200)).tokenizer
-    message = "--tokenizer-model: expected at most 200 ids, as many as the embedding in small has "
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match="--tokenizer-model: expected at most 200 ids") as caught:
         build_tokenizer(small, rows_of="small")
-    # The way out that is named is one.
+    # The setting in the message helps.
     (added,) = re.findall(r"--vocab-size \d+", str(caught.value))
     more = config_of(tmp_path / "small", *added.split()).tokenizer
     assert build_tokenizer(more).vocab_size == more.vocab_size
@@ -207,9 +201,9 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(folder
         build_tokenizer(config.tokenizer, rows_of=str(folder))
 
 
-def test_a_sequence_is_no_longer_than_the_folder_says(folder, tmp_path):
-    (line,) = refused(folder, "--seq-length", 65)
-    assert line == "--seq-length: expected at most --max-position-embeddings 64, got 65."
+def test_a_sequence_has_at_most_the_length_in_the_directory(folder, tmp_path):
+    (line,) = errors_of(folder, "--seq-length", 65)
+    assert line.startswith("--seq-length: expected at most --max-position-embeddings 64")
     endless = changed(folder, tmp_path / "endless", max_position_embeddings=None)
     assert config_of(endless, "--seq-length", 65).model.max_position_embeddings is None
     assert config_of(endless, "--max-position-embeddings", 99).model.max_position_embeddings == 99
@@ -225,38 +219,34 @@ def test_a_sequence_is_no_longer_than_the_folder_says(folder, tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "rope"),
     ],
 )
-def test_a_folder_that_no_gpt_here_computes_is_one_line(folder, tmp_path, changes, message):
-    (line,) = refused(changed(folder, tmp_path / "other", **changes))
+def test_a_directory_of_an_unknown_model_is_one_line(folder, tmp_path, changes, message):
+    (line,) = errors_of(changed(folder, tmp_path / "other", **changes))
     assert line.startswith("--hf-model: ")
     assert message in line
 
 
-def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
-    (line,) = refused(Path("meta-llama/Llama-3.2-1B"))
-    expected = "--hf-model: Expected a local folder with config.json, got "
-    assert line.startswith(f"{expected}'meta-llama/Llama-3.2-1B', ")
+def test_a_directory_that_cannot_be_read_is_one_line_with_advice(tmp_path):
+    (line,) = errors_of(Path("meta-llama/Llama-3.2-1B"))
     assert "`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`" in line
-
     file, snapshot = tmp_path / "model.gguf", tmp_path / "hub" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     for path in (file, snapshot / "config.json"):
         path.touch()
     for path, got in (
-        (tmp_path / "none", ""),
+        (tmp_path / "none", "not exist"),
         (file, "file"),
         (tmp_path / "hub", str(snapshot)),
     ):
-        (line,) = refused(path)
-        assert line.startswith(f"{expected}'{path}', ")
-        assert got in line.removeprefix(f"{expected}'{path}'")
+        (line,) = errors_of(path)
+        assert line.startswith("--hf-model: Expected a local folder with config.json, got ")
+        assert got in line.partition(str(path))[2]
 
-    with pytest.raises(ConfigError) as caught:
-        parse_config(["--hf-model", "", *REST], world_size=1)
-    assert caught.value.lines == ("--hf-model: expected a non-empty string, got ''.",)
     (tmp_path / "config.json").write_text("[")
-    (line,) = refused(tmp_path)
+    (line,) = errors_of(tmp_path)
     assert "Expected a JSON object" in line
-    with pytest.raises(ConfigError, match=r"--hf-model: expected a folder, since --hf-init-random"):
+    with pytest.raises(ConfigError, match="--hf-model: expected a non-empty string"):
+        parse_config(["--hf-model", "", *REST], world_size=1)
+    with pytest.raises(ConfigError, match="--hf-model: expected a folder"):
         parse_config(["--hf-init-random", "--num-layers=1", *REST], world_size=1)
 
 
@@ -274,15 +264,13 @@ def test_a_file_of_settings_may_name_the_folder(folder, tmp_path):
 def their_model(**options: Any) -> torch.nn.Module:
     """A module with a config of the transformers library."""
     transformers = pytest.importorskip("transformers")
-    kind = {"llama": transformers.LlamaConfig, "stablelm": transformers.StableLmConfig}
     model = torch.nn.Module()
-    model_type = options.pop("model_type", "llama")
-    model.config = kind[model_type](hidden_size=16, num_attention_heads=2, **options)
+    model.config = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2, **options)
     return model
 
 
-def test_a_config_is_compared_in_the_form_that_its_library_gives_it():
-    """Files of version 4, fields with default values, and fields that decide no arithmetic."""
+def test_a_config_is_compared_in_the_form_of_its_library():
+    """Files of version 4, default values, and fields that do not affect the arithmetic."""
     model = their_model(rope_theta=500.0)
     heads = {"hidden_size": 16, "num_attention_heads": 2}
     for same in (
@@ -304,10 +292,10 @@ def test_a_config_is_compared_in_the_form_that_its_library_gives_it():
     [
         ({"num_key_value_heads": 1}, ("num_key_value_heads 1", "2")),
         ({"num_attention_heads": 4, "num_key_value_heads": 2}, ("num_attention_heads 4", "2")),
-        ({"hidden_act": "relu"}, ("hidden_act relu", "silu")),
+        ({"hidden_act": "relu"}, ("hidden_act 'relu'", "silu")),
         ({"rms_norm_eps": 0.5}, ("rms_norm_eps 0.5", "1e-06")),
         ({"rope_theta": 7.0}, ("7.0", "10000.0")),
-        ({"model_type": "qwen2"}, ("model_type qwen2", "llama")),
+        ({"model_type": "qwen2"}, ("model_type 'qwen2'", "llama")),
     ],
 )
 def test_another_arithmetic_is_a_difference_with_both_values(changes, values):
@@ -316,23 +304,10 @@ def test_another_arithmetic_is_a_difference_with_both_values(changes, values):
     assert all(value in problem for value in values)
 
 
-def test_a_share_of_rotated_channels_is_compared_where_the_architecture_has_one():
-    model = their_model(model_type="stablelm", partial_rotary_factor=0.5)
-    content = {"hidden_size": 16, "num_attention_heads": 2}
-    assert config_problems(model, content | {"partial_rotary_factor": 0.5}) == []
-    (problem,) = config_problems(model, content | {"partial_rotary_factor": 0.25})
-    assert "0.25" in problem
+HOSTILE = "x\n\x1b[2J" + "y" * 10**6
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": [1]},
-        {"rope_scaling": "yarn"},
-        {"num_attention_heads": 0},
-        {"num_attention_heads": "x\n" + "y" * 10**6},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"rope_parameters": [1]}, {"num_attention_heads": HOSTILE}])
 def test_a_config_that_its_library_rejects_is_one_bounded_error(changes):
     with pytest.raises(CheckpointDamagedError, match="LlamaConfig") as caught:
         config_problems(their_model(), changes)
@@ -340,28 +315,18 @@ def test_a_config_that_its_library_rejects_is_one_bounded_error(changes):
     assert len(str(caught.value)) < 1200
 
 
-def test_a_config_is_shown_bounded_and_on_one_line():
+def test_differences_are_bounded_and_on_one_line():
     nested: list[Any] = []
     for _ in range(40):
         nested = [nested, nested]
-    hostile = {
-        "model_type": "x\n\x1b[2J" + "y" * 10**6,
-        "head_dim": nested,
-        "num_attention_heads": 10**4000,
-    }
-    problems = config_problems(their_model(), {"model_type": hostile["model_type"]})
-    problems += config_problems(their_model(), {"rope_theta": "x\n" + "y" * 10**6})
-    # A GPT's config.json is read whole, up to the first problem.
     with torch.device("meta"):
         gpt = GPTModel(QWEN3, 16)
     content = hf_config(ModelDescription(gpt.config, gpt.vocab_size))
-    for name, value in {**hostile, "x\n" + "y" * 10**6: nested}.items():
-        found = config_problems(gpt, content | {name: value})
-        assert len(found) == 1
-        problems += found
-    for problem in problems:
-        assert problem.isprintable()
-        assert len(problem) < 1200
+    problems = config_problems(their_model(), {"model_type": HOSTILE})
+    for name, value in {"model_type": HOSTILE, "head_dim": nested, HOSTILE: nested}.items():
+        problems += config_problems(gpt, content | {name: value})
+    assert len(problems) == 4
+    assert all(problem.isprintable() and len(problem) < 1200 for problem in problems)
 
 
 # Tokenizers and files of the base model
@@ -398,8 +363,8 @@ def saved(folder: Path, extras: FolderExtras) -> dict[str, Any]:
     return ids
 
 
-def test_of_a_file_among_others_only_what_describes_it_is_copied(tmp_path: Path) -> None:
-    """`--tokenizer-model data/mine.json`: data has models and vocabularies of other things."""
+def test_only_files_that_describe_a_tokenizer_are_copied_with_it(tmp_path: Path) -> None:
+    """`--tokenizer-model data/mine.json`: the directory has other models and vocabularies."""
     data = tokenizer_folder(tmp_path / "data", {})
     write(data, {"lid.model": "x", "vocab.de.txt": "y", "tokenizer (old).json": "{}"})
     own = (data / "tokenizer.json").rename(data / "mine.json")
@@ -414,7 +379,7 @@ def test_of_a_file_among_others_only_what_describes_it_is_copied(tmp_path: Path)
 
 
 @pytest.mark.parametrize("of_base", ["nothing", "another tokenizer"])
-def test_the_tokenizers_own_files_are_copied_and_no_others(tmp_path: Path, of_base: str) -> None:
+def test_only_the_tokenizers_files_are_copied(tmp_path: Path, of_base: str) -> None:
     own = tokenizer_folder(tmp_path / "own")
     write(own, OTHERS)
     base = None
@@ -436,7 +401,7 @@ def test_the_tokenizers_own_files_are_copied_and_no_others(tmp_path: Path, of_ba
     assert found == {"tokenizer.json": (own / "tokenizer.json").read_text(), **FILES}
 
 
-def test_the_base_models_own_tokenizer_is_copied_with_its_further_templates(
+def test_the_base_models_tokenizer_is_copied_with_its_templates(
     tmp_path: Path,
 ) -> None:
     base = tokenizer_folder(tmp_path / "base")
@@ -463,9 +428,7 @@ def test_a_processor_without_a_tokenizer_leaves_the_base_models(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("form", ["a file of another name", "a folder", "a folder with a config"])
-def test_an_end_of_document_that_no_file_names_is_named_in_the_copy(
-    tmp_path: Path, form: str
-) -> None:
+def test_the_copy_names_an_end_of_document_that_no_file_names(tmp_path: Path, form: str) -> None:
     own = tokenizer_folder(tmp_path / "own", {})
     path = own
     if form == "a file of another name":
@@ -486,14 +449,14 @@ def test_an_end_of_document_that_no_file_names_is_named_in_the_copy(
     assert theirs("a<bos>b")["input_ids"] == found.tokenize("a<bos>b")
 
 
-def test_a_tokenizer_without_files_leaves_its_id_alone(tmp_path: Path) -> None:
+def test_a_tokenizer_without_files_is_saved_as_its_id(tmp_path: Path) -> None:
     assert saved(tmp_path / "null", FolderExtras(NullTokenizer(5))) == {"eos_token_id": 5}
     assert contents(tmp_path / "null").keys() == {"config.json", "generation_config.json"}
     assert saved(tmp_path / "bytes", FolderExtras(ByteTokenizer())) == {"eos_token_id": 256}
     assert HuggingFaceTokenizer(tmp_path / "bytes").eod == 256
 
 
-def test_files_are_found_from_another_folder_and_missed_by_name(
+def test_a_relative_path_stays_valid_and_deleted_files_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tokenizer_folder(tmp_path / "own")

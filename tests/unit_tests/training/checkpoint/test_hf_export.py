@@ -1,6 +1,4 @@
-"""A checkpoint's weights in the transformers library's files, without a model: the same files that
-`save_hf` writes of the model itself.
-"""
+"""An export of a checkpoint without a model equals the directory that `save_hf` writes."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def published(root: Path, model: torch.nn.Module, name: str = "own") -> Readable
 
 
 def saved_by_torch(root: Path, state: dict[str, Any]) -> ReadableCheckpoint:
-    """A checkpoint of PyTorch's, in which fused weights are fused."""
+    """A checkpoint of PyTorch, in which fused weights are fused."""
     dcp.save(state, checkpoint_id=root / "torch", no_dist=True)
     return open_checkpoint(LocalStore(root), "torch")
 
@@ -65,7 +63,7 @@ def checkpoint(tmp_path: Path) -> ReadableCheckpoint:
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
-def test_files_are_those_that_the_model_itself_is_saved_in(tmp_path: Path, case: str) -> None:
+def test_files_are_those_that_save_hf_writes_of_the_model(tmp_path: Path, case: str) -> None:
     model = plain_gpt(dataclasses.replace(QWEN3, **ARCHITECTURES[case]))
     save_hf(model, tmp_path / "model", CPU, tokenizer=ByteTokenizer())
     prefixed = {"app": {"model": model.state_dict(), "optim": {"lr": torch.ones(1)}}}
@@ -77,7 +75,7 @@ def test_files_are_those_that_the_model_itself_is_saved_in(tmp_path: Path, case:
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
-def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
+def test_a_config_describes_its_gpt(case: str) -> None:
     config = dataclasses.replace(QWEN3, **ARCHITECTURES[case], max_position_embeddings=32)
     content = json.loads(json.dumps(hf_config(ModelDescription(config, VOCAB))))
     found, vocab_size, _ = config_from_hf(content, "config.json")
@@ -90,26 +88,25 @@ def test_a_config_tells_which_gpt_it_is_of(case: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2"}, "a model_type of llama, qwen3, .* in x.json, got 'gpt2'"),
-        ({"model_type": ["llama"]}, "a model_type of llama"),
-        ({"hidden_size": None}, "hidden_size in x.json to be a value, got None"),
-        ({"hidden_size": 0}, "--hidden-size: expected an integer >= 1, got 0"),
-        ({"head_dim": "8"}, "--kv-channels: expected an integer >= 1, got '8'"),
-        ({"vocab_size": True}, "vocab_size in x.json to be an integer >= 1, got True"),
-        ({"attention_bias": 7}, "attention_bias in x.json to be true or false, got 7"),
-        ({"attention_bias": True}, "biases none in x.json, got attention_bias True"),
-        ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta in the file in x.json .* got 500.0"),
-        ({"rope_parameters": None, "rope_theta": "1"}, "--rotary-base: expected a number"),
+        ({"model_type": "gpt2"}, "model_type of .* in x.json, got 'gpt2'"),
+        ({"hidden_size": None}, "hidden_size in x.json"),
+        ({"hidden_size": 0}, "--hidden-size: .* got 0"),
+        ({"head_dim": "8"}, "--kv-channels: .* got '8'"),
+        ({"vocab_size": True}, "vocab_size in x.json .* got True"),
+        ({"attention_bias": 7}, "attention_bias in x.json .* got 7"),
+        ({"attention_bias": True}, "x.json, got attention_bias True"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta .* x.json .* got 500.0"),
+        ({"rope_parameters": None, "rope_theta": "1"}, "--rotary-base: "),
     ],
 )
-def test_a_config_of_something_else_is_one_line(changed: dict[str, Any], message: str) -> None:
+def test_a_config_of_another_model_is_one_line(changed: dict[str, Any], message: str) -> None:
     content = {**hf_config(ModelDescription(QWEN3, VOCAB)), **changed}
     with pytest.raises(ConfigError, match=message) as caught:
         config_from_hf(content, "x.json")
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_without_a_number_that_decides_names_it() -> None:
+def test_a_missing_number_in_a_config_is_named() -> None:
     content = hf_config(ModelDescription(QWEN3, VOCAB))
     for name in ("model_type", "num_hidden_layers", "rms_norm_eps", "tie_word_embeddings"):
         others = {key: value for key, value in content.items() if key != name}
@@ -143,7 +140,7 @@ def other_config(**changes: Any) -> TransformerConfig:
         (QWEN3, 64, r"word_embeddings.weight has shape \(61, 24\) where the model has \(64, 24\)"),
     ],
 )
-def test_weights_of_another_model_are_refused(
+def test_weights_of_another_model_are_an_error(
     tmp_path: Path,
     checkpoint: ReadableCheckpoint,
     config: TransformerConfig,
@@ -155,7 +152,7 @@ def test_weights_of_another_model_are_refused(
     assert names_in(tmp_path) == ["runs"]
 
 
-def test_a_fused_weight_of_other_rows_and_of_no_floats_is_refused(tmp_path: Path) -> None:
+def test_a_fused_weight_of_another_shape_and_dtype_is_an_error(tmp_path: Path) -> None:
     state = plain_gpt().state_dict()
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     other = {**state, name: torch.zeros(70, 24, dtype=torch.int32)}
@@ -165,25 +162,22 @@ def test_a_fused_weight_of_other_rows_and_of_no_floats_is_refused(tmp_path: Path
         export_hf(source, tmp_path / "gpt", ModelDescription(QWEN3, VOCAB))
 
 
-def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
+def test_a_gpt_without_an_architecture_is_an_error_that_names_its_setting(
     tmp_path: Path, checkpoint: ReadableCheckpoint
 ) -> None:
     config = other_config(normalization="LayerNorm", kv_channels=6)
-    message = (
-        r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got --qk-layernorm\."
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"--qk-layernorm: .* StableLmForCausalLM"):
         export_hf(checkpoint, tmp_path / "gpt", ModelDescription(config, VOCAB))
     assert names_in(tmp_path) == ["runs"]
 
 
-def test_an_empty_folder_is_taken_and_a_filled_one_is_not(
+def test_only_an_empty_directory_is_replaced(
     tmp_path: Path, checkpoint: ReadableCheckpoint
 ) -> None:
     target = tmp_path / "exports" / "gpt"
     target.mkdir(parents=True)
     (tmp_path / "link").symlink_to(target)
-    # What an export that was killed has left, and what belongs to somebody else.
+    # Drafts of a killed export, and of another target.
     (target.parent / ".gpt.0123abcd.writing").mkdir()
     (target.parent / ".other.0123abcd.writing").mkdir()
     export_hf(checkpoint, tmp_path / "link", ModelDescription(QWEN3, VOCAB))
@@ -192,13 +186,13 @@ def test_an_empty_folder_is_taken_and_a_filled_one_is_not(
     assert (tmp_path / "link").is_symlink()
 
     before = digests(target)
-    with pytest.raises(CheckpointError, match=r"empty folder at .*gpt, got one that holds conf"):
+    with pytest.raises(CheckpointError, match=r"at .*gpt, got one that holds conf"):
         export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
     assert digests(target) == before
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"empty folder at .*file, got a file"):
+    with pytest.raises(CheckpointError, match=r"at .*file, got a file"):
         export_hf(checkpoint, tmp_path / "file", ModelDescription(QWEN3, VOCAB))
-    with pytest.raises(CheckpointError, match=r"Expected to write .*file/gpt, got .*File exists"):
+    with pytest.raises(CheckpointError, match=r"file/gpt, got .*File exists"):
         export_hf(checkpoint, tmp_path / "file" / "gpt", ModelDescription(QWEN3, VOCAB))
 
 
@@ -215,7 +209,7 @@ def fill(target: Path) -> Callable[..., None]:
     return filled
 
 
-def test_whatever_fails_on_the_way_nothing_is_left(
+def test_a_failed_export_leaves_nothing(
     tmp_path: Path, checkpoint: ReadableCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "exports" / "gpt"
@@ -226,7 +220,7 @@ def test_whatever_fails_on_the_way_nothing_is_left(
                 export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))
         assert names_in(target.parent) == []
 
-    # Somebody else was faster.
+    # Another process has created the directory.
     monkeypatch.setattr(hf_export, "publish_draft", fill(target))
     with pytest.raises(CheckpointError, match="got one that holds mine"):
         export_hf(checkpoint, target, ModelDescription(QWEN3, VOCAB))

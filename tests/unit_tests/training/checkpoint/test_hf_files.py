@@ -16,7 +16,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
@@ -68,11 +72,7 @@ def entry(shape: list[int], begin: int, end: int) -> bytes:
     )
 
 
-def test_whole_files_are_opened(folder: Path) -> None:
-    assert names_in(folder) == ["a", "b"]
-
-
-def test_the_single_file_goes_before_an_index_as_in_transformers(folder: Path) -> None:
+def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(folder: Path) -> None:
     save_file({"c": torch.ones(1)}, folder / "model-1.safetensors")
     index = {"weight_map": {"c": "model-1.safetensors"}}
     (folder / INDEX_FILE).write_text(json.dumps(index))
@@ -111,44 +111,52 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-def test_an_index_of_many_files_is_read_in_time_that_grows_with_it(folder: Path) -> None:
-    (folder / WEIGHTS_FILE).unlink()
-    weight_map = {f"weight.{number}": f"file-{number}" for number in range(30_000)}
+def test_a_missing_file_and_one_with_other_tensors_than_its_index_are_errors(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).rename(folder / "model-1.safetensors")
+    weight_map = dict.fromkeys("abc", "model-1.safetensors")
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    with (
-        at_most(30),
-        pytest.raises(
-            CheckpointDamagedError, match=r"Expected the safetensors file .*file-0, got none"
-        ),
-    ):
+    with pytest.raises(CheckpointDamagedError, match=f"{INDEX_FILE} .* a difference in c"):
         names_in(folder)
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"file .*model-1.safetensors, got none"):
+        names_in(folder)
+
+
+def test_a_directory_without_weights_is_an_error_that_names_pickles(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS_FILE} or {INDEX_FILE} in .* got neither"):
+        names_in(folder)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"got pytorch_model.bin, .*unpickled"):
+        names_in(folder)
+    with pytest.raises(CheckpointNotFoundError, match="no such folder"):
+        names_in(folder / "none")
+
+
+WHOLE_JSON, WHOLE_FILE = "a JSON object in .*config.json", "a whole safetensors file"
+WHOLE_INDEX = "the files of tensors under 'weight_map'"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (CONFIG_FILE, b"[" * 100_000, "Expected a JSON object in .*config.json"),
-        (
-            INDEX_FILE,
-            b'{"weight_map": [1]}',
-            r"Expected the files of tensors under 'weight_map' in .*, got \[1\]",
-        ),
-        (INDEX_FILE, b"{}", "Expected the files of tensors under 'weight_map' in .*, got None"),
-        (WEIGHTS_FILE, b"", "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, header(b"{}", 1 << 60), "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, header(b"{}", 90 << 20), "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, header(b"[" * 100_000), "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, entry([1 << 40], 0, 1 << 42), "Expected a whole safetensors file"),
-        (
-            WEIGHTS_FILE,
-            entry([1 << 62, 1 << 62], 0, 4) + bytes(4),
-            "Expected a whole safetensors file",
-        ),
-        (WEIGHTS_FILE, entry([1], 4, 0) + bytes(4), "Expected a whole safetensors file"),
-        (WEIGHTS_FILE, entry([1], 0, 4) + bytes(8), "Expected a whole safetensors file"),
+        (CONFIG_FILE, b"[" * 100_000, WHOLE_JSON),
+        (CONFIG_FILE, b"[]", WHOLE_JSON),
+        (CONFIG_FILE, b'{"a": 1, "a": 2}', WHOLE_JSON),
+        (CONFIG_FILE, b'{"a": ' + b"9" * 5000 + b"}", WHOLE_JSON),
+        (CONFIG_FILE, b"\xff", WHOLE_JSON),
+        (INDEX_FILE, b'{"weight_map": [1]}', WHOLE_INDEX),
+        (INDEX_FILE, b"{}", WHOLE_INDEX),
+        (WEIGHTS_FILE, b"", WHOLE_FILE),
+        (WEIGHTS_FILE, header(b"{}", 1 << 60), WHOLE_FILE),
+        (WEIGHTS_FILE, header(b"[" * 100_000), WHOLE_FILE),
+        (WEIGHTS_FILE, entry([1 << 40], 0, 1 << 42), WHOLE_FILE),
+        (WEIGHTS_FILE, entry([1 << 62, 1 << 62], 0, 4) + bytes(4), WHOLE_FILE),
+        (WEIGHTS_FILE, entry([1], 4, 0) + bytes(4), WHOLE_FILE),
+        (WEIGHTS_FILE, entry([1], 0, 4) + bytes(8), WHOLE_FILE),
     ],
 )
-def test_what_files_claim_is_held_against_what_they_are(
+def test_a_file_whose_content_differs_from_its_header_or_type_is_an_error(
     folder: Path, name: str, content: bytes, message: str
 ) -> None:
     if name == INDEX_FILE:
@@ -160,7 +168,7 @@ def test_what_files_claim_is_held_against_what_they_are(
     assert "\n" not in str(error.value)
 
 
-def test_json_without_end_is_not_read(folder: Path) -> None:
+def test_json_of_unlimited_length_is_not_read(folder: Path) -> None:
     os.truncate(folder / CONFIG_FILE, 1 << 40)  # sparse: takes no space
     with pytest.raises(CheckpointDamagedError, match=r"config.json, .* of at most 67108864 bytes"):
         names_in(folder)
@@ -179,44 +187,23 @@ def _read_what_is_cut(folder: Path) -> None:
             files.read("b", box)
 
 
-def test_weights_that_are_cut_while_they_are_read_are_an_error_and_kill_nobody(
+def test_weights_that_are_truncated_while_they_are_read_are_an_error(
     folder: Path,
 ) -> None:
-    # In a process of its own, which SIGBUS would kill.
+    # In a separate process, which SIGBUS would kill.
     process = multiprocessing.get_context("fork").Process(target=_read_what_is_cut, args=(folder,))
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def test_a_config_is_read_as_it_is_even_with_a_limit_that_is_infinite(tmp_path: Path):
+def test_a_config_may_have_an_infinite_limit(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "time_step_limit": [0.0, Infinity]}')
     config = read_json(tmp_path / "config.json")
     assert config == {"hidden_size": 64, "time_step_limit": [0.0, float("inf")]}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b'{"a": 1, "a": 2}',
-        b"[" * 100_000,
-        b'{"a": ' + b"9" * 5000 + b"}",
-        b"\xff",
-    ],
-)
-def test_what_is_no_json_object_is_one_error(tmp_path: Path, content: bytes):
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(
-        CheckpointDamagedError, match=r"Expected a JSON object in .*config\.json, got"
-    ):
-        read_json(path)
-
-
-def test_files_that_lost_their_size_or_header_meanwhile_are_found(tmp_path: Path) -> None:
+def test_files_that_lost_their_size_or_header_during_a_save_are_errors(tmp_path: Path) -> None:
     layout = FolderLayout.of([FileTensor("a", (3,), torch.float32)], 10**9)
     make_files(tmp_path, layout)
     check_files(tmp_path, layout)

@@ -1,18 +1,13 @@
-"""Weights in the transformers library's files: what it computes from them, and what comes back,
-from any engine.
-"""
+"""Weights in the transformers library's files: its logits, and loading them with any engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,23 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.layout.holdings import shares
-from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.mesh import build_mesh
-from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.hugging_face import hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.checkpoint import hf_layout, hf_weights
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
-    NullTokenizer,
     train_bpe,
 )
 from tests.helpers.ranks import run_ranks
@@ -53,7 +40,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
     watched,
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
-from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, data_parallel
+from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
 from tests.unit_tests.training.helpers.hf_folders import (
     ARCHITECTURES,
@@ -64,6 +51,8 @@ from tests.unit_tests.training.helpers.hf_folders import (
     digests,
     names_in,
     plain_gpt,
+    shard_model,
+    sharded_gpt,
 )
 
 LLAMA = dataclasses.replace(QWEN3, qk_layernorm=False, untie_embeddings_and_output_weights=True)
@@ -72,34 +61,8 @@ save_exactly = partial(save_hf, dtype=torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore:.*SwigPy.*:DeprecationWarning")
 
 
-def sharded_gpt(
-    engine: str,
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    config: TransformerConfig = QWEN3,
-    num_rows: int = VOCAB,
-) -> nn.Module:
-    """Over all ranks, with fp32 main weights that are the same on any number of ranks."""
-    with torch.device("meta"):
-        model = GPTModel(config, num_rows)
-    mesh = build_mesh("cpu", dist.get_world_size())
-    if engine == "torch_fsdp2":
-        torch_fsdp2.shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
-        materialize(model, "cpu", seed)
-        return model
-    megatron_fsdp.shard_model(
-        model,
-        mesh,
-        CPU,
-        data_parallel("optim_grads_params"),
-        compute_dtype=dtype,
-        reset_parameters=seeded_reset(model, torch.device("cpu"), seed),
-    )
-    return model
-
-
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what this rank has."""
+    """Copies of this rank's weights."""
     return {
         name: local_tensor(weight).detach().clone() for name, weight in model.named_parameters()
     }
@@ -127,7 +90,7 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
         tmp_path / "gpt", output_loading_info=True
     )
     assert type(theirs).__name__ == f"{case.split()[0]}ForCausalLM"
-    assert not any(report.values()), "nothing is missing, unexpected or of another shape"
+    assert not any(report.values()), "missing, unexpected or of another shape"
     assert theirs.dtype == torch.float32
     assert theirs.config.eos_token_id is None
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -137,42 +100,28 @@ def test_transformers_computes_the_same_logits_from_what_is_saved(transformers, 
     theirs.save_pretrained(tmp_path / "theirs")
     other = plain_gpt(model.config, seed=1)
     load_hf(other, tmp_path / "theirs")
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(model.parameters(), other.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_shards_with_an_index_hold_the_same(transformers, tmp_path):
+def test_shards_with_an_index_contain_the_same_weights(transformers, tmp_path):
     model = plain_gpt()
-    save_exactly(model, tmp_path / "one", CPU)
-    save_exactly(model, tmp_path / "more", CPU, max_shard_bytes=8000)
-    index = json.loads((tmp_path / "more/model.safetensors.index.json").read_text())
+    save_exactly(model, tmp_path / "gpt", CPU, max_shard_bytes=8000)
+    index = json.loads((tmp_path / "gpt/model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert names_in(tmp_path / "more") == ["config.json", *files, "model.safetensors.index.json"]
-    assert len(files) > 2
+    assert names_in(tmp_path / "gpt") == ["config.json", *files, "model.safetensors.index.json"]
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    sizes = [sum(t.nbytes for t in load_file(tmp_path / "more" / file).values()) for file in files]
-    assert (
-        sum(sizes)
-        == index["metadata"]["total_size"]
-        == 4 * sum(p.numel() for p in model.parameters())
-    )
+    sizes = [sum(t.nbytes for t in load_file(tmp_path / "gpt" / file).values()) for file in files]
+    assert len(sizes) > 2
     assert max(sizes) <= 8000
-    one, more = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        for name in ("one", "more")
-    )
-    assert one.state_dict().keys() == more.state_dict().keys()
-    assert all(
-        torch.equal(one.state_dict()[name], tensor) for name, tensor in more.state_dict().items()
-    )
+    assert sum(sizes) == index["metadata"]["total_size"]
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt")
+    with torch.no_grad():
+        tokens = torch.arange(12).view(2, 6)
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
     other = plain_gpt(seed=1)
-    load_hf(other, tmp_path / "more")
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(model.parameters(), other.parameters(), strict=True)
-    )
+    load_hf(other, tmp_path / "gpt")
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 TEXT = 'Once upon a time, 12 größere Füchse 🦊 said:\n\n  "Hi"\x00<|endoftext|>'
@@ -197,61 +146,44 @@ def test_the_tokenizer_beside_the_weights_gives_the_same_ids(transformers, tmp_p
     assert json.loads((tmp_path / "again/config.json").read_text())["eos_token_id"] == tokenizer.eod
 
 
-def test_token_ids_without_a_text_need_no_tokenizer(tmp_path):
-    save_exactly(plain_gpt(), tmp_path / "gpt", CPU, tokenizer=NullTokenizer(60))
-    assert names_in(tmp_path / "gpt") == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
-    assert json.loads((tmp_path / "gpt/config.json").read_text())["eos_token_id"] == 60
-    with pytest.raises(
-        CheckpointError,
-        match="Expected a tokenizer of ours or one with save_pretrained, got object",
-    ):
-        save_exactly(plain_gpt(), tmp_path / "other", CPU, tokenizer=object())
-    assert names_in(tmp_path) == ["gpt"]
-
-
 # Engines and numbers of ranks
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["tied", "untied"])
-def test_files_do_not_depend_on_the_ranks_and_come_back_on_any_number(tmp_path, engine, config):
-    def save(folder: Path) -> float:
+@pytest.mark.parametrize(
+    ("engine", "config", "world_size"),
+    [("megatron_fsdp", QWEN3, 3), ("megatron_fsdp", LLAMA, 1), ("torch_fsdp2", LLAMA, 3)],
+    ids=["tied", "one rank", "fsdp2"],
+)
+def test_weights_are_loaded_on_any_number_of_ranks(tmp_path, engine, config, world_size):
+    """test_hf_weights_on_ranks.py shows that the files do not depend on the ranks that save."""
+
+    def save() -> None:
         model = sharded_gpt(engine, seed=0, config=config)
-        save_exactly(model, folder, CPU, max_shard_bytes=20000)
-        return loss_of(model)
+        save_exactly(model, tmp_path / "gpt", CPU, max_shard_bytes=20000)
 
-    def load(folder: Path) -> tuple[float, float]:
-        model = sharded_gpt(engine, seed=1, config=config)
+    def load() -> None:
+        model, expected = (sharded_gpt(engine, seed=seed, config=config) for seed in (1, 0))
         before = loss_of(model)
-        load_hf(model, folder)
-        expected = local_weights(sharded_gpt(engine, seed=0, config=config))
+        load_hf(model, tmp_path / "gpt")
+        assert loss_of(model) == loss_of(expected) != before
+        reshard(model)
+        reshard(expected)
         got = local_weights(model)
-        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-        return before, loss_of(model)
+        assert all(torch.equal(got[name], one) for name, one in local_weights(expected).items())
 
-    losses = [
-        run_ranks(world_size, save, tmp_path / str(world_size))[0] for world_size in (1, 2, 3)
-    ]
-    one, two, three = (digests(tmp_path / str(world_size)) for world_size in (1, 2, 3))
-    assert one == two == three
-    assert "model.safetensors.index.json" in one
-    assert names_in(tmp_path) == ["1", "2", "3"], "nothing is left beside them"
-    for world_size in (1, 2, 3):
-        before, after = run_ranks(world_size, load, tmp_path / "2")[0]
-        assert after == losses[world_size - 1] != before
+    run_ranks(2, save)
+    run_ranks(world_size, load)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["tied", "untied"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_rows_that_are_added_to_a_vocabulary_are_the_mean_of_the_others(
+@pytest.mark.parametrize(
+    ("engine", "config", "world_size"),
+    [("megatron_fsdp", QWEN3, 3), ("torch_fsdp2", LLAMA, 3), ("megatron_fsdp", LLAMA, 1)],
+    ids=["tied", "fsdp2", "one rank"],
+)
+def test_rows_added_to_a_vocabulary_are_the_mean_of_the_others(
     tmp_path: Path, engine: str, config: TransformerConfig, world_size: int
 ) -> None:
-    # More rows than one rank holds, and in one piece with those of the file.
+    # More rows than one rank has, and in one piece with rows of the file.
     num_rows = VOCAB + 40
     before = plain_gpt(config)
     save_exactly(before, tmp_path / "gpt", CPU)
@@ -282,28 +214,7 @@ def test_no_rows_are_taken_away_from_a_vocabulary(tmp_path: Path) -> None:
         load_hf(fewer, tmp_path / "gpt", adds_rows=True)
 
 
-def test_both_engines_and_a_plain_model_write_the_same(tmp_path):
-    def save(folder: Path, engine: str) -> None:
-        save_exactly(sharded_gpt(engine), folder, CPU)
-
-    for engine in ENGINES:
-        run_ranks(2, save, tmp_path / engine, engine)
-    model = GPTModel(QWEN3, VOCAB)
-    materialize(model, "cpu", 0)
-    save_exactly(model, tmp_path / "plain", CPU)
-    run_ranks(2, lambda: save_exactly(model, tmp_path / "on two", CPU))
-    assert digests(tmp_path / "plain") == digests(tmp_path / "on two")
-    assert (
-        digests(tmp_path / "plain")
-        == digests(tmp_path / ENGINES[0])
-        == digests(tmp_path / ENGINES[1])
-    )
-    tensors = load_file(tmp_path / "plain/model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}, "main weights"
-    assert json.loads((tmp_path / "plain/config.json").read_text())["dtype"] == "float32"
-
-
-def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path):
+def test_pending_updates_of_offloaded_weights_are_waited_for(tmp_path):
     def run(folder: Path) -> None:
         with torch.device("meta"):
             model = GPTModel(QWEN3, VOCAB)
@@ -318,9 +229,7 @@ def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path
         trained.delay_update()
         trained.step(2)
         load_hf(trained.model, folder / "gpt")
-        assert loss_of(trained.model) == loss, (
-            "compute weights follow, and no update comes after them"
-        )
+        assert loss_of(trained.model) == loss, "compute weights follow, without a later update"
         trained.optimizer.synchronize()
         reshard(trained.model)  # the root shows whole weights after a forward
         got = local_weights(trained.model)
@@ -329,7 +238,7 @@ def test_updates_of_offloaded_weights_that_are_under_way_are_waited_for(tmp_path
     run_ranks(2, run, tmp_path)
 
 
-def test_other_dtypes_are_converted(tmp_path):
+def test_files_of_other_dtypes_are_converted(tmp_path):
     model = plain_gpt()
     save_exactly(model, tmp_path / "gpt", CPU)
     tensors = load_file(tmp_path / "gpt/model.safetensors")
@@ -371,7 +280,7 @@ def test_any_module_is_saved_under_its_own_names_without_a_config(tmp_path):
     model = Net()
     save_hf(model, tmp_path / "net", CPU)
     assert names_in(tmp_path / "net") == ["model.safetensors"]
-    # By default bf16 of what is fp32, and nothing else changes its dtype.
+    # By default, only fp32 tensors are converted, to bf16.
     expected = {
         name: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
         for name, tensor in model.state_dict().items()
@@ -420,30 +329,6 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     )
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def shard_without_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    save_exactly(plain_gpt(), folder, CPU, max_shard_bytes=8000)
-    (folder / sorted(names_in(folder))[2]).unlink()
-
-
-def list_what_is_not_there(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    file = "model-00001-of-00001.safetensors"
-    weight_map = {"model.norm.weight": file, "more": file}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def list_another_folder(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../gpt/model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -462,44 +347,18 @@ def list_another_folder(folder: Path) -> None:
             ),
             "model.norm.weight is torch.int32 where the model has torch.float32",
         ),
-        (truncate, r"Expected a whole safetensors file at .*, got: \d+ of \d+ bytes\."),
-        (shard_without_a_file, "Expected the safetensors file .*, got none"),
-        (
-            list_what_is_not_there,
-            "to have what model.safetensors.index.json says, got a difference in",
-        ),
-        (
-            list_another_folder,
-            "Expected names of files beside it in .*index.json, got .*gpt.*safetensors.* for "
-            "model.norm",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text("{"),
-            "Expected a JSON object in .*config.json",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors").unlink(),
-            "Expected model.safetensors or model.*, got neither",
-        ),
-        (
-            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "got pytorch_model.bin, which would have to be unpickled. If you trust it, convert it",
-        ),
         (
             lambda folder: change_config(folder, num_key_value_heads=4),
             "num_key_value_heads 4 where the model has 2",
         ),
-        (
-            lambda folder: change_config(folder, model_type="qwen2"),
-            "config.json says qk_norm False where the model has True",
-        ),
+        (lambda folder: change_config(folder, model_type="qwen2"), "qk_norm False where"),
         (
             lambda folder: change_config(folder, rope_parameters=None, rope_theta=7.0),
-            "config.json says rotary.base 7.0 where the model has 500.0",
+            "rotary.base 7.0 where the model has 500.0",
         ),
     ],
 )
-def test_weights_of_another_model_are_refused_before_anything_is_touched(saved, spoil, message):
+def test_weights_of_another_model_are_rejected_before_anything_is_changed(saved, spoil, message):
     spoil(saved)
     model = plain_gpt(seed=1)
     before = local_weights(model)
@@ -508,7 +367,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(saved, 
     assert all(torch.equal(tensor, before[name]) for name, tensor in local_weights(model).items())
 
 
-def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
+def test_a_config_of_transformers_4_is_read(saved):
     model = plain_gpt(seed=1)
     change_config(
         saved, rope_parameters=None, rope_scaling=None, rope_theta=500, partial_rotary_factor=None
@@ -519,7 +378,7 @@ def test_a_config_as_transformers_4_wrote_it_is_understood(saved):
     assert loss_of(model) == loss_of(plain_gpt())
 
 
-def test_constants_that_old_folders_hold_are_ignored(saved):
+def test_constants_in_old_directories_are_ignored(saved):
     path = saved / "model.safetensors"
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(load_file(path) | old, path)
@@ -528,7 +387,7 @@ def test_constants_that_old_folders_hold_are_ignored(saved):
     assert loss_of(model) == loss_of(plain_gpt())
 
 
-def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
+def test_a_tied_weight_may_be_stored_twice_with_the_same_values(saved):
     model = plain_gpt(seed=1)
     same = load_file(saved / "model.safetensors")["model.embed_tokens.weight"].clone()
     other = same.clone()
@@ -542,17 +401,14 @@ def test_a_tied_weight_may_be_there_twice_if_it_is_the_same(saved):
     with pytest.raises(CheckpointError, match=rf"lm_head.weight is not model.embed_.*, {ties}"):
         load_hf(model, saved)
     change_config(saved, tie_word_embeddings=False)
-    with pytest.raises(
-        CheckpointError,
-        match=r"lm_head.weight is not model.embed_tokens.weight, with which it is tied",
-    ):
+    with pytest.raises(CheckpointError, match="with which it is tied"):
         load_hf(model, saved)
     change_tensors(saved, lm_head__weight=same, model__embed_tokens__weight=None)
     load_hf(plain_gpt(seed=1), saved)
 
 
-def test_what_one_rank_finds_all_ranks_hear_of(saved):
-    """The difference is in rows that rank 0 has and rank 1 has not."""
+def test_a_difference_that_one_rank_finds_is_an_error_on_all(saved):
+    """The difference is in rows of rank 0 alone."""
 
     def load() -> str:
         model = sharded_gpt("megatron_fsdp", seed=1)
@@ -573,14 +429,11 @@ def test_what_one_rank_finds_all_ranks_hear_of(saved):
     assert two == f"rank 0: {one}"
 
 
-def test_a_folder_that_is_there_is_left_alone(saved):
+def test_an_existing_directory_is_not_changed(saved):
     before = digests(saved)
 
     def save() -> None:
-        with pytest.raises(
-            CheckpointError,
-            match=r"an absent or empty folder at .*gpt, got one that holds config.json",
-        ):
+        with pytest.raises(CheckpointError, match=r"at .*gpt, got one that holds config.json"):
             save_exactly(sharded_gpt("megatron_fsdp", seed=1), saved, CPU)
 
     run_ranks(2, save)
@@ -588,7 +441,7 @@ def test_a_folder_that_is_there_is_left_alone(saved):
     assert names_in(saved.parent) == ["gpt"]
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+def test_a_save_that_cannot_succeed_writes_nothing(tmp_path):
     for config in (
         dataclasses.replace(QWEN3, rotary_percent=0.5),
         dataclasses.replace(QWEN3, add_qkv_bias=True),
@@ -638,10 +491,11 @@ def check_whole(folder: Path) -> None:
     assert loss_of(model) == loss_of(plain_gpt())
 
 
-def test_a_save_that_is_killed_leaves_a_whole_folder_or_none_and_the_next_one_tidies_up(forked):
+def test_a_killed_save_leaves_a_whole_directory_or_none_and_the_next_one_deletes_its_draft(forked):
     def run() -> list[bool]:
         is_there = []
-        for number in range(1000):
+        # First every third operation, and all around the rename.
+        for number in (*range(0, 30, 3), *range(30, 1000)):
             with memory_folder() as root:
                 ending = Child(save_watched, root, Kill(number)).end()
                 is_there.append("gpt" in names_in(root))
@@ -651,22 +505,22 @@ def test_a_save_that_is_killed_leaves_a_whole_folder_or_none_and_the_next_one_ti
                     assert ending is None
                     assert names_in(root) == ["gpt"]
                     return is_there
-                if number % 7 == 0 and not is_there[-1]:
+                if number % 9 == 0 and not is_there[-1]:
                     assert Child(save_watched, root, lambda _: None).end() is None
                     assert names_in(root) == ["gpt"]
-        raise AssertionError("the save never came to its end")
+        raise AssertionError("the save did not finish")
 
     is_there = forked.run(run, timeout=300.0)
-    assert is_there.count(False) > 30, "killed at many moments"
-    assert is_there == sorted(is_there), "it came into being at one of them"
-    assert is_there.count(True) > 1, "killed after that, too"
+    assert is_there == sorted(is_there), "it appears in one of the operations"
+    assert is_there.count(False) > 5
+    assert is_there.count(True) > 1
 
 
 @pytest.mark.parametrize(("first", "lasts"), [(0, False), (1, True)], ids=["once", "full"])
 def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts):
     def run() -> tuple[int, int]:
         num_failed = num_saved = 0
-        for number in range(first, 1000, 3):
+        for number in range(first, 1000, 5):
             with memory_folder() as root:
                 ending = Child(save_watched, root, Fault(number, lasts=lasts)).end()
                 if ending is None:
@@ -677,13 +531,13 @@ def test_a_disk_that_fails_is_one_error_and_leaves_nothing(forked, first, lasts)
                     assert "No space left on device" in ending, ending
                     assert names_in(root) == [] or not lasts, "there is room enough to delete"
                     assert "gpt" not in names_in(root)
-                # What is not on disk for good, and what cannot be deleted, is no reason to fail.
-                if num_saved > 6:
+                # A failed fsync of a directory, or a failed deletion, does not fail the save.
+                if num_saved > 4:
                     return num_failed, num_saved
-        raise AssertionError("the save never came to its end")
+        raise AssertionError("the save did not finish")
 
     num_failed, _ = forked.run(run, timeout=300.0)
-    assert num_failed > 10
+    assert num_failed > 6
 
 
 def save_on_small_disk(folder: Path, dtype: torch.dtype) -> str | None:
@@ -699,7 +553,7 @@ def save_on_small_disk(folder: Path, dtype: torch.dtype) -> str | None:
     return ""
 
 
-def test_a_disk_without_the_room_is_known_before_anything_is_written(forked: Forks) -> None:
+def test_a_disk_without_enough_space_is_an_error_before_anything_is_written(forked: Forks) -> None:
     def run() -> tuple[str | None, str | None]:
         found = []
         for dtype in (torch.float32, torch.bfloat16):
@@ -712,60 +566,7 @@ def test_a_disk_without_the_room_is_known_before_anything_is_written(forked: For
         pytest.skip("no file system can be mounted here")
     assert "Expected room for 4.00 MiB of weights in" in in_fp32
     assert "got 3.00 MiB: No space left on device" in in_fp32
-    assert in_bf16 == "", "half as many bytes fit"
-
-
-def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
-    def save(failing: int, number: int) -> str:
-        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
-        with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
-        return str(caught.value)
-
-    # The folder, a header, rows, the first rows of the other rank, fsync of each, config.json.
-    for failing, number in ((0, 2), (0, 4), (0, 8), (1, 0), (1, 10), (0, 22), (0, 24)):
-        for error in run_ranks(2, save, failing, number):
-            assert "No space left on device" in error
-        assert names_in(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "others"),
-    [
-        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
-        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
-    ],
-)
-def test_ranks_that_were_asked_for_different_files_refuse_to_write_any(tmp_path, options, others):
-    def save() -> str:
-        asked = options if dist.get_rank() == 0 else others
-        with pytest.raises(CheckpointError) as caught:
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU, **asked)
-        return str(caught.value)
-
-    for error in run_ranks(2, save):
-        assert "the same tensors, dtypes and shard size on all ranks, got " in error
-        assert " bytes (" in error
-    assert names_in(tmp_path) == []
-
-
-def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
-    def save() -> str:
-        def without_the_first(*arguments: Any) -> Any:
-            found = shares(*arguments)
-            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
-
-        with (
-            mock.patch.object(hf_layout, "shares", without_the_first),
-            pytest.raises(CheckpointError) as caught,
-        ):
-            save_hf(sharded_gpt("megatron_fsdp"), tmp_path / "gpt", CPU)
-        return str(caught.value)
-
-    one, two = run_ranks(2, save)
-    assert one == two
-    assert "bytes of weights, got" in one
-    assert names_in(tmp_path) == []
+    assert in_bf16 == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -775,53 +576,6 @@ def test_saving_has_no_whole_tensor_in_memory(tmp_path, dtype):
         save_hf(model, tmp_path / "net", CPU, dtype=dtype)
     # The weight itself is counted once it has been detached.
     assert model.weight.nbytes <= live.peak < 1.3 * model.weight.nbytes
-
-
-# Rows that lie elsewhere in a tensor of theirs
-
-
-def stacked_rows(model: GPTModel, *_there: Any) -> dict[str, RowMap]:
-    """Names of an architecture that has gate and up in one weight, two rows of each in turn."""
-    places = {"gate": 0, "up": 2}
-    found = {}
-    for own, rows in hf_rows(model).items():
-        there = rows.name
-        section = own.split(".")[-2]
-        found[own] = RowMap(there)
-        if section in places:
-            name = there.replace(f"{section}_proj", "gate_up_proj")
-            found[own] = RowMap(name, places[section], 2, 4)
-    return found
-
-
-def test_weights_that_are_one_in_the_files_come_back_as_several(tmp_path):
-    def check() -> None:
-        model = sharded_gpt("megatron_fsdp")
-        with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
-            save_exactly(model, tmp_path / "gpt", CPU)
-            expected = local_weights(model)
-            other = sharded_gpt("megatron_fsdp", seed=1)
-            load_hf(other, tmp_path / "gpt")
-        got = local_weights(other)
-        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-
-    run_ranks(3, check)
-    model = GPTModel(QWEN3, VOCAB)
-    materialize(model, "cpu", 0)
-    found = load_file(tmp_path / "gpt/model.safetensors")
-    for number, layer in enumerate(model.decoder.layers):
-        gate, up = layer.mlp.linear_fc1.weight.detach().chunk(2)
-        pairs = [half.unflatten(0, (5, 2)) for half in (gate, up)]
-        own = found[f"model.layers.{number}.mlp.gate_up_proj.weight"]
-        assert torch.equal(own, torch.stack(pairs, 1).flatten(0, 2))
-
-    # A part that the files do not have room for.
-    with mock.patch.object(hf_weights, "hf_rows", stacked_rows):
-        wider = dataclasses.replace(QWEN3, ffn_hidden_size=12)
-        with pytest.raises(
-            CheckpointError, match=r"gate_up_proj.weight has shape \(20, 24\) where"
-        ):
-            load_hf(plain_gpt(wider), tmp_path / "gpt")
 
 
 # Models of the transformers library
@@ -844,25 +598,13 @@ def their_model(architecture: str, tied: bool) -> nn.Module:
     return getattr(transformers, f"{architecture}ForCausalLM")(settings)
 
 
-def sharded(model: nn.Module, engine: str) -> nn.Module:
-    mesh = build_mesh("cpu", dist.get_world_size())
-    if engine == "torch_fsdp2":
-        torch_fsdp2.shard_model(
-            model, mesh, compute_dtype=torch.float32, reshard_after_forward=True
-        )
-    else:
-        parallel = data_parallel("optim_grads_params")
-        megatron_fsdp.shard_model(
-            model, mesh, CPU, parallel, compute_dtype=torch.float32, reset_parameters=None
-        )
-    return model
-
-
-def train(model: nn.Module, num_steps: int, rank: int = 0, world_size: int = 1) -> list[float]:
-    """Losses of the steps on one global batch each."""
+def train(
+    model: nn.Module, num_steps: int, rank: int = 0, world_size: int = 1, first: int = 0
+) -> list[float]:
+    """The losses of steps on one global batch each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
-    for number in range(num_steps):
+    for number in range(first, first + num_steps):
         tokens = torch.randint(0, VOCAB, (4, 9), generator=torch.Generator().manual_seed(number))
         own = tokens[rank::world_size]
         loss = model(input_ids=own, labels=own).loss
@@ -879,7 +621,8 @@ def train(model: nn.Module, num_steps: int, rank: int = 0, world_size: int = 1) 
 def test_their_models_train_under_both_engines_and_are_saved_for_them(transformers, tmp_path):
     def run(folder: Path, architecture: str, tied: bool, engine: str) -> list[float]:
         rank = dist.get_rank()
-        model = sharded(their_model(architecture, tied), engine)
+        model = their_model(architecture, tied)
+        shard_model(model, engine, torch.float32)
         losses = train(model, 3, rank, 2)
         save_exactly(model, folder, CPU)
         expected = local_weights(model)
@@ -889,34 +632,29 @@ def test_their_models_train_under_both_engines_and_are_saved_for_them(transforme
         load_hf(model, folder)
         got = local_weights(model)
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-        return losses + train(model, 1, rank, 2)
+        return losses + train(model, 1, rank, 2, first=3)
 
-    for architecture, tied in (("Qwen3", True), ("Llama", False)):
-        plain = their_model(architecture, tied)
-        expected = train(plain, 3)
+    for architecture, tied, engine in (
+        ("Qwen3", True, "megatron_fsdp"),
+        ("Llama", False, "torch_fsdp2"),
+    ):
+        plain, folder = their_model(architecture, tied), tmp_path / architecture
+        expected = train(plain, 4)
         names = set(plain.state_dict()) - ({"lm_head.weight"} if tied else set())
-        expected += train(plain, 1)
-        for engine in ENGINES:
-            folder = tmp_path / f"{architecture} {engine}"
-            assert run_ranks(2, run, folder, architecture, tied, engine)[0] == pytest.approx(
-                expected, rel=1e-6
-            )
-            assert names_in(folder) == [
-                "config.json",
-                "generation_config.json",
-                "model.safetensors",
-            ]
-            assert load_file(folder / "model.safetensors").keys() == names
-            loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, output_loading_info=True
-            )
-            assert type(loaded).__name__ == f"{architecture}ForCausalLM"
-            assert loaded.config.architectures == [f"{architecture}ForCausalLM"]
-            assert not any(report.values())
-            assert train(loaded, 1) == pytest.approx(expected[-1:], rel=1e-6)
-    # A config of another arithmetic is refused here as well.
-    change_config(
-        tmp_path / "Llama torch_fsdp2", rope_parameters={"rope_type": "default", "rope_theta": 7.0}
-    )
+        losses = run_ranks(2, run, folder, architecture, tied, engine)[0]
+        assert losses == pytest.approx(expected, rel=1e-6)
+        files = ["config.json", "generation_config.json", "model.safetensors"]
+        assert names_in(folder) == files
+        assert load_file(folder / "model.safetensors").keys() == names
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True
+        )
+        assert type(loaded).__name__ == f"{architecture}ForCausalLM"
+        assert loaded.config.architectures == [f"{architecture}ForCausalLM"]
+        assert not any(report.values())
+
+    # A config of another arithmetic is an error here as well.
+    rope = {"rope_type": "default", "rope_theta": 7.0}
+    change_config(tmp_path / "Llama", rope_parameters=rope)
     with pytest.raises(CheckpointError, match=r"rope_theta': 7\.0"):
-        load_hf(their_model("Llama", False), tmp_path / "Llama torch_fsdp2")
+        load_hf(their_model("Llama", False), tmp_path / "Llama")

@@ -1,5 +1,5 @@
-"""Ranks that write one folder together: the bytes of an export by a single process, however the
-model is sharded, and nothing at all if one of them fails.
+"""Ranks that write one directory together: the bytes of an export by a single process for each kind
+of sharding, and no files if a rank fails.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.tensor import Shard
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -29,13 +32,12 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.description import ModelDescription
-from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.checkpoint import hf_layout
 from megatron.training.checkpoint.hf_export import export_hf
-from megatron.training.checkpoint.hf_files import make_files, write_own_rows
-from megatron.training.checkpoint.hf_layout import RowPlan, file_dtype
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import Fault, watched
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HSDP,
     Setting,
@@ -44,7 +46,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.models import (
 )
 from tests.unit_tests.training.helpers.hf_folders import CPU, QWEN3, VOCAB, digests, names_in
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "default": None}
+DTYPES = {"fp32": torch.float32, "default": None}
 SHARD_BYTES = 9000  # several files in either dtype
 FSDP2, PLAIN = "torch_fsdp2", "plain"
 
@@ -54,7 +56,7 @@ FSDP2, PLAIN = "torch_fsdp2", "plain"
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What one process makes of a checkpoint of the same weights, by the name of the dtype."""
+    """The export of a checkpoint of the same weights by one process, by the name of the dtype."""
     root = tmp_path_factory.mktemp("exports")
     model = GPTModel(QWEN3, VOCAB)
     materialize(model, "cpu", 0)
@@ -110,9 +112,9 @@ SHARDED: list[tuple[str, float | None]] = [
     ("optim", 1.0),
 ]
 CASES = {
-    1: [SHARDED[2], (PLAIN, None)],
+    1: [("optim_grads_params", None)],
     2: [*SHARDED, (FSDP2, None), (PLAIN, None)],
-    3: [SHARDED[0], SHARDED[3], (FSDP2, None), (PLAIN, None)],
+    3: [("optim_grads_params", 0.5), (FSDP2, None)],
     4: [(HSDP, None), (HSDP, 1.0)],
 }
 
@@ -128,118 +130,32 @@ def test_files_are_those_that_one_process_exports(
         for name, expected in exported.items():
             assert digests(tmp_path / f"{number} {name}") == expected, cases[number]
 
-    # Not all the same, and in several files.
-    assert exported["bf16"] == exported["default"] != exported["fp32"]
+    assert exported["default"] != exported["fp32"]
     assert all("model.safetensors.index.json" in found for found in exported.values())
 
 
-# Rows of ours that lie elsewhere in theirs
+# Columns
 
 
-class Scattered(nn.Module):
-    """Parameters and buffers whose rows go to other places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.query = nn.Linear(6, 12, bias=True)
-        self.gate = nn.Linear(6, 12, bias=True)
-        self.up = nn.Linear(6, 7, bias=False)
-        self.down = nn.Linear(6, 4, bias=False)
-        self.conv = nn.Conv1d(5, 5, 3, groups=5)
-        self.register_buffer("seen", torch.arange(9))
-        self.register_buffer("scale", torch.tensor(1.5))
+def save_columns(folder: Path) -> None:
+    model = nn.Linear(6, 7)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(42.0).view(7, 6))
+    torch_fully_shard(
+        model,
+        mesh=build_mesh("cpu", dist.get_world_size()),
+        shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1),
+    )
+    save_hf(model, folder, CPU, dtype=torch.float32)
 
 
-# Theirs have each head's three gates behind its three queries, and down before up.
-ROWS = {
-    "model.query.weight": RowMap("qg.weight", 0, 3, 6),
-    "model.gate.weight": RowMap("qg.weight", 3, 3, 6),
-    "model.query.bias": RowMap("qg.bias", 0, 3, 6),
-    "model.gate.bias": RowMap("qg.bias", 3, 3, 6),
-    "model.up.weight": RowMap("mlp.weight", 4),
-    "model.down.weight": RowMap("mlp.weight"),
-    "model.conv.weight": RowMap("conv.weight", 0, 1, 1),
-    "model.conv.bias": RowMap("conv.bias"),
-    "model.seen": RowMap("seen"),
-    "model.scale": RowMap("scale"),
-}
+def test_columns_are_written_to_their_offsets(tmp_path: Path) -> None:
+    run_ranks(3, save_columns, tmp_path / "net")
+    found = load_file(tmp_path / "net" / "model.safetensors")
+    assert torch.equal(found["weight"], torch.arange(42.0).view(7, 6))
 
 
-def theirs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model = Scattered()
-
-    def mixed(query: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        heads = [half.unflatten(0, (4, 3)) for half in (query, gate)]
-        return torch.stack(heads, 1).flatten(0, 2)
-
-    found = {
-        "qg.weight": mixed(model.query.weight, model.gate.weight),
-        "qg.bias": mixed(model.query.bias, model.gate.bias),
-        "mlp.weight": torch.cat([model.down.weight, model.up.weight]),
-        "conv.weight": model.conv.weight,
-        "conv.bias": model.conv.bias,
-        "scale": model.scale,
-    }
-    cast = {name: tensor.detach().to(dtype) for name, tensor in found.items()}
-    return {**cast, "seen": model.seen}
-
-
-def save_scattered(folder: Path, kind: str, dtype: torch.dtype) -> None:
-    """Through the writer alone, since no model has such names yet."""
-    model: Any = Scattered()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if kind == "columns":
-        mesh = build_mesh("cpu", world_size)
-
-        def widest(parameter: nn.Parameter) -> Shard:
-            return Shard(1 if parameter.dim() > 1 and parameter.shape[1] % world_size == 0 else 0)
-
-        torch_fully_shard(model, mesh=mesh, shard_placement_fn=widest)
-    elif kind == FSDP2:
-        torch_fully_shard(model, mesh=build_mesh("cpu", world_size))
-    elif kind != PLAIN:
-        megatron_fsdp.shard_model(
-            model,
-            build_mesh("cpu", world_size),
-            CPU,
-            data_parallel(kind),
-            compute_dtype=torch.float32,
-            reset_parameters=None,
-        )
-
-    entries = collect(model, rank=rank, world_size=world_size).entries
-    dtypes = {entry.key: file_dtype(entry.saved_as.dtype, dtype) for entry in entries}
-    plan = RowPlan.of(entries, ROWS, dtypes, max_shard_bytes=300)
-    if rank == 0:
-        folder.mkdir()
-        make_files(folder, plan.layout)
-    dist.barrier()
-    write_own_rows(folder, plan.own_rows(entries, rank), CPU)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rows_go_where_their_map_says(tmp_path: Path, dtype: torch.dtype) -> None:
-    expected = theirs(dtype)
-    for world_size, kinds in {
-        2: ("optim", "optim_grads_params", FSDP2, "columns", PLAIN),
-        3: ("optim_grads_params", "columns"),
-    }.items():
-        for kind in kinds:
-            folder = tmp_path / f"{kind} {world_size}"
-            run_ranks(world_size, save_scattered, folder, kind, dtype)
-            found: dict[str, torch.Tensor] = {}
-            for path in sorted(folder.iterdir()):
-                found |= load_file(path)
-            assert len(names_in(folder)) > 1
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(found[name], tensor), (kind, name)
-                assert found[name].dtype == tensor.dtype
-
-
-# What cannot be done
+# Errors
 
 
 @contextmanager
@@ -252,8 +168,8 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def test_a_rank_that_does_not_see_the_files_is_one_error_on_all(tmp_path: Path) -> None:
-    """A relative path is another folder for each rank here, as /tmp is on several machines."""
+def test_a_rank_without_access_to_the_files_is_one_error_on_all(tmp_path: Path) -> None:
+    """A relative path is another directory for each rank here, as /tmp is on several machines."""
 
     def save() -> str:
         own = tmp_path / str(dist.get_rank())
@@ -264,12 +180,62 @@ def test_a_rank_that_does_not_see_the_files_is_one_error_on_all(tmp_path: Path) 
         assert names_in(own) == []
         return str(caught.value)
 
-    message = r"every rank to see .*model.safetensors, which rank 0 has made, got no such file"
     zero, one = run_ranks(2, save)
     assert "every rank to see" in one
     assert zero == f"rank 1: {one}"
-    with pytest.raises(CheckpointError, match=message):
-        raise CheckpointError(one)
+
+
+def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
+    def save(failing: int, number: int) -> str:
+        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
+        with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    # The directory, rows, the first rows of the other rank, its fsync, config.json.
+    for failing, number in ((0, 2), (0, 8), (1, 0), (1, 10), (0, 24)):
+        for error in run_ranks(2, save, failing, number):
+            assert "No space left on device" in error
+        assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"dtype": torch.float32}, {"dtype": torch.bfloat16}),
+        ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
+    ],
+)
+def test_ranks_with_different_arguments_write_nothing(tmp_path, options, others):
+    def save() -> str:
+        asked = options if dist.get_rank() == 0 else others
+        with pytest.raises(CheckpointError) as caught:
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU, **asked)
+        return str(caught.value)
+
+    for error in run_ranks(2, save):
+        assert "the same tensors, dtypes and shard size on all ranks, got " in error
+        assert " bytes (" in error
+    assert names_in(tmp_path) == []
+
+
+def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
+    def save() -> str:
+        def without_the_first(*arguments: Any) -> Any:
+            found = shares(*arguments)
+            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
+
+        with (
+            mock.patch.object(hf_layout, "shares", without_the_first),
+            pytest.raises(CheckpointError) as caught,
+        ):
+            save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU)
+        return str(caught.value)
+
+    one, two = run_ranks(2, save)
+    assert one == two
+    assert "bytes of weights, got" in one
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.sim

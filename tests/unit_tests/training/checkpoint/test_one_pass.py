@@ -1,4 +1,4 @@
-"""What a load reads, and what a damaged checkpoint leaves behind at the start of a run."""
+"""How often a load reads each byte, and how a run starts from a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers.checkpoints import raw_bytes, read_index
 from tests.helpers.ranks import run_ranks
 
 CPU = Device("cpu")
-# The checkpoint's options count, so that a load which installs them too early would be seen.
+# The checkpoint's options apply, to detect a load that installs them too early.
 SCHEDULE = LRScheduleConfig(
     lr=1e-2, lr_decay_style="cosine", use_checkpoint_opt_param_scheduler=True
 )
@@ -46,7 +46,7 @@ OPTIMIZERS = {
         overlap_cpu_optimizer_d2h_h2d=True,
         overlap_optimizer_with_forward=True,
     ),
-    # Such a state is read into memory of its own, and then put into place as a whole.
+    # Such a state is read into separate memory, and then installed as a whole.
     "moments in fp8": OptimizerConfig(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"),
 }
 
@@ -175,7 +175,7 @@ def start(root: Path, engine: ModuleEngine, damaged: list[str] | None = None) ->
     return Path(loaded.path).name
 
 
-# What is read
+# Reads
 
 
 def _reads(root: str, how: str) -> tuple[list[tuple[int, int]], int]:
@@ -201,7 +201,7 @@ def test_each_byte_is_read_once_at_the_start_and_twice_into_a_live_engine(tmp_pa
     for reads, own in run_ranks(2, _reads, str(tmp_path), how):
         numbers = dict(reads)
         assert max(numbers) == times
-        assert numbers[times] > 0.6 * sum(numbers.values()), "tensors, and not only what is small"
+        assert numbers[times] > 0.6 * sum(numbers.values()), "most reads are of tensors"
         assert own > 4 * BLOCK_BYTES
 
 
@@ -214,8 +214,8 @@ class Fallen(NamedTuple):
     loaded: str
     file: str  # in which the damage is
     damaged: list[str]
-    wrong: list[str]  # tensors that are not those of the older one
-    rest: list[Any]  # of what is not a tensor, likewise
+    wrong: list[str]  # tensors that differ from the older checkpoint
+    rest: list[Any]  # other data that differs
     is_next_right: bool  # the weights after a step more
 
 
@@ -238,21 +238,20 @@ def _fall_back(root: str, optimizer: str, key: str) -> Fallen:
     return Fallen(loaded, file, damaged, wrong, not_right, not different(following, tensors(other)))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "key",
+    ("optimizer", "key"),
     [
-        "optimizer.state.decoder.final_layernorm.weight.exp_avg",
-        "model.decoder.layers.0.mlp.gate.weight",
-        "model.decoder.layers.0.mlp.up.weight",
-        "optimizer.state.decoder.layers.0.mlp.up.weight.exp_avg_sq",
+        ("offloaded", "optimizer.state.decoder.final_layernorm.weight.exp_avg"),
+        ("offloaded", "model.decoder.layers.0.mlp.up.weight"),
+        ("moments in fp8", "model.decoder.layers.0.mlp.gate.weight"),
+        ("moments in fp8", "optimizer.state.decoder.layers.0.mlp.up.weight.exp_avg_sq"),
     ],
 )
-def test_nothing_of_a_damaged_checkpoint_is_left_once_an_older_one_is_loaded(
+def test_an_older_checkpoint_overwrites_everything_that_a_damaged_one_has_loaded(
     tmp_path, optimizer, key
 ):
-    """One rank alone reads the damage, in the last group, or the second section of a fused weight.
-    Others have read the newer checkpoint to its end.
+    """Only one rank reads the damage, in the last group, or the second section of a fused weight.
+    The others have read all of the newer checkpoint.
     """
     for fallen in run_ranks(2, _fall_back, str(tmp_path), optimizer, key):
         assert fallen.loaded == checkpoint_name(1)
@@ -284,7 +283,7 @@ def test_a_start_without_a_whole_checkpoint_is_an_error_that_moves_no_counter(tm
         assert touched, "weights have been read into place: the run must end"
 
 
-def test_a_damaged_counter_of_a_fused_weight_is_found_before_anything_is_touched(tmp_path):
+def test_a_damaged_counter_of_a_fused_weight_is_found_before_anything_is_changed(tmp_path):
     key = "optimizer.state.decoder.layers.0.mlp.up.weight.step"
     for message, touched, is_rest_left in run_ranks(2, _end, str(tmp_path), key):
         assert key in message
@@ -309,7 +308,7 @@ def _refuse(root: str) -> tuple[str, list[str], bool]:
     return str(failure.value), different(before, tensors(other)), rest(other) == before_rest
 
 
-def test_a_checkpoint_of_another_model_is_refused_at_the_start_before_anything_is_touched(tmp_path):
+def test_a_checkpoint_of_another_model_is_an_error_before_anything_is_changed(tmp_path):
     for message, touched, is_rest_left in run_ranks(2, _refuse, str(tmp_path)):
         assert "mlp.gate.weight" in message
         assert touched == []

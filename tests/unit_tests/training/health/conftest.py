@@ -1,4 +1,4 @@
-"""Jobs for the tests of this folder, which end with their test."""
+"""Jobs that end with their test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit_tests.training.health.helpers.jobs import NAMES, Body, Job
 @pytest.fixture
 def start(request, tmp_path, monkeypatch) -> Iterator[Callable[..., Job]]:
     """start(body, world_size=2, is_elastic=True, **options of the watchdog) -> Job"""
-    # The ranks cannot import test files, so what is defined in one travels by value.
+    # The ranks cannot import test files, so their functions are pickled by value.
     cloudpickle.register_pickle_by_value(request.module)
     for name in (*NAMES, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

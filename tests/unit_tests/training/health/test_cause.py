@@ -51,141 +51,64 @@ def absent(number: int, silence: Silence) -> Absent:
 
 
 OWN = rank(2, phase=Phase.FORWARD, error="ValueError: boom", error_order=1, waits=False)
-CASES = [
-    # records, absent, code, ranks, text
-    (
-        [lost(0), lost(1), OWN],
-        [],
+LATER = replace(OWN, rank=1, error="KeyError: 3", error_order=2)
+DOES_NOT_ANSWER = "rank 1 (host, pid 101) does not answer"
+NO_PROGRESS = "has made no progress for 30 s, in iteration 17"
+LOST, HANG = ExitCode.LOST_RANK, ExitCode.HANG
+
+
+@pytest.mark.parametrize(
+    ("records", "missing", "code", "ranks", "clause"),
+    [
+        ([lost(0), lost(1), OWN], [], LOST, (2,), "iteration 17, forward: ValueError: boom"),
+        ([lost(0), OWN, LATER], [absent(3, Silence.GONE)], LOST, (2, 1), "(so did rank 1)"),
+        ([lost(0), lost(1)], [absent(2, Silence.GONE)], LOST, (2,), "was killed or has crashed"),
         (
-            ExitCode.LOST_RANK,
-            (2,),
-            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom",
-        ),
-    ),
-    (
-        [lost(0), OWN, replace(OWN, rank=1, error="KeyError: 3", error_order=2)],
-        [absent(3, Silence.GONE)],
-        (
-            ExitCode.LOST_RANK,
-            (2, 1),
-            "rank 2 (host, pid 102) failed in iteration 17, forward: ValueError: boom (so did rank "
-            "1)",
-        ),
-    ),
-    (
-        [lost(0), lost(1)],
-        [absent(2, Silence.GONE)],
-        (
-            ExitCode.LOST_RANK,
-            (2,),
-            "rank 2 (host, pid 102) was killed or has crashed (rank 0 is in iteration 17, agree)",
-        ),
-    ),
-    (
-        [stuck(0)],
-        [absent(1, Silence.SILENT), absent(3, Silence.GONE), absent(2, Silence.GONE)],
-        (
-            ExitCode.LOST_RANK,
+            [stuck(0)],
+            [absent(1, Silence.SILENT), absent(3, Silence.GONE), absent(2, Silence.GONE)],
+            LOST,
             (2, 3, 1),
-            "rank 2 (host, pid 102), rank 3 (host, pid 103) were killed or have crashed; rank 1 "
-            "(host, pid 101) does "
-            "not answer: it hangs, or its machine or the network is down (rank 0 is in iteration "
-            "17, agree)",
+            f"rank 3 (host, pid 103) were killed or have crashed; {DOES_NOT_ANSWER}",
         ),
-    ),
-    (
-        [stuck(0)],
-        [absent(1, Silence.STOPPED)],
+        ([stuck(0)], [absent(1, Silence.STOPPED)], HANG, (1,), f"{DOES_NOT_ANSWER}, since its"),
+        ([lost(0)], [absent(1, Silence.SILENT)], LOST, (1,), f"{DOES_NOT_ANSWER}: it hangs"),
+        ([lost(0), rank(1, signal="SIGTERM", has_left=True)], [], LOST, (1,), "by SIGTERM"),
         (
-            ExitCode.HANG,
+            [stuck(0), rank(1, waits=False, idle_seconds=29.0, place="a place"), stuck(2)],
+            [],
+            HANG,
             (1,),
-            "rank 1 (host, pid 101) does not answer, since its process is stopped (SIGSTOP, or a "
-            "debugger) (rank 0 is "
-            "in iteration 17, agree)",
+            "no progress for 29 s, in iteration 17, agree, at a place",
         ),
-    ),
-    (
-        [lost(0)],
-        [absent(1, Silence.SILENT)],
+        # A rank that makes progress does not hang.
         (
-            ExitCode.LOST_RANK,
-            (1,),
-            "rank 1 (host, pid 101) does not answer: it hangs, or its machine or the network is "
-            "down (rank 0 is in "
-            "iteration 17, agree)",
-        ),
-    ),
-    (
-        [lost(0), rank(1, signal="SIGTERM", has_left=True)],
-        [],
-        (ExitCode.LOST_RANK, (1,), "rank 1 (host, pid 101) was ended by SIGTERM"),
-    ),
-    (
-        [
-            stuck(0),
-            rank(1, waits=False, idle_seconds=29.0, place="inject.py:213 in hang_for_ever"),
-            stuck(2),
-        ],
-        [],
-        (
-            ExitCode.HANG,
-            (1,),
-            "rank 1 (host, pid 101) has made no progress for 29 s, in iteration 17, agree, at "
-            "inject.py:213 in "
-            "hang_for_ever",
-        ),
-    ),
-    (  # a rank that moves is not the one that hangs
-        [stuck(0), rank(1, waits=False, idle_seconds=0.2), stuck(2, waits=False, place="a")],
-        [],
-        (
-            ExitCode.HANG,
+            [stuck(0), rank(1, waits=False, idle_seconds=0.2), stuck(2, waits=False)],
+            [],
+            HANG,
             (2,),
-            "rank 2 (host, pid 102) has made no progress for 30 s, in iteration 17, agree, at a",
+            NO_PROGRESS,
         ),
-    ),
-    (  # all wait, and one has got less far
-        [stuck(0), stuck(1, num_marks=1, phase=Phase.BACKWARD, place="b"), stuck(2)],
-        [],
+        # All ranks wait, and one is behind the others.
+        ([stuck(0), stuck(1, num_marks=1), stuck(2)], [], HANG, (1,), NO_PROGRESS),
+        ([stuck(0), stuck(1)], [], HANG, (0, 1), "all 2 ranks wait for one another"),
+        # A collective that timed out is a hang as well.
         (
-            ExitCode.HANG,
-            (1,),
-            "rank 1 (host, pid 101) has made no progress for 30 s, in iteration 17, backward, at b",
-        ),
-    ),
-    (
-        [stuck(0, place="x"), stuck(1)],
-        [],
-        (ExitCode.HANG, (0, 1), "all 2 ranks wait for one another, in iteration 17, agree, at x"),
-    ),
-    (  # a collective that has run out of time is a hang too
-        [lost(0, LATE), lost(1, CLOSED), rank(2, waits=False, idle_seconds=6.0, place="c")],
-        [],
-        (
-            ExitCode.HANG,
+            [lost(0, LATE), lost(1, CLOSED), rank(2, waits=False, idle_seconds=6.0)],
+            [],
+            HANG,
             (2,),
-            "rank 2 (host, pid 102) has made no progress for 6 s, in iteration 17, agree, at c",
+            "no progress for 6 s",
         ),
-    ),
-    (
-        [lost(0), rank(1)],
-        [],
-        (
-            ExitCode.LOST_RANK,
-            (0,),
-            "the connection of rank 0 (host, pid 100) to another rank failed in iteration 17, "
-            "agree, though all ranks "
-            f"answer: {CLOSED}",
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize(("records", "missing", "expected"), CASES)
-def test_the_cause_is_the_first_that_there_is_whatever_the_order(records, missing, expected):
+        ([lost(0), rank(1)], [], LOST, (0,), f"though all ranks answer: {CLOSED}"),
+    ],
+)
+def test_the_cause_is_the_first_that_applies_in_any_order_of_the_reports(
+    records, missing, code, ranks, clause
+):
     for ordered in itertools.permutations(records):
         verdict = find_cause(ordered, list(reversed(missing)))
-        assert (verdict.code, verdict.ranks, verdict.text) == expected
+        assert (verdict.code, verdict.ranks) == (code, ranks)
+        assert clause in verdict.text
         assert verdict.speaker == min(record.rank for record in records if not record.has_left)
     assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
@@ -195,16 +118,15 @@ def test_the_cause_is_the_first_that_there_is_whatever_the_order(records, missin
     [
         ([rank(0), rank(1)], []),
         ([rank(0, waits=False, idle_seconds=1e4)], []),
-        ([rank(0)], [absent(1, Silence.SILENT), absent(2, Silence.STOPPED)]),  # nobody needs them
-        (
-            [rank(0), rank(1, signal="SIGTERM", has_left=True)],
-            [],
-        ),  # told to end, as this one may be too
-        ([], []),  # all have finished
-        ([], [absent(1, Silence.GONE)]),  # and one of them has done so without a word
+        # No rank needs the silent ones.
+        ([rank(0)], [absent(1, Silence.SILENT), absent(2, Silence.STOPPED)]),
+        # The launcher may be ending all ranks.
+        ([rank(0), rank(1, signal="SIGTERM", has_left=True)], []),
+        # All ranks have finished, one without writing so.
+        ([], [absent(1, Silence.GONE)]),
     ],
 )
-def test_without_a_reason_the_run_goes_on(records, missing):
+def test_a_run_without_a_failure_continues(records, missing):
     assert find_cause(records, missing) is None
 
 
@@ -235,7 +157,7 @@ records_of_runs = st.lists(
     ),
     st.randoms(use_true_random=False),
 )
-def test_every_state_of_a_run_has_one_cause_whatever_the_order(records, missing, random):
+def test_every_state_of_a_run_has_one_cause_in_any_order(records, missing, random):
     verdict = find_cause(records, missing)
     random.shuffle(records)
     random.shuffle(missing)
@@ -265,18 +187,14 @@ def test_many_ranks_are_counted_and_not_listed():
     [
         RuntimeError(CLOSED),
         RuntimeError(LATE),
-        RuntimeError(
-            "Rank 2 successfully reached monitoredBarrier, but received errors while waiting"
-        ),
-        RuntimeError(
-            "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out connecting"
-        ),
+        RuntimeError("Rank 2 successfully reached monitoredBarrier, but received errors"),
+        RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152]"),
         dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1234, remote process exited"),
         dist.DistNetworkError("Connection reset by peer"),
         dist.DistStoreError("wait timeout after 300000ms"),
     ],
 )
-def test_failures_of_collectives_may_be_another_ranks_fault_also_behind_another_error(error):
+def test_a_failed_collective_may_be_another_ranks_fault_also_as_the_cause_of_another_error(error):
     assert is_peer_failure(error)
     wrapped = ValueError("could not save")
     wrapped.__cause__ = error
@@ -284,7 +202,7 @@ def test_failures_of_collectives_may_be_another_ranks_fault_also_behind_another_
     later = KeyError("while cleaning up")
     later.__context__ = error
     assert is_peer_failure(later)
-    later.__suppress_context__ = True  # raised `from None`: it has nothing to do with it
+    later.__suppress_context__ = True  # raised `from None`
     assert not is_peer_failure(later)
 
 
@@ -310,11 +228,9 @@ COLLECTIVE = (
 )
 
 
-def test_a_place_is_named_without_the_folders_of_a_machine():
-    assert (
-        place_of(COLLECTIVE)
-        == "megatron/a.py:1 in f, torch/distributed/distributed_c10d.py:2 in all_reduce"
-    )
+def test_a_place_is_named_without_the_directories_of_a_machine():
+    inner = "torch/distributed/distributed_c10d.py:2 in all_reduce"
+    assert place_of(COLLECTIVE) == f"megatron/a.py:1 in f, {inner}"
     assert place_of((Frame("/home/someone/train.py", 3, "main"),)) == "train.py:3 in main"
     assert place_of(()) == "an unknown place"
 
@@ -332,7 +248,7 @@ SAVING = rank(0, waits=False, is_excused=True, idle_seconds=20.0, phase=Phase.ST
         ([replace(SAVING, is_excused=False, is_stuck=True), stuck(1), stuck(2)], [], (0,)),
     ],
 )
-def test_a_rank_that_waits_for_its_own_save_is_no_culprit_until_the_save_takes_too_long(
+def test_a_rank_that_waits_for_its_save_is_blamed_only_once_the_save_takes_too_long(
     records, missing, ranks
 ):
     verdict = find_cause(records, missing)

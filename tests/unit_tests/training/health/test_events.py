@@ -14,6 +14,7 @@ import pytest
 from megatron.training.health.events import (
     EVENTS_FILE,
     HEARTBEAT_FILE,
+    EarlierFindings,
     EventKind,
     EventLog,
     read_events,
@@ -31,33 +32,15 @@ def shown(caplog, monkeypatch):
 
 def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
     events = EventLog(tmp_path / "run", rank=3, restart=2, clock=lambda: 1e9 + 0.25)
-    events.write(EventKind.RESUME, iteration=7, checkpoint=None, seconds=0.1 + 0.2)
-    events.write(EventKind.START, command=("a", "b"))
+    # Fields may have the names of the parameters.
+    events.write(EventKind.RESUME, kind="x", self=1, seconds=0.1 + 0.2, norm=math.nan)
     assert read_events(tmp_path / "run") == [
-        {
-            "time": 1e9 + 0.25,
-            "event": "resume",
-            "rank": 3,
-            "restart": 2,
-            "iteration": 7,
-            "checkpoint": None,
-            "seconds": 0.1 + 0.2,
-        },
-        {"time": 1e9 + 0.25, "event": "start", "rank": 3, "restart": 2, "command": ["a", "b"]},
+        {"time": 1e9 + 0.25, "event": "resume", "rank": 3, "restart": 2}
+        | {"kind": "x", "self": 1, "seconds": 0.1 + 0.2, "norm": None}
     ]
 
 
-def test_fields_may_be_called_like_the_parameters(tmp_path):
-    EventLog(tmp_path).write(EventKind.SET_ASIDE, kind="x", name="iter_0000001.ab.damaged", self=1)
-    (event,) = read_events(tmp_path)
-    assert (event["event"], event["kind"], event["name"]) == (
-        "set_aside",
-        "x",
-        "iter_0000001.ab.damaged",
-    )
-
-
-def test_a_rank_that_two_threads_end_says_so_once(tmp_path):
+def test_a_rank_that_several_threads_end_writes_one_exit(tmp_path):
     events, start = EventLog(tmp_path, rank=1), threading.Barrier(4)
 
     def end(number: int) -> None:
@@ -73,17 +56,6 @@ def test_a_rank_that_two_threads_end_says_so_once(tmp_path):
     assert [event["restart"] for event in read_events(tmp_path)] == [0, 1]
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path):
-    events = EventLog(tmp_path, clock=lambda: 1.0)
-    events.write(EventKind.SKIP, grad_norm=math.nan)
-    events.beat(loss=math.inf)
-    lines = (tmp_path / EVENTS_FILE).read_text(), (tmp_path / HEARTBEAT_FILE).read_text()
-    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == [
-        {"time": 1.0, "event": "skip", "rank": 0, "restart": 0, "grad_norm": None},
-        {"time": 1.0, "restart": 0, "loss": None},
-    ]
-
-
 def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
     monkeypatch.chdir(tmp_path)
     events = EventLog(None)
@@ -93,15 +65,12 @@ def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
     assert shown.records == []
 
 
-def test_a_run_that_is_started_again_goes_on_with_the_file_after_a_torn_line(tmp_path):
+def test_a_restarted_run_continues_the_file_after_a_torn_line(tmp_path):
     EventLog(tmp_path).write(EventKind.START)
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 17.0, "event": "save_b')
     EventLog(tmp_path, restart=1).write(EventKind.START)
-    assert [(event["event"], event["restart"]) for event in read_events(tmp_path)] == [
-        ("start", 0),
-        ("start", 1),
-    ]
+    assert [event["restart"] for event in read_events(tmp_path)] == [0, 1]
 
 
 def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
@@ -109,13 +78,9 @@ def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
     assert read_heartbeat(folder) is None
     events = EventLog(folder, restart=4, clock=lambda: 2.0)
     for iteration in (1, 2):
-        events.beat(iteration=iteration, phase="forward")
-        assert read_heartbeat(folder) == {
-            "time": 2.0,
-            "restart": 4,
-            "iteration": iteration,
-            "phase": "forward",
-        }
+        events.beat(iteration=iteration, loss=math.inf)
+        beat = {"time": 2.0, "restart": 4, "iteration": iteration, "loss": None}
+        assert read_heartbeat(folder) == beat
         assert [path.name for path in folder.iterdir()] == [HEARTBEAT_FILE]
 
 
@@ -163,30 +128,14 @@ def test_a_disk_that_is_full_is_one_warning_and_no_end(tmp_path, monkeypatch, sh
         events.write(EventKind.START)
         events.beat(iteration=1)
     (line,) = shown.messages
-    assert line.startswith(
-        f"Could not write {tmp_path / EVENTS_FILE}: [Errno 28] No space left on device."
-    )
+    assert f"{tmp_path / EVENTS_FILE}: [Errno 28] No space left on device." in line
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS_FILE]
     monkeypatch.undo()
     events.write(EventKind.EXIT)
     assert [event["event"] for event in read_events(tmp_path)] == ["exit"], "it is tried again"
 
 
-def test_a_heartbeat_that_fails_leaves_no_file_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "replace", full_disk)
-    EventLog(tmp_path).beat(iteration=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_is_one_warning(tmp_path, shown):
-    (tmp_path / "run").write_text("a file in the folder's place")
-    events = EventLog(tmp_path / "run")
-    events.write(EventKind.START)
-    events.beat()
-    assert len(shown.messages) == 1
-
-
-def test_whatever_is_wrong_with_the_fields_does_not_raise(tmp_path, shown):
+def test_no_field_makes_a_write_raise(tmp_path, shown):
     class Unprintable:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -221,7 +170,7 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path, monkeypat
     assert [event["event"] for event in read_events(tmp_path)] == ["signal", "start"]
 
 
-def test_an_event_log_that_is_a_link_is_one_warning_and_the_run_goes_on(tmp_path, shown):
+def test_an_event_log_that_is_a_link_is_one_warning_and_the_run_continues(tmp_path, shown):
     target = tmp_path / "elsewhere"
     target.write_text("theirs")
     (tmp_path / EVENTS_FILE).symlink_to(target)
@@ -244,3 +193,42 @@ def test_a_heartbeat_that_is_no_file_or_too_long_is_an_error_before_it_is_read(t
     os.mkfifo(path)
     with pytest.raises(OSError, match="Expected a heartbeat, got a FIFO"):
         read_heartbeat(tmp_path)
+
+
+# Earlier starts
+
+START, RESTART = {"event": "start", "restart": 0}, {"event": "start", "restart": 1}
+RESUME = {"event": "resume", "iteration": 4}
+DAMAGED = {"event": "damaged", "checkpoint": "a", "reason": "short"}
+PUBLISHED = {"event": "save_published", "checkpoint": "a"}
+
+
+@pytest.mark.parametrize(
+    ("events", "findings"),
+    [
+        ([RESUME, DAMAGED, RESTART, RESUME], EarlierFindings({"a": "short"}, [4, 4])),
+        ([RESUME, DAMAGED, PUBLISHED], EarlierFindings({}, [4], has_saved=True)),
+        ([DAMAGED, {"event": "set_aside", "checkpoint": "a"}], EarlierFindings()),
+        ([PUBLISHED, RESUME, DAMAGED, RESTART, START], EarlierFindings()),
+        ([RESUME, {"event": ["damaged"]}, {"event": "resume"}, [1]], EarlierFindings({}, [4])),
+    ],
+)
+def test_a_relaunch_has_the_findings_of_its_earlier_starts(tmp_path, events, findings):
+    """Since the job was last launched by hand. Incomplete lines are ignored."""
+    lines = [json.dumps(event) for event in events]
+    (tmp_path / EVENTS_FILE).write_text("\n".join([*lines, "[" * 10**5, "\0"]) + "\n")
+    assert EarlierFindings.read(tmp_path) == findings
+
+
+def test_the_reason_of_an_earlier_start_is_one_bounded_line(tmp_path):
+    reason = "gone\n\x1b[2JERROR: all is lost" + "x" * 10**5
+    EventLog(tmp_path).write(EventKind.DAMAGED, checkpoint="a", reason=reason)
+    found = EarlierFindings.read(tmp_path).damaged["a"]
+    assert found.startswith(r"gone\n\x1b[2JERROR: all is lostxxx")
+    assert len(found) == 1000
+
+
+def test_an_event_log_that_cannot_be_read_is_a_warning(tmp_path, shown):
+    os.mkfifo(tmp_path / EVENTS_FILE)
+    assert EarlierFindings.read(tmp_path) == EarlierFindings()
+    assert "got a FIFO" in shown.text

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.health.jsonl import JsonLines, finite, read_json_lines
+from megatron.training.health.jsonl import JsonLines, read_json_lines
 
 SCALARS = (
     st.none()
@@ -32,16 +31,6 @@ RECORDS = st.dictionaries(st.text(), VALUES, max_size=3)
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "deep" / "lines.jsonl"
-
-
-@settings(max_examples=100, deadline=None)
-@given(records=st.lists(RECORDS, max_size=3))
-def test_what_is_read_is_what_was_appended_to_the_last_bit(records):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lines.jsonl"
-        for record in records:
-            JsonLines(path).append(record)
-        assert read_json_lines(path) == records
 
 
 @settings(max_examples=150, deadline=None)
@@ -60,9 +49,7 @@ def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
         assert path.read_bytes().endswith(last)
         num_left = data.draw(st.integers(0, len(last)), label="bytes left of the torn line")
         os.truncate(path, path.stat().st_size - len(last) + num_left)
-        is_whole = (
-            num_left >= len(last) - 1
-        )  # all of the object is there; the newline may be missing
+        is_whole = num_left >= len(last) - 1  # only the newline may be missing
         assert read_json_lines(path) == [*before, *([torn] if is_whole else [])]
         for record in after:
             JsonLines(path).append(record)
@@ -70,75 +57,46 @@ def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
         assert b"\n\n" not in path.read_bytes()
 
 
-@settings(max_examples=100, deadline=None)
-@given(junk=st.binary(max_size=40), record=RECORDS)
-def test_an_object_after_any_bytes_whatever_is_found(junk, record):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lines.jsonl"
-        path.write_bytes(junk)
-        JsonLines(path).append(record)
-        assert read_json_lines(path)[-1] == record
-
-
-def test_lines_that_are_no_objects_are_passed_over(path):
+def test_lines_that_are_not_objects_or_too_long_are_skipped(path):
     path.parent.mkdir()
-    lines = [
-        b'{"a": 1}',
-        b"",
-        b"[1]",
-        b"3",
-        b'"text"',
-        b'{"a":',
-        b"\xff\xfe",
-        b"\0\0\0",
-        b"[" * 100_000,
-        b'{"a": 2}',
-    ]
-    path.write_bytes(b"\n".join(lines))
-    assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+    junk = [b"", b"[1]", b'{"a":', b"\xff\xfe", b"\0\0", b"[" * 100_000]
+    junk += [b'{"a": ' + b"[" * 16 + b"]" * 16 + b"}", b'{"a": ' + b"9" * 1000 + b"}"]
+    path.write_bytes(
+        b"\n".join([b'{"a": 1}', *junk, b'{"a": 2}', b'{"a": "' + b"x" * 2**20 + b'"}'])
+    )
+    JsonLines(path).append({"a": 3})
+    assert read_json_lines(path) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_only_the_last_megabytes_of_a_file_are_read(tmp_path):
+    with (tmp_path / "lines.jsonl").open("w") as stream:
+        stream.seek(2**40)  # a hole, which takes no space on disk
+        stream.write('\n{"a": 3}\n')
+    assert read_json_lines(tmp_path / "lines.jsonl") == [{"a": 3}]
 
 
 def test_no_file_has_no_lines(path):
     assert read_json_lines(path) == []
-    path.parent.write_text("a file in the folder's place")
+    path.parent.write_text("a file instead of the directory")
     assert read_json_lines(path) == []
 
 
-def test_a_touched_file_is_there_and_keeps_what_it_has(path):
-    JsonLines(path).touch()
-    assert path.read_bytes() == b""
-    JsonLines(path).append({"a": 1})
-    JsonLines(path).touch()
-    assert read_json_lines(path) == [{"a": 1}]
-
-
-def test_numbers_that_are_not_finite_become_null_wherever_they_stand(path):
-    record = {
-        "a": math.nan,
-        "b": [math.inf, (1.5, -math.inf)],
-        "c": {"d": np.float64("nan")},
-        "e": True,
-    }
-    assert finite(record) == {"a": None, "b": [None, [1.5, None]], "c": {"d": None}, "e": True}
+def test_what_json_lacks_becomes_null_or_text_at_any_depth(path):
+    nested = {"d": np.float64("nan")}
+    record = {"a": math.nan, "b": [math.inf, (1.5, -math.inf)], "c": nested, "e": Path("/runs/a")}
     JsonLines(path).append(record)
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == finite(record)
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found == {"a": None, "b": [None, [1.5, None]], "c": {"d": None}, "e": "/runs/a"}
 
 
-def test_what_json_does_not_know_becomes_its_text(path):
-    JsonLines(path).append({"path": Path("/runs/a"), "error": OSError(5, "I/O error")})
-    assert read_json_lines(path) == [{"path": "/runs/a", "error": "[Errno 5] I/O error"}]
-
-
-def test_a_folder_that_was_taken_away_is_made_anew(path):
+def test_a_deleted_directory_is_created_again(path):
     lines = JsonLines(path)
     lines.append({"a": 1})
-    path.rename(path.with_name("old.jsonl"))
-    lines.append({"a": 2})
     path.unlink()
-    path.with_name("old.jsonl").unlink()
     path.parent.rmdir()
-    lines.append({"a": 3})
-    assert read_json_lines(path) == [{"a": 3}]
+    lines.append({"a": 2})
+    lines.touch()
+    assert read_json_lines(path) == [{"a": 2}]
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_the_next_one_is_whole(
@@ -148,27 +106,13 @@ def test_a_line_that_does_not_fit_on_the_disk_is_an_error_and_the_next_one_is_wh
     lines.append({"a": 1})
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:4]))
-    with pytest.raises(
-        OSError, match=r"Expected to append 9 bytes to .*lines.jsonl, got 4 written\."
-    ):
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  only the number matters
+    with pytest.raises(OSError, match=r"9 bytes to .*lines.jsonl, got 4 written"):
         lines.append({"a": 2})
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
     monkeypatch.undo()
     lines.append({"a": 3})
     assert read_json_lines(path) == [{"a": 1}, {"a": 3}]
-
-
-def test_an_append_that_fails_leaves_no_descriptor_open(path, monkeypatch):
-    lines = JsonLines(path)
-    lines.append({"a": 1})
-    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  only their number matters
-
-    def fail(_descriptor, _line):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", fail)
-    with pytest.raises(OSError, match="No space left"):
-        lines.append({"a": 2})
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
 
 
 def test_threads_append_side_by_side_and_no_line_is_lost(path):

@@ -1,9 +1,8 @@
-"""Whom the watchdog blames where collectives are asynchronous: rank 1 sleeps, and rank 0's host
-stops somewhere else.
+"""The rank that the watchdog blames with asynchronous collectives: rank 1 sleeps, and rank 0's host
+blocks somewhere else.
 
-With the engine that trains, on the simulated accelerator and on a GPU. Nobody is ended: each
-rank's watchdog is asked, from a thread, what it would say in a roll call while the main thread
-stands still.
+With the training engine, on the simulated accelerator and on a GPU. No rank is ended: a thread
+reads each watchdog's record while the main thread is blocked.
 """
 
 from __future__ import annotations
@@ -27,20 +26,16 @@ from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
 from tests.helpers.ranks import rank_device, run_ranks
 
-# More than a forward of the model takes up, less than its forward and backward together.
+# More than the launches of a forward, less than of forward and backward together.
 _SHORT_QUEUE = 64
 _STILL_SECONDS = 0.5
 _DEADLINE_SECONDS = 20.0
 
 
 class _Drill:
-    """This rank's part: its main thread goes a way on which rank 1 stops, and a thread asks its
-    watchdog.
-    """
+    """Runs a function in which rank 1 blocks, and reads the watchdog's record in a thread."""
 
-    needs_collective = (
-        False  # whether rank 1 stands only once a collective of its device is not over
-    )
+    needs_collective = False  # whether rank 1 is blocked only after its device issues a collective
 
     def __init__(self, number: int) -> None:
         self._store, self._key = _get_default_store(), f"drill {number}"
@@ -56,15 +51,14 @@ class _Drill:
         self._watchdog._progress.idle_seconds = 2 * _STILL_SECONDS
 
     def run(self, way: Callable[[], object], then: Callable[[], object] = lambda: None) -> Record:
-        """What the watchdog says while the main thread stands still. `then` is done once both
-        ranks' have spoken.
+        """Returns the record while the main thread is blocked. `then` is called after both ranks
+        have one.
         """
         said: list[Record] = []
 
         def look() -> None:
             self._wait_until_main_stands()
-            # On a busy machine the thread that walks from event to event may take its time to come
-            # to the last one.
+            # On a busy machine, the thread that follows the events may be slow.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(issued_collectives, "_LOOK_SECONDS", 30.0)
                 said.append(self._watchdog._record(None))
@@ -86,7 +80,7 @@ class _Drill:
             self._wait_until_both_have_spoken()
 
     def stand(self) -> None:
-        """From here on, the main thread of this rank makes no progress."""
+        """The main thread makes no progress after this."""
         self._stands.set()
 
     def _wait_until_both_have_spoken(self) -> None:
@@ -99,7 +93,7 @@ class _Drill:
             while self.needs_collective and issued_collectives.OF_THIS_PROCESS.oldest() is None:
                 time.sleep(0.05)
             return
-        # Rank 0 stands once it waits for rank 1, and its host cannot go on.
+        # Rank 0 is blocked once it waits for rank 1.
         deadline, last, since = time.monotonic() + _DEADLINE_SECONDS, None, 0.0
         while time.monotonic() < deadline:
             stack = stack_of(sys._current_frames()[self._watchdog._main])
@@ -111,7 +105,7 @@ class _Drill:
 
 
 def _short_queue(kind: str) -> AbstractContextManager[None]:
-    """Has launches wait soon, where the depth of launch queues is a setting."""
+    """Limits launch queues, where their depth is a setting."""
     if kind == "cuda":
         return nullcontext()
     import tests.simulated_accelerator.device as sim
@@ -120,9 +114,7 @@ def _short_queue(kind: str) -> AbstractContextManager[None]:
 
 
 def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
-    """(what this rank says while rank 1 sleeps before its part of `where`, whether all comes to an
-    end after that).
-    """
+    """Returns this rank's record while rank 1 sleeps, and whether all collectives finish later."""
     from tests.simulated_accelerator.helpers.engines import batches, forward_step, make_engine
 
     kind = rank_device().type
@@ -153,12 +145,8 @@ def _sleep_before(where: str, number: int, case: str) -> tuple[Record, bool]:
 
 @pytest.mark.parametrize("case", ["zero3", pytest.param("fsdp2", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
-def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(
-    accelerator, where, case
-):
-    """In a full launch queue; with autograd's thread in one; in bringing the evaluation's loss to
-    the host.
-    """
+def test_the_sleeping_rank_is_blamed_at_any_place_of_the_other_hosts(accelerator, where, case):
+    """In a full launch queue, in the queue of the autograd thread, and in copying a loss."""
     number = time.monotonic_ns()
     (waiting, is_over), (sleeping, _) = run_ranks(
         2, _sleep_before, where, number, case, device=accelerator
@@ -173,9 +161,7 @@ def test_the_rank_that_sleeps_is_blamed_wherever_the_hosts_of_the_others_stand(
 
 
 def _be_stuck_on_the_device(number: int) -> Record:
-    """What this rank says while a kernel on the device of rank 1 does not end, and both hosts read
-    the loss.
-    """
+    """Returns the record while a kernel on rank 1's device is stuck, and both hosts read a loss."""
     import tests.simulated_accelerator.device as sim
     from tests.simulated_accelerator.helpers.engines import batches, forward_step, make_engine
 

@@ -1,4 +1,4 @@
-"""Ranks that get signals, and ranks whose launcher has died."""
+"""Ranks that receive signals, and ranks whose launcher has died."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from tests.unit_tests.training.health.helpers.jobs import (
 
 
 def test_sigterm_ends_a_rank_that_sits_in_a_collective(start):
-    """As it would without a watchdog, had the rank not been in a call that does not return."""
     job = start(on(1, forever))
     job.wait_until_ready()
     job.kill(0, signal.SIGTERM)
@@ -38,7 +37,7 @@ def test_sigterm_ends_a_rank_that_sits_in_a_collective(start):
     assert job.events("exit")[0]["code"] == 143
 
 
-def test_a_rank_that_another_ones_sigterm_has_ended_is_named_as_such(start):
+def test_a_rank_that_sigterm_has_ended_is_the_cause_on_the_others(start):
     job = start(training)
     job.wait_until_ready()
     job.kill(1, signal.SIGTERM)
@@ -47,10 +46,10 @@ def test_a_rank_that_another_ones_sigterm_has_ended_is_named_as_such(start):
 
 
 @pytest.mark.parametrize("is_handled", [False, True])
-def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_that_death(
+def test_the_sigterm_after_a_death_ends_a_blocked_rank_with_the_cause_of_the_death(
     start, is_handled
 ):
-    """torchrun sends it to the survivors. Over NCCL nothing else would tell them."""
+    """torchrun sends it to the survivors. Over NCCL they get no other sign."""
 
     def body(rank: Rank) -> None:
         if is_handled:
@@ -66,10 +65,8 @@ def test_the_sigterm_that_follows_a_death_ends_a_blocked_rank_with_the_cause_of_
     assert job.causes()[0].startswith(f"{job.name(1)} was killed or has crashed")
 
 
-def test_a_signalled_rank_that_waits_in_vain_asks_once_more_and_ends(start):
-    """The rank that it waits for is on another machine as far as it knows, and may just be slow to
-    answer.
-    """
+def test_a_signalled_rank_that_still_waits_starts_a_roll_call_and_ends(start):
+    """The rank that it waits for may be on another machine, and only be slow."""
 
     def body(rank: Rank) -> None:
         watchdog_module._SIGNALLED_IDLE_SECONDS = 0.5
@@ -126,7 +123,7 @@ def test_a_signal_to_all_ranks_that_finish_in_time_is_no_alarm(start):
     assert sorted(event["rank"] for event in job.events("signal")) == [0, 1, 2]
 
 
-def test_a_signal_to_a_forked_data_worker_is_none_of_the_ranks(start):
+def test_a_signal_to_a_forked_data_worker_is_not_one_to_the_rank(start):
     def body(_rank: Rank) -> None:
         pid = os.fork()
         if pid == 0:
@@ -141,8 +138,7 @@ def test_a_signal_to_a_forked_data_worker_is_none_of_the_ranks(start):
 
 
 @pytest.mark.parametrize("body", [training, on(1, in_c)], ids=["training", "in a collective"])
-def test_a_ctrl_c_that_nobody_handles_ends_all_ranks_and_accuses_none(start, body):
-    """Each ends by itself, before it notices that the others do."""
+def test_an_unhandled_ctrl_c_ends_all_ranks_and_blames_none(start, body):
     job = start(body)
     job.wait_until_ready()
     for rank in range(2):
@@ -175,9 +171,7 @@ def test_a_handled_ctrl_c_is_announced_once_and_the_second_one_ends_a_rank_witho
     assert [event["reason"] for event in job.events("exit")] == [reason]
 
 
-def test_a_handler_of_the_programs_own_keeps_sigint(start):
-    """However often it comes: the program has not said that it means the end."""
-
+def test_a_handler_of_the_program_keeps_sigint(start):
     def body(_rank: Rank) -> None:
         received: list[int] = []
         signal.signal(signal.SIGINT, lambda number, _: received.append(number))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.materialize import materialize
+from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.materialize import materialize, seeded_reset
+from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
+from tests.unit_tests.core.dist_checkpointing.helpers.models import data_parallel
 
 CPU = Device("cpu")
 VOCAB = 61  # rows that no number of ranks divides
@@ -112,7 +118,7 @@ ARCHITECTURES = {
 
 
 def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
-    """With weights none of which is as it begins: norms are not ones, biases not zero."""
+    """A GPT with random weights: norms are not ones, biases not zero."""
     model = GPTModel(config, VOCAB)
     materialize(model, "cpu", seed)
     generator = torch.Generator().manual_seed(seed)
@@ -120,6 +126,40 @@ def plain_gpt(config: TransformerConfig = QWEN3, seed: int = 0) -> GPTModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()
+
+
+def sharded_gpt(
+    engine: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    config: TransformerConfig = QWEN3,
+    num_rows: int = VOCAB,
+) -> GPTModel:
+    """A GPT sharded over all ranks, with the same fp32 main weights on any number of ranks."""
+    with torch.device("meta"):
+        model = GPTModel(config, num_rows)
+    reset = seeded_reset(model, torch.device("cpu"), seed)
+    shard_model(model, engine, dtype, reset)
+    if engine == "torch_fsdp2":
+        materialize(model, "cpu", seed)
+    return model
+
+
+def shard_model(
+    model: nn.Module,
+    engine: str,
+    dtype: torch.dtype,
+    reset: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Shards a model over all ranks."""
+    mesh = build_mesh("cpu", dist.get_world_size())
+    if engine == "torch_fsdp2":
+        torch_fsdp2.shard_model(model, mesh, compute_dtype=dtype, reshard_after_forward=True)
+        return
+    parallel = data_parallel("optim_grads_params")
+    megatron_fsdp.shard_model(
+        model, mesh, CPU, parallel, compute_dtype=dtype, reset_parameters=reset
+    )
 
 
 def change_config(folder: Path, **changes: Any) -> None:

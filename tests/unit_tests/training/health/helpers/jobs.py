@@ -1,4 +1,4 @@
-"""Jobs whose ranks are meant to die, hang, stop and fail: processes of their own, not those of
+"""Jobs whose ranks die, hang, stop and fail, in separate processes instead of the pool of
 `tests/helpers/ranks.py`.
 """
 
@@ -37,7 +37,7 @@ from megatron.training.health.phases import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 
-WAIT = 300.0  # seconds, for what must come
+WAIT = 300.0  # seconds, for expected events
 TIMEOUT = 1.0  # --hang-timeout-seconds
 NAMES = (
     "TORCHELASTIC_RUN_ID",
@@ -50,7 +50,7 @@ Body = Callable[["Rank"], None]
 
 @dataclass
 class Rank:
-    """What a rank's body works with."""
+    """The arguments of a rank's body."""
 
     rank: int
     world_size: int
@@ -58,7 +58,7 @@ class Rank:
     pipe: Any
 
     def ready(self) -> None:
-        """Tells the test that this rank has come so far, and knows of the others."""
+        """Reports to the test that this rank is here and has the others' members."""
         while not self.watchdog._roll_call.knows_all:
             time.sleep(0.01)
         self.pipe.send("ready")
@@ -80,12 +80,12 @@ class Rank:
 
 
 def live(rank: int, environment: dict[str, str], folder: str, job: bytes, pipe: Any) -> None:
-    """A rank's process, in the way of `pretrain_gpt.py`."""
+    """The main function of a rank's process, as in `pretrain_gpt.py`."""
     output = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the tests may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests' parent may ignore it
     torch.set_num_threads(1)
     body, options = cloudpickle.loads(job)
     launch = Launch.from_environment()
@@ -121,7 +121,7 @@ def guarded(body: Body, rank: Rank) -> None:
 
 
 class Job:
-    """The processes of one job, and what they have said."""
+    """The processes of one job, and their output."""
 
     def __init__(
         self, folder: Path, body: Body, world_size: int, is_elastic: bool, **options: Any
@@ -182,7 +182,7 @@ class Job:
         )
 
     def causes(self) -> list[str]:
-        """What was said at the level of errors, on all ranks together."""
+        """The errors in the logs of all ranks."""
         lines = [
             line for rank in range(len(self.processes)) for line in self.output(rank).splitlines()
         ]
@@ -211,16 +211,14 @@ def forever() -> None:
 
 
 def in_c(holds_gil: bool = False) -> None:
-    """Sleeps for ever in C, where Python runs no signal handlers; the other threads run on unless
-    it holds the GIL.
-    """
+    """Sleeps in C, where no signal handler runs. Other threads run unless it has the GIL."""
     libc = ctypes.PyDLL(None) if holds_gil else ctypes.CDLL(None)
     while True:
         libc.sleep(1000)
 
 
 def on(victim: int, fault: Callable[[], None]) -> Body:
-    """Training in which one rank meets with something."""
+    """Training in which one rank has a fault."""
 
     def body(rank: Rank) -> None:
         def strike() -> None:
