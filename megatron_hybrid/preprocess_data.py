@@ -41,7 +41,6 @@ from megatron_hybrid.input_files import (
     find_files,
     is_compressed,
 )
-from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
 from megatron_hybrid.sample_lines import Skipped, make_samples
 
 _SHOWN = 40  # characters of a value in a message
@@ -163,6 +162,9 @@ def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
         "neither --train-tokenizer nor --append-eod, since the template ends a text",
         "one of them",
     )
+    # Importing torch takes longer than tokenizing a small file.
+    from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
+
     preprocess_chats(
         files,
         arguments.output_prefix,

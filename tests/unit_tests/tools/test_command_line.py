@@ -103,15 +103,6 @@ def test_errors_are_one_line_that_begins_with_the_command(
     assert printed.startswith(f"{PROGRAM} {line}")
 
 
-def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "megatron_hybrid"]
-    for arguments in (["--help"], ["status", "--help"]):
-        done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
-        )
-        assert done.stdout.startswith(f"usage: {PROGRAM} "), done.stderr
-
-
 def test_a_run_ends_without_the_interpreters_finalisation(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's threads may abort it: [exit_process]."""
     ended: list[int] = []

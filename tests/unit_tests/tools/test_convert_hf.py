@@ -75,19 +75,6 @@ def test_an_import_comes_back_as_it_was_to_the_bit(model, tmp_path, capsys):
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, 0)
 
 
-def test_the_folders_tokenizer_is_known_however_its_path_is_spelled(model, tmp_path, capsys):
-    (tmp_path / "link").symlink_to(model)
-    converted("import", f"{model}/", tmp_path / "runs")
-    for number, path in enumerate((f"{tmp_path}/link/", f"{model}/tokenizer.json")):
-        out = tmp_path / f"out{number}"
-        converted("export", tmp_path / "runs", out, "--tokenizer-model", path, "--dtype", "fp16")
-        assert " in float16, of " in capsys.readouterr().out
-        assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-        generation = json.loads((out / "generation_config.json").read_text())
-        assert generation["bos_token_id"] == 3
-        assert not (out / "tokenizer_config.json").exists(), "none of ours beside theirs"
-
-
 def test_an_export_does_not_need_the_folder_that_the_run_began_with(folder, tmp_path, capsys):
     converted("import", folder, tmp_path / "runs")
     folder.rename(tmp_path / "moved")
@@ -143,14 +130,6 @@ def test_text_is_written_by_a_model_whose_tokenizer_has_a_padding_token_beyond_t
     assert generate.main([*asked, "def <pad>"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--prompt: expected token ids below the {VOCAB} rows" in line
-
-
-def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
-    left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"
-    left.mkdir(parents=True)
-    converted("import", model, tmp_path / "runs")
-    assert not left.exists()
-    assert "iter_0000000" in names_in(tmp_path / "runs")
 
 
 def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
@@ -298,3 +277,11 @@ def test_checkpoints_that_are_there_are_left_alone(folder, tmp_path, capsys):
     for length, expected in (("65", "at most 64"), ("0", "at least 1")):
         line = refused(capsys, "import", folder, tmp_path / "x", "--seq-length", length)
         assert f"--seq-length: expected {expected}" in line
+
+
+def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
+    left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"
+    left.mkdir(parents=True)
+    converted("import", model, tmp_path / "runs")
+    assert not left.exists()
+    assert "iter_0000000" in names_in(tmp_path / "runs")

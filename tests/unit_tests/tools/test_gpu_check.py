@@ -151,14 +151,6 @@ def test_all_stages_together_end_within_ten_minutes_and_name_what_exists():
     assert all(any(RESULT in word for word in one.words) for one in STAGES)
 
 
-def test_what_a_machine_lacks_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_check, "_TEST_PACKAGES", ("pytest", "no_such_package"))
-    assert main(["--out", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no_such_package" in line
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("probed", "lacks"),
     [
@@ -190,3 +182,11 @@ def test_stages_are_chosen_by_name_and_unknown_names_are_refused(monkeypatch, ca
         main(["nonsense"])
     assert caught.value.code == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_what_a_machine_lacks_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "_TEST_PACKAGES", ("pytest", "no_such_package"))
+    assert main(["--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no_such_package" in line
+    assert list(tmp_path.iterdir()) == []

@@ -13,10 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +22,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import input_files, preprocess_data, sample_lines
 from tests.helpers.hf_models import begin_texts
+from tests.unit_tests.tools.helpers.stopping_tokenizers import KilledTokenizer
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -263,15 +261,6 @@ def test_a_disk_that_is_full_at_the_end_leaves_earlier_files_alone(
     assert files() == before
 
 
-class KilledTokenizer(ByteTokenizer):
-    """A worker that the system kills, for want of memory say."""
-
-    def tokenize(self, text: str) -> list[int]:
-        if text == "fatal":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().tokenize(text)
-
-
 def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,55 +275,15 @@ def test_a_killed_worker_ends_the_run_with_one_line_and_no_files(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-class InterruptedTokenizer(ByteTokenizer):
-    """Interrupts all processes of the terminal, once, when two workers are at work."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-
-    def tokenize(self, text: str) -> list[int]:
-        (self.folder / f"{os.getpid()}.worker").touch()
-        deadline = time.monotonic() + 60
-        while len(list(self.folder.glob("*.worker"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        try:
-            (self.folder / "interrupted").touch(exist_ok=False)
-        except FileExistsError:
-            pass
-        else:
-            os.killpg(os.getpgrp(), signal.SIGINT)
-            (self.folder / "unharmed").touch()
-        return super().tokenize(text)
-
-
 _INTERRUPTED = """
 import signal, sys
-import test_preprocess_data
 from megatron_hybrid import preprocess_data, sample_lines
+from tests.unit_tests.tools.helpers.stopping_tokenizers import InterruptedTokenizer
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what started this may have it ignored
 sample_lines._CHUNK_BYTES = 1
-preprocess_data.build_tokenizer = lambda _: test_preprocess_data.InterruptedTokenizer(sys.argv[1])
+preprocess_data.build_tokenizer = lambda _: InterruptedTokenizer(sys.argv[1])
 preprocess_data.main(sys.argv[2:])
 """
-
-
-def _run_in_a_terminal_of_its_own(*command: Any, paths: Sequence[Path]) -> tuple[int, str]:
-    """The exit status and what went to stderr. A process group that does not end is killed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, printed = process.communicate(timeout=90)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    return process.returncode, printed
 
 
 def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -> None:
@@ -343,9 +292,17 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path: Path) -
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "fine"}] * 300)
     arguments = ["--input", corpus, "--output-prefix", tmp_path / "out" / "web", "--workers", "2"]
     command = [sys.executable, "-c", _INTERRUPTED, tmp_path / "seen", *arguments, *BYTES]
-    status, printed = _run_in_a_terminal_of_its_own(*command, paths=[ROOT, Path(__file__).parent])
+    # A new session, because the signal reaches the whole process group.
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=120,
+    )
     assert (tmp_path / "seen" / "interrupted").exists()
-    assert status == -signal.SIGINT, printed
+    assert done.returncode == -signal.SIGINT, done.stderr
     # It ended the process that was started, not a worker during its work.
     assert (tmp_path / "seen" / "unharmed").exists()
     assert list((tmp_path / "out").iterdir()) == []

@@ -83,14 +83,6 @@ def test_words_end_where_bash_ends_them(text, expected):
     assert words(text) == expected
 
 
-def test_arrays_have_their_parentheses_and_comments():
-    text = "A=(--a 1 # one\n)\nb (c)"
-    assert [token.kind for token in tokens_of(text)] == [
-        *("array", "word", "word", "comment", "newline", "close", "newline"),
-        *("word", "operator", "word", "operator"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "line"), [("\n'a", 2), ('a\n\n"b', 3), ("$(a", 1), ("A=(\n", 1), ("${a", 1)]
 )

@@ -96,14 +96,6 @@ def test_tensors_in_plain_data_reach_the_file(tmp_path: Path):
     assert torch.equal(state["model.w"], torch.ones(3))
 
 
-def test_the_safetensors_library_reads_every_tensor_bit_equal(root: Path):
-    export_safetensors(published(root, 10), root / "all.safetensors", ignore)
-    state = safetensors.torch.load_file(root / "all.safetensors")
-    assert state.keys() == WHOLE.keys()
-    for key, tensor in WHOLE.items():
-        assert (state[key].dtype, raw_bytes(state[key])) == (tensor.dtype, raw_bytes(tensor))
-
-
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_there_and_back_is_the_same_checkpoint_in_one_data_file(root: Path, suffix: str):
     path = root / f"all{suffix}"
@@ -130,17 +122,6 @@ def test_what_dcp_to_torch_save_makes_of_it_comes_back_as_well(root: Path):
     assert_holds(published(root, 20), WHOLE, PLAIN)
 
 
-def test_the_state_dict_of_a_model_gets_a_prefix(tmp_path: Path):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    publish_content(open_store(tmp_path), 0, read_file(tmp_path / "model.pt", "model."), {}, ignore)
-    assert_holds(
-        published(tmp_path, 0),
-        {f"model.{name}": value for name, value in model.state_dict().items()},
-        {},
-    )
-
-
 def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path):
     memory = torch.arange(12.0).reshape(3, 4)
     state = {
@@ -151,16 +132,6 @@ def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path)
     torch.save(OrderedDict(state, plain=OrderedDict(a=(1, [2]))), tmp_path / "x.pt")
     publish_content(open_store(tmp_path), 1, read_file(tmp_path / "x.pt"), {}, ignore)
     assert_holds(published(tmp_path, 1), state, {"plain": {"a": (1, [2])}})
-
-
-def test_a_checkpoint_that_is_there_is_not_overwritten(root: Path):
-    torch.save({"model.w": torch.ones(2)}, root / "x.pt")
-    before = (root / NAME / data_file(0)).read_bytes()
-    with pytest.raises(
-        CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000010, got one"
-    ):
-        publish_content(open_store(root), 10, read_file(root / "x.pt"), {}, ignore)
-    assert (root / NAME / data_file(0)).read_bytes() == before
 
 
 def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from megatron.core.trace_file import (
 )
 from megatron_hybrid import timeline
 from megatron_hybrid.charts import blended
-from megatron_hybrid.command_line import COMMANDS
 from megatron_hybrid.timeline_picture import draw
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,13 +107,6 @@ def test_a_run_its_timelines_a_recording_and_files_are_paths(
         assert shown(capsys, *paths, "--rank", 1) == expected
 
 
-def test_of_several_recordings_the_newest_is_shown(
-    recording: Path, capsys: pytest.CaptureFixture[str]
-):
-    later = write(recording.with_name("iterations_20-21.2"), 5)
-    assert "rank 5 of 2" in shown(capsys, later.parents[1])
-
-
 def test_what_is_not_there_is_refused_in_one_line(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -141,17 +131,6 @@ def test_merged_ranks_are_one_trace(
     events = json.loads(merged.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert "1 rank in" in shown(capsys, recording / "trace_rank1.json", "--merge", merged)
-
-
-def test_only_whole_recordings_are_merged(
-    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
-    message = refused(capsys, recording, other, "--merge", merged)
-    assert "0, 1, 1" in message
-    message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
-    assert "--merge" in message
-    assert not merged.exists()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -218,12 +197,19 @@ def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(
     assert len(colors) > 10, "and text on it"
 
 
-def test_the_program_has_its_command_and_its_script(recording: Path):
-    assert COMMANDS["timeline"].module == "timeline"
-    script = subprocess.run(
-        [sys.executable, ROOT / "tools" / "timeline.py", recording, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(script.stdout)["iteration"] == 21
+def test_of_several_recordings_the_newest_is_shown(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+):
+    later = write(recording.with_name("iterations_20-21.2"), 5)
+    assert "rank 5 of 2" in shown(capsys, later.parents[1])
+
+
+def test_only_whole_recordings_are_merged(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
+    message = refused(capsys, recording, other, "--merge", merged)
+    assert "0, 1, 1" in message
+    message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
+    assert "--merge" in message
+    assert not merged.exists()
