@@ -1,13 +1,13 @@
-"""Models between the transformers library and runs.
+"""Converts models between Hugging Face directories and runs.
 
     python -m megatron_hybrid convert-hf import models/qwen3 runs/start
     python -m megatron_hybrid pretrain --hf-model models/qwen3 --load runs/start --finetune ...
     python -m megatron_hybrid convert-hf export runs/mine exports/mine --dtype bf16
 
-`import` makes a checkpoint of a folder. A run that begins with the folder needs none
-(`pretrain_gpt.py --hf-model`); a store that all machines see, and tools that look at checkpoints,
-may. `export` is `checkpoint export`. One process on the CPU, no process group, no
-model. Exit code: 0, or 2 for errors, which leave nothing behind.
+`import` writes a checkpoint. `pretrain_gpt.py --hf-model` also starts from the directory itself; a
+checkpoint is for stores that all machines share, and for the checkpoint tools. `export` is
+`checkpoint export`. Runs in one process on the CPU. Exit code: 0, or 2 for errors, which leave no
+files.
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ from megatron_hybrid.checkpoint.from_hf import check_import, write_import
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.endings import one_line_errors
 
-_MAX_LINE = 4000  # characters, of what a folder says of itself
+_MAX_LINE = 4000  # characters
 
 
 def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
-    """Converts; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Converts; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], str] = arguments.command
     with one_line_errors(program, (CheckpointError, OSError, ValueError)):
@@ -44,7 +39,7 @@ def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> i
 
 
 def import_folder(arguments: argparse.Namespace) -> str:
-    """Makes a checkpoint of a folder of the transformers library."""
+    """Imports a Hugging Face directory as a checkpoint."""
     checked = check_import(
         arguments.folder,
         arguments.root,
@@ -60,7 +55,7 @@ def import_folder(arguments: argparse.Namespace) -> str:
 
 
 def export_folder(arguments: argparse.Namespace) -> str:
-    """Makes a folder of the transformers library of a run's model."""
+    """Exports a run's model as a Hugging Face directory."""
     return sentence(export_run(arguments))
 
 

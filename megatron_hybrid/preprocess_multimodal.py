@@ -189,12 +189,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of "
         "Qwen's chat template",
     )
-    add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
+    add("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add(
         "--processor",
         metavar="DIR",
-        help="directory with a preprocessor_config.json, which says how pictures are resized and "
-        "normalized; the flags below override it",
+        help="directory with the preprocessor_config.json for resizing and normalizing pictures; "
+        "the flags below override it",
     )
     add(
         "--image-folder",

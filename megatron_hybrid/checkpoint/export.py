@@ -1,4 +1,4 @@
-"""`export`: the model of a run as a folder of the transformers library."""
+"""`export`: writes the model of a run as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _SIZE = re.compile(r"(\d{1,12})(|KB|MB|GB|TB)")
 
 
 class Source(NamedTuple):
-    """What is exported."""
+    """A run's model and its checkpoint."""
 
     model: SavedModel
     checkpoint: ReadableCheckpoint
 
 
 def find_source(arguments: argparse.Namespace) -> Source:
-    """The checkpoint that the command line names, and its model.
+    """Returns the checkpoint on the command line, and its model.
 
     Raises:
-        CheckpointError, ConfigError: as `find_model`, and for a folder that is exported already.
+        CheckpointError, ConfigError: as `find_model`, and for an exported directory.
     """
     model = find_model(
         arguments.run, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
     )
     if model.checkpoint is None:
         raise CheckpointError(
-            f"Expected a run or its checkpoint, got {model.path}, which is in the format of the "
-            "transformers library."
+            f"Expected a run or its checkpoint, got {model.path}, which is a Hugging Face "
+            "directory."
         )
     return Source(model, open_checkpoint(*model.checkpoint))
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of an export but for the run and the folder to write."""
+    """Adds the flags of an export, without its positional arguments."""
     parser.add_argument(
         "--dtype",
         choices=names_of(FLOAT_DTYPES),
@@ -69,7 +69,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _num_bytes(text: str) -> int:
-    """A size on the command line. argparse names the flag in its error."""
+    """Parses a size."""
     match = _SIZE.fullmatch(text.upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
@@ -77,7 +77,7 @@ def _num_bytes(text: str) -> int:
 
 
 def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Exports what the command line says. Returns what was done, as plain data.
+    """Exports the run on the command line. Returns a summary as plain data.
 
     Raises:
         CheckpointError, ConfigError: as `find_source` and `export_hf`.
@@ -90,7 +90,7 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """What `export_run` has done, for people."""
+    """Returns a summary as a sentence."""
     size = format_bytes(summary["num_bytes"])
     what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
     return f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}"
@@ -99,15 +99,15 @@ def sentence(summary: dict[str, Any]) -> str:
 def _write(source: Source, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     model, description = source.model, source.model.description
     if description.config.max_position_embeddings is None:
-        # Other programs want a length, and would otherwise take their own default for it.
+        # Without a length, other programs use their default.
         config = dataclasses.replace(description.config, max_position_embeddings=model.seq_length)
         description = description._replace(config=config)
 
     base_model = model.base_model
     if base_model is not None and not Path(base_model).is_dir():
         print(
-            f"export: {printable(base_model)}, which training began with, is not there any more: "
-            "the export has no settings of generation but the tokenizer's ids",
+            f"export: {printable(base_model)}, the base model of the run, does not exist: the "
+            "export has no generation settings except the tokenizer's ids",
             file=sys.stderr,
         )
         base_model = None

@@ -45,7 +45,7 @@ class Import:
     """A checked import that has not written anything yet.
 
     Attributes:
-        folder: the directory with the weights.
+        folder: the directory of the weights.
         store: the store that the checkpoint is written to.
         model: the model, on meta.
         config: the settings of a run that starts from the checkpoint, by field name.
@@ -75,7 +75,7 @@ def check_import(
     vocab_size: int | None = None,
     seq_length: int | None = None,
 ) -> Import:
-    """Checks a directory and the target of its import. Writes nothing.
+    """Checks a directory and the target of its import, without writing.
 
     Args:
         folder: a directory with config.json, weights and a tokenizer.
@@ -117,7 +117,7 @@ def check_import(
 
 def _check_length(length: int | None, longest: int | None) -> None:
     if length is None:
-        raise ConfigError("--seq-length: expected a number, since the folder says none, got none.")
+        raise ConfigError("--seq-length: expected a number, since config.json has none, got none.")
     if length < 1:
         raise ConfigError(f"--seq-length: expected at least 1, got {length}.")
     if longest is not None and length > longest:

@@ -333,7 +333,7 @@ def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "{0}/none"], "Expected a folder of checkpoints at {0}/none, got none"),
+        (["list", "{0}/none"], "Expected a directory of checkpoints at {0}/none, got none"),
         (["show", "{0}/none"], "Expected a checkpoint in {0}/none"),
         (["show", "{0}"], "Expected a checkpoint in {0}"),
         (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got no such folder"),

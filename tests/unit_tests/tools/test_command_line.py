@@ -71,7 +71,7 @@ def test_every_flag_of_a_command_says_what_it_takes_and_does(
     ("argv", "code", "line"),
     [
         (["status", "."], 2, "status: expected a run's directory, got . without events"),
-        (["checkpoint", "list", "none"], 2, "checkpoint: Expected a folder of checkpoints"),
+        (["checkpoint", "list", "none"], 2, "checkpoint: Expected a directory of checkpoints"),
         (["generate", "--load", "none"], 2, "generate: Expected a checkpoint in none, got none."),
         (["preprocess", "--input", "none", "--output-prefix", "x"], 1, "preprocess: error: --inp"),
         (

@@ -235,7 +235,7 @@ def test_what_cannot_be_exported_is_one_line(
 
     assert checkpoint.main(["export", str(run), "gpt"]) == 0
     line = refused(capsys, "export", "gpt", "again")
-    assert "Expected a run or its checkpoint, got gpt, which is in the format of" in line
+    assert "Expected a run or its checkpoint, got gpt, which is a Hugging Face" in line
     assert "--ckpt-step: expected a run" in refused(capsys, "export", "gpt", "x", "--ckpt-step=1")
     assert sorted(path.name for path in elsewhere.iterdir()) == ["full", "gpt"]
 

@@ -178,7 +178,7 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
     assert (
         generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
     )
-    assert "Expected a folder of checkpoints with --ckpt-step" in capsys.readouterr().err
+    assert "Expected a directory of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

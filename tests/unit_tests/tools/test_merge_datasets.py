@@ -105,17 +105,17 @@ def test_a_disk_that_is_full_at_the_end_leaves_old_conversations_with_their_own_
     [
         (lambda folder: (folder / "b_text_document.idx").unlink(), "corpus", "other half, got no"),
         (lambda folder: write(folder / "c", [[1]], np.int32), "corpus", "got int32"),
-        (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx beside"),
+        (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx next to"),
         (lambda _: None, "parts/a_text_document", "--output-prefix: expected another name"),
         (lambda _: None, "parts/a_text_document.bin", "--output-prefix: expected another name"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
-        (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "folder that exists"),
+        (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "existing directory"),
         (lambda folder: write_chats(folder / "c", [[0, 1]]), "corpus", "no mask for .*a_text_doc"),
         (lambda folder: write(folder / "c_chat_document", [[1]]), "corpus", "its answers.*--chat"),
         (
             lambda folder: write(folder / "c_mask", [[1]], np.uint8),
             "corpus",
-            "c.bin beside its m",
+            "c.bin next to its m",
         ),
         (
             lambda folder: (

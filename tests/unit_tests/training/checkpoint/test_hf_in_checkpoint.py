@@ -327,7 +327,7 @@ def test_the_tool_says_which_checkpoints_have_hf_and_where_the_weights_lie(
         assert command.main(["show", str(tmp_path / checkpoint_name(iteration))]) == 0
         heads.append(capsys.readouterr().out.splitlines()[0])
     assert ["hf/ of " in head for head in heads] == [True, True, False]
-    assert ["where the weights lie" in head for head in heads] == [False, True, False]
+    assert ["contains the weights" in head for head in heads] == [False, True, False]
 
 
 # There and whole, or not there
