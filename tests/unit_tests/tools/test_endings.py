@@ -82,9 +82,7 @@ def run_until_stopped(
         (signal.SIGINT, "preprocess-multimodal"),
     ],
 )
-def test_a_stopped_program_removes_its_files_and_ends_by_the_signal(
-    tmp_path: Path, inputs: Path, number: int, program: str
-) -> None:
+def test_a_stopped_program_removes_its_files(tmp_path, inputs, number, program):
     is_text = "multimodal" not in program
     flags = ["--input", inputs / ("text.jsonl" if is_text else "chats.jsonl")]
     flags += ["--tokenizer-type", "ByteTokenizer"] if is_text else ["--tokenizer-model", inputs]
@@ -94,7 +92,7 @@ def test_a_stopped_program_removes_its_files_and_ends_by_the_signal(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path: Path) -> None:
+def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path):
     """A worker may be in the middle of a result, larger than a pipe takes at once."""
     (tmp_path / "in.jsonl").write_text('{"text": "%s"}\n' % ("words " * 50_000) * 60)
     arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "ByteTokenizer"]
@@ -116,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     # It returns when the last process has closed the output.
     done = subprocess.run(
@@ -130,7 +128,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path: Path) -> None:
+def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path):
     (tmp_path / "parts").mkdir()
     with IndexedDatasetBuilder(tmp_path / "parts" / "a", np.int32) as builder:
         builder.add_document([1, 2, 3])
@@ -142,9 +140,7 @@ def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path: Path) -> None
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["a.bin", "a.idx", "parts"]
 
 
-def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(
-    tmp_path: Path, inputs: Path
-) -> None:
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(tmp_path, inputs):
     arguments = ["--input", inputs / "text.jsonl", "--tokenizer-type", "ByteTokenizer"]
     arguments += ["--output-prefix", tmp_path / "out"]
     number = f"ignored {int(signal.SIGHUP)}"
@@ -169,9 +165,7 @@ def run_with_output(
 
 
 @pytest.mark.parametrize("command", ["timeline --help", "preprocess", "status"])
-def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
-    tmp_path: Path, inputs: Path, command: str
-) -> None:
+def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(tmp_path, inputs, command):
     """Unbuffered, a line of the program's output meets the closed pipe, where the program reports
     other errors.
     """
@@ -190,7 +184,7 @@ def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
     assert done.stderr == ""
 
 
-def test_output_to_a_full_disk_is_one_line() -> None:
+def test_output_to_a_full_disk_is_one_line():
     with Path("/dev/full").open("wb") as full:
         done = run_with_output(full, "tools/timeline.py", "--help")
     assert done.returncode == 1
@@ -199,7 +193,7 @@ def test_output_to_a_full_disk_is_one_line() -> None:
     assert "No space left" in done.stderr
 
 
-def test_another_broken_pipe_than_that_of_the_output_is_raised() -> None:
+def test_another_broken_pipe_than_that_of_the_output_is_raised():
     def main() -> int:
         raise BrokenPipeError
 
@@ -207,7 +201,7 @@ def test_another_broken_pipe_than_that_of_the_output_is_raised() -> None:
         endings.run(main)
 
 
-def test_signals_are_handled_as_before_when_a_program_has_ended() -> None:
+def test_signals_are_handled_as_before_when_a_program_has_ended():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     assert endings.run(lambda: 5) == 5
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before

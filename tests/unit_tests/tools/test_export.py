@@ -72,9 +72,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return line
 
 
-def test_transformers_computes_our_logits_from_an_exported_run(
-    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transformers_computes_our_logits_from_an_exported_run(project, elsewhere, capsys):
     transformers = pytest.importorskip("transformers")
     run = project / "runs" / "mine"
     exported = ["export", str(run), "gpt", "--format", "hf", "--dtype", "fp32"]
@@ -113,7 +111,7 @@ def chat_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewhere: Path) -> None:
+def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewhere):
     transformers = pytest.importorskip("transformers")
     source = chat_tokenizer(elsewhere / "chat")
     settings = [word if word != "data/tokenizer.json" else "chat" for word in SETTINGS]
@@ -139,9 +137,7 @@ def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewh
             assert Path(folder, name).read_bytes() == (source / name).read_bytes()
 
 
-def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(
-    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     text = written(capsys, "--load", run)
     assert text.startswith("--- prompt: 'def main'\ndef main")
@@ -169,9 +165,7 @@ def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(
     assert "Expected a tokenizer in moved, got none: name a tokenizer by --tokenizer-model" in line
 
 
-def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(
-    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     text = written(capsys, "--load", run)
     (elsewhere / "copy").symlink_to(run)  # is followed: the run is still where it was started
@@ -194,9 +188,7 @@ def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(
         moved.rename(run / "iter_0000002")
 
 
-def test_an_earlier_iteration_and_other_formats_are_exported(
-    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_iteration_and_other_formats_are_exported(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     for step, folder in (("1", "first"), ("2", "second")):
         assert checkpoint.main(["export", str(run), folder, "--ckpt-step", step]) == 0
@@ -222,9 +214,7 @@ def change_config(run: Path, **changes: Any) -> None:
         path.write_text(json.dumps(state))
 
 
-def test_what_cannot_be_exported_is_one_line(
-    project: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     (elsewhere / "full").mkdir()
     (elsewhere / "full" / "mine").touch()
@@ -249,16 +239,14 @@ def test_what_cannot_be_exported_is_one_line(
     assert not (elsewhere / "x").exists()
 
 
-def test_the_runs_own_tokenizer_goes_before_one_of_the_present_folder(
-    project: Path, elsewhere: Path
-) -> None:
+def test_the_runs_own_tokenizer_goes_before_one_of_the_present_folder(project, elsewhere):
     train_bpe(["other words"], 260, elsewhere / "data" / "tokenizer.json")
     _, tokenizer, _ = generate.load_model(str(project / "runs" / "mine"), None)
     own = HuggingFaceTokenizer(project / "data" / "tokenizer.json")
     assert tokenizer.tokenize(TEXT) == own.tokenize(TEXT)
 
 
-def test_scripts_of_a_clone_run_from_any_folder(elsewhere: Path) -> None:
+def test_scripts_of_a_clone_run_from_any_folder(elsewhere):
     """They find the clone that they are in. Without the environment's packages, an installation of
     this project among them, they come as far as the first package that they lack.
     """

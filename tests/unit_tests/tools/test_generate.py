@@ -98,9 +98,7 @@ def test_logits_that_are_not_finite_are_an_error_rather_than_text(temperature):
     ("flag", "value"),
     [("--prompt", "caf\udce9"), ("--prompt", "\ud800"), ("--seed", str(1 << 64)), ("--seed", "0x")],
 )
-def test_words_that_are_no_text_and_seeds_beyond_64_bits_are_named_with_their_flag(
-    capsys, flag, value
-):
+def test_bad_text_and_large_seeds_are_errors_with_their_flag(capsys, flag, value):
     with pytest.raises(SystemExit) as end:
         generate.main(["--load", "nowhere", "--prompt", "fine", flag, value])
     assert end.value.code == 2
@@ -141,9 +139,7 @@ def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     assert "Expected the run's configuration" in capsys.readouterr().err
 
 
-def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what_they_are(
-    tmp_path, capsys
-):
+def test_weights_without_a_run_write_the_same_text_with_a_config_file(tmp_path, capsys):
     run_ranks(1, _train, [*SETTINGS, "--save", str(tmp_path / "run")])
     asked = ["--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
     assert generate.main(["--load", str(tmp_path / "run"), *asked]) == 0
@@ -181,10 +177,8 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
     assert "Expected a directory of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_greedy_tokens_are_those_of_transformers_whose_tokenizer_begins_texts(
-    tmp_path, capsys, family
-):
+@pytest.mark.parametrize("family", ["gemma3_text"])
+def test_greedy_tokens_are_those_of_transformers_with_a_prefix(tmp_path, capsys, family):
     transformers = pytest.importorskip("transformers")
     folder = save_model(tmp_path / "model", family)
     begin_texts(folder)

@@ -51,9 +51,7 @@ def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
     return {path.name.removeprefix(name): path.read_bytes() for path in found}
 
 
-def test_conversations_keep_their_order_and_say_what_is_to_be_learned(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_keep_their_order_and_say_what_is_to_be_learned(folder, capsys):
     shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     lines = [*map(talk, range(40)), "", json.dumps(shared)]
     assert preprocess(folder, lines) == 0
@@ -76,44 +74,27 @@ def test_conversations_keep_their_order_and_say_what_is_to_be_learned(
     assert len(contents(folder)) == 4
 
 
+USER = {"role": "user", "content": "a"}
 BROKEN = {
-    "no JSON": ("{", "expected a JSON object, got"),
-    "no object": ("[1]", "expected a JSON object, got [1]"),
-    "nothing said": ('{"text": "a"}', "expected messages or conversations, got ['text']"),
-    "no turns": ('{"messages": []}', "expected a list of turns, got []"),
-    "no role": ('{"messages": [{"content": "a"}]}', "turn 1: expected an object with a role"),
-    "no text": (
-        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}',
-        "got UndefinedError",
-    ),
-    "what the template refuses": (
-        '{"messages": [{"role": "tool", "content": "a"}]}',
-        "got TemplateError: no tools",
-    ),
-    "no answer": (
-        '{"messages": [{"role": "user", "content": "a"}]}',
-        "expected something that the assistant says",
-    ),
+    "{": "expected a JSON object, got",
+    '{"text": "a"}': "expected messages or conversations",
+    json.dumps({"messages": [{"role": "tool", "content": "a"}]}): "got TemplateError: no tools",
+    json.dumps({"messages": [USER]}): "expected something that the assistant says",
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    bad, told = BROKEN[name]
-    assert preprocess(folder, [talk(0), bad]) == 1
-    error = capsys.readouterr().err
-    assert f"{folder / 'in.jsonl'}, line 2: " in error
-    assert told in error
-    assert error.count("\n") == 1
-    assert contents(folder) == {}
+def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(folder, capsys):
+    for bad, told in BROKEN.items():
+        assert preprocess(folder, [talk(0), bad]) == 1
+        error = capsys.readouterr().err
+        assert f"{folder / 'in.jsonl'}, line 2: " in error
+        assert told in error
+        assert error.count("\n") == 1
+        assert contents(folder) == {}
 
 
-def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [talk(0), *(bad for bad, _ in BROKEN.values()), *map(talk, range(1, 9 * len(BROKEN)))]
+def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(folder, capsys):
+    lines = [talk(0), *BROKEN, *map(talk, range(1, 9 * len(BROKEN)))]
     assert preprocess(folder, lines, "--skip-bad-samples") == 0
     told = capsys.readouterr()
     assert f"{9 * len(BROKEN)} conversations, " in told.out
@@ -125,7 +106,7 @@ def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(
     assert "at least one conversation" in capsys.readouterr().err
 
 
-def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
+def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder):
     maker = preprocess_chat.ChatMaker(str(folder))
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     whole = json.loads(talk(0)) | {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -138,7 +119,7 @@ def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
     assert num_bad > 100
 
 
-def test_turns_with_weight_0_are_read_and_not_learned(folder: Path) -> None:
+def test_turns_with_weight_0_are_read_and_not_learned(folder):
     turns = [
         {"from": "human", "value": "a"},
         {"from": "gpt", "value": "bad", "weight": 0},
@@ -156,7 +137,7 @@ def test_turns_with_weight_0_are_read_and_not_learned(folder: Path) -> None:
     assert "assistant\nbad<|im_end|>" in text
 
 
-def test_another_template_may_be_given(folder: Path) -> None:
+def test_another_template_may_be_given(folder):
     other = folder / "other.jinja"
     other.write_text(TEMPLATE.replace("<|im_end|>", "<|endoftext|>"))
     assert preprocess(folder, [talk(0)]) == 0
@@ -174,8 +155,6 @@ def test_another_template_may_be_given(folder: Path) -> None:
         (["--workers", "0"], "--workers: expected an integer >= 1, got 0"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], told: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused(folder, capsys, flags, told):
     assert preprocess(folder, [talk(0)], *flags) == 1
     assert told in capsys.readouterr().err

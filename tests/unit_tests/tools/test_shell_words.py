@@ -14,39 +14,13 @@ from megatron_hybrid.shell_words import ShellSyntaxError, Variables, tokens_of
 # What scripts are made of, in any order.
 PIECES = st.sampled_from(
     [
-        *(
-            "--flag",
-            "--other=1",
-            " ",
-            "\n",
-            "\\\n",
-            "'",
-            '"',
-            "$X",
-            "${X}",
-            "${X:-",
-            "}",
-            "$(",
-            ")",
+        *"--flag --other=1 \\\n ' \" $X ${X} ${X:- } $( ) ` A=( A+=(".split(" "),
+        *"( (( )) <<EOF EOF <<< ;".split(),
+            " "
         ),
-        *(
-            "`",
-            "A=(",
-            "A+=(",
-            "(",
-            "((",
-            "))",
-            "# note",
-            "<<EOF",
-            "EOF",
-            "<<<",
-            ";",
-            "|",
-            "&&",
-            "\\",
-        ),
-        *("torchrun", "pretrain_gpt.py", "word", "'a b'", '"a b"', "${A[@]}", "$@", "\t", "\r\n"),
-        *("if x; then", "fi", "case a in b)", ";;", "esac", "for X in 1 2; do", "done", "$((1+2))"),
+        *"| && \\ torchrun pretrain_gpt.py word ${A[@]} $@ fi ;; esac done $((1+2))".split(),
+        *(" ", "\n", "\t", "\r\n", "# note", "'a b'", '"a b"'),
+        *("if x; then", "case a in b)", "for X in 1 2; do"),
     ]
 )
 TEXTS = st.lists(PIECES, max_size=40).map("".join) | st.text(max_size=200)
