@@ -14,12 +14,9 @@ from megatron_hybrid.shell_words import ShellSyntaxError, Variables, tokens_of
 # What scripts are made of, in any order.
 PIECES = st.sampled_from(
     [
-        *"--flag --other=1 \\\n ' \" $X ${X} ${X:- } $( ) ` A=( A+=(".split(" "),
-        *"( (( )) <<EOF EOF <<< ;".split(),
-            " "
-        ),
-        *"| && \\ torchrun pretrain_gpt.py word ${A[@]} $@ fi ;; esac done $((1+2))".split(),
-        *(" ", "\n", "\t", "\r\n", "# note", "'a b'", '"a b"'),
+        *"--flag --other=1 ' \" $X ${X} ${X:- } $( ) ` A=( A+=( ( (( )) <<EOF EOF <<<".split(),
+        *"; | && \\ torchrun pretrain_gpt.py word ${A[@]} $@ fi ;; esac done $((1+2))".split(),
+        *(" ", "\n", "\\\n", "\t", "\r\n", "# note", "'a b'", '"a b"'),
         *("if x; then", "case a in b)", "for X in 1 2; do"),
     ]
 )
