@@ -21,8 +21,7 @@ from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
-from megatron_hybrid.checkpoint.from_hf import check_import, write_import
-from megatron_hybrid.checkpoint.progress import progress_bar
+from megatron_hybrid.checkpoint.from_hf import import_hf
 from megatron_hybrid.endings import one_line_errors
 
 _MAX_LINE = 4000  # characters
@@ -40,15 +39,7 @@ def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> i
 
 def import_folder(arguments: argparse.Namespace) -> str:
     """Imports a Hugging Face directory as a checkpoint."""
-    checked = check_import(
-        arguments.folder,
-        arguments.root,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_size=arguments.vocab_size,
-        seq_length=arguments.seq_length,
-    )
-    with progress_bar("import", checked.num_bytes) as progress:
-        summary = write_import(checked, progress)
+    summary = import_hf(arguments)
     size = format_bytes(summary["num_bytes"])
     what = f"{summary['num_tensors']} tensors of {size} in fp32"
     return f"{summary['target']}: {what}, of {summary['source']}"

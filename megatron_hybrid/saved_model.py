@@ -6,8 +6,8 @@ directory has config.json and usually a tokenizer.
 
 [Note: a tokenizer's relative path] A run's configuration has the tokenizer's path from the command
 line, often relative to the directory where the run was started. If `--save` was relative too, that
-directory is known from the path of the checkpoints. The tokenizer is looked up there first, and then
-in the current directory, and so is `--hf-model`.
+directory is known from the path of the checkpoints. The tokenizer is looked up there first, then in
+the current directory, and so is `--hf-model`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,10 @@ def publish_import(
     Raises:
         CheckpointError: there are checkpoints already, and as `publish_entries`.
     """
-    expect_no_checkpoints(store)
+    if published := published_iterations(store):
+        raise CheckpointError(
+            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
+        )
     # Without checkpoints, drafts are from killed imports.
     store.sweep()
     is_new = store.is_rename_atomic and not os.path.lexists(store.root)
@@ -115,14 +118,6 @@ def publish_import(
         if is_new:
             remove_empty_folder(store.root)
         raise
-
-
-def expect_no_checkpoints(store: Store) -> None:
-    """Raises CheckpointError if a store contains checkpoints."""
-    if published := published_iterations(store):
-        raise CheckpointError(
-            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
-        )
 
 
 def publish_entries(
