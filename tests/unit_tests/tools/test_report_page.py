@@ -14,11 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.health.events import EVENTS_FILE, METRICS_FILE
+from megatron.training.health.events import (
+    EVENTS_FILE,
+    HEARTBEAT_FILE,
+    METRICS_FILE,
+    EventKind,
+)
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.jsonl import JsonLines
 from megatron_hybrid import run_status
-from tests.unit_tests.tools.helpers.run_files import Run
+from tests.unit_tests.tools.helpers.run_files import BEGIN, Run
 
 
 class Page(HTMLParser):
@@ -221,45 +226,53 @@ def test_a_run_that_ended_long_ago_with_restarts_left_is_over(run):
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script><b>", "'&amp;",
     "\x1b]0;x\x07", "\ud800", "\u202e", "x" * 10_000, 10**500, -1, 1e308, None, True, [["<i>"]],
-    {"<u>": "<u>"}, "http://example.org/", "iter_0000001", "metrics.jsonl",
+    {"<u>": "<u>"}, "http://example.org/", "iter_0000001", "metrics.jsonl", "FINISHED", "LOST_RANK",
+    "a\nb", "s3://a/b", "\0",
 ]  # fmt: skip
-NAMES = ["start", "resume", "damaged", "set_aside", "step", "save_begun", "save_published",
-         "save_failed", "save_skipped", "evaluation", "skip", "nan", "signal", "lost", "hang",
-         "inject", "exit", "<b>"]  # fmt: skip
-KEYS = ["time", "rank", "restart", "iteration", "checkpoint", "reason", "what", "settings", "pid",
-        "command", "metrics", "cause", "ranks", "seconds", "world_size", "code", "name", "spec",
-        "grad_norm", "max_restarts", "host", "signal", "phase"]  # fmt: skip
+NAMES = [*EventKind, "<b>", None, 3, []]
+KEYS = (
+    "time rank restart iteration train_iters checkpoint reason what settings pid command metrics "
+    "cause ranks seconds world_size code name spec grad_norm max_restarts host signal phase loss "
+    "ms_per_iteration"
+).split()
 FIELDS = ["iteration", "loss", "grad_norm", "elapsed_ms", "split", "host_ms", "expert_load_cv"]
-ANYTHING = st.sampled_from(HOSTILE) | st.integers(0, 500) | st.floats(allow_nan=True)
+ANYTHING = st.sampled_from(HOSTILE) | st.integers(-3, 500) | st.floats(allow_nan=True)
+FIELDS_OF_EVENTS = st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=8)
+RECORDS = st.dictionaries(st.sampled_from(FIELDS), ANYTHING)
+KNOWN = set(
+    "html head meta title style body header h1 h2 h3 span div b small progress dl dt dd p figure "
+    "figcaption i svg line text path circle g table thead tbody tr th td code script".split()
+)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60, deadline=None)
 @given(
-    events=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(KEYS), ANYTHING)),
-        min_size=1, max_size=8,
-    ),
+    events=st.lists(st.tuples(st.sampled_from(NAMES), FIELDS_OF_EVENTS), min_size=1, max_size=8),
+    heartbeat=st.none() | FIELDS_OF_EVENTS,
     records=st.lists(
-        st.tuples(
-            st.sampled_from(["train", "eval", "timing", "<b>"]),
-            st.dictionaries(st.sampled_from(FIELDS), ANYTHING),
-        ),
-        max_size=8,
+        st.tuples(st.sampled_from(["train", "eval", "timing", "<b>"]), RECORDS), max_size=8
     ),
     torn=st.integers(0, 40),
-)  # fmt: skip
-def test_the_content_of_files_is_text_and_never_markup(tmp_path_factory, events, records, torn):
+)
+def test_files_with_any_content_are_five_short_lines_and_a_page_without_their_markup(
+    tmp_path_factory, events, heartbeat, records, torn
+):
     folder = tmp_path_factory.mktemp("run")
     written = [{"event": kind, **fields} for kind, fields in events]
     (folder / EVENTS_FILE).write_text("".join(json.dumps(each) + "\n" for each in written))
+    if heartbeat is not None:
+        (folder / HEARTBEAT_FILE).write_text(json.dumps(heartbeat))
     lines = "".join(json.dumps({"kind": kind, **fields}) + "\n" for kind, fields in records)
     (folder / METRICS_FILE).write_text(lines[: max(0, len(lines) - torn)])
+
+    status = run_status.run_status(folder, now=BEGIN)
+    lines = run_status.lines_of(status)
+    assert len(lines) == 5
+    assert all(line.isprintable() and len(line) < 1100 for line in lines)
+    assert 0 <= json.loads(json.dumps(status))["exit_code"] <= 255
+
     page = Page(page_text(folder))
-    known = {"html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "span",
-             "div", "b", "small", "progress", "dl", "dt", "dd", "p", "figure", "figcaption", "i",
-             "svg", "line", "text", "path", "circle", "g", "table", "thead", "tbody", "tr", "th",
-             "td", "code", "script"}  # fmt: skip
-    assert page.tags.keys() <= known
+    assert page.tags.keys() <= KNOWN
     assert page.tags["script"] == page.tags["figure"] + 1
     assert not {name for _, name, _ in page.attributes} & {"src", "href", "onerror"}
     assert "\x1b" not in page.text

@@ -6,18 +6,15 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.format.names import published_iterations
 from megatron.core.dist_checkpointing.store import open_store
-from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, STOPPED, read_events
+from megatron.training.health.events import EVENTS_FILE, HEARTBEAT_FILE, STOPPED
 from megatron.training.health.exits import ExitCode
 from megatron_hybrid import run_status
 from megatron_hybrid.run_status import View, watch
@@ -397,62 +394,6 @@ def test_a_directory_without_a_run_is_an_error(run, make, capsys):
     assert str(run.folder) in line
 
 
-KINDS = [
-    *"start resume damaged step save_begun save_published save_failed signal skip nan lost".split(),
-    *"hang inject evaluation exit".split(),
-    *("of a later version", None, 3, []),
-]
-KEYS = (
-    "time rank restart iteration train_iters world_size pid host checkpoint seconds reason cause "
-    "code name spec signal phase loss ms_per_iteration ranks"
-).split()
-TEXTS = [HERE, "FINISHED", "HANG", "LOST_RANK", "a\nb", "\ud800", "s3://a/b", "\0", "x" * 10**5]
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 10)
-    | st.floats(allow_nan=True)
-    | st.sampled_from([math.nan, math.inf, 10**400, 1e300, *TEXTS])
-    | st.text(max_size=5)
-    | st.lists(st.integers(), max_size=2)
-    | st.dictionaries(st.text(max_size=1), st.integers(), max_size=1)
-)
-EVENTS = st.builds(
-    lambda kind, fields: {**fields, "event": kind},
-    st.sampled_from(KINDS),
-    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    events=st.lists(EVENTS, max_size=8),
-    heartbeat=st.none() | st.dictionaries(st.sampled_from(KEYS), VALUES),
-    has_checkpoint=st.booleans(),
-    now=st.sampled_from([0.0, BEGIN]),
-)
-def test_files_with_any_content_are_five_short_lines(events, heartbeat, has_checkpoint, now):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / EVENTS_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
-        if heartbeat is not None:
-            (folder / HEARTBEAT_FILE).write_text(json.dumps(heartbeat))
-        if has_checkpoint:
-            (folder / "iter_0000010").mkdir()
-        assert len(read_events(folder)) == len(events)
-        status = run_status.run_status(folder, now=now)
-        if status is None:
-            assert not events
-            assert heartbeat is None
-            return
-        lines = run_status.lines_of(status)
-        names = [line.partition(":")[0] for line in lines]
-        assert names == ["state", "progress", "checkpoint", "restarts", "trouble"]
-        assert all(line.isprintable() and len(line) < 1100 for line in lines)
-        json.loads(json.dumps(status))
-        assert 0 <= status["exit_code"] <= 255
-
-
 def test_the_script_prints_json_and_exits_with_the_code_of_the_run(run):
     run.start()
     run.exit(ExitCode.PREEMPTED, "SIGTERM was received", 17)
@@ -482,19 +423,6 @@ def views(*found: View | OSError):
         return view
 
     return look
-
-
-def test_it_looks_until_the_run_has_ended_and_waits_between():
-    naps: list[float] = []
-    look = views(
-        View(["state: running"], True, 0),
-        View(["state: running"], True, 0),
-        View(["state: failed"], False, 5),
-    )
-    stream = Stream(False)
-    assert watch(look, stream, 2.5, sleep=naps.append) == 5
-    assert naps == [2.5, 2.5]
-    assert stream.getvalue() == "state: running\n\nstate: running\n\nstate: failed\n\n"
 
 
 def test_on_a_terminal_each_view_clears_the_one_before():
