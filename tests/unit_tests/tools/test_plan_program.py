@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.core.options import ConfigError
 from megatron_hybrid.plan.answer import Limits, answer, rows_of
 from megatron_hybrid.plan.command import main
-from megatron_hybrid.plan.planned_run import PlannedRun
+from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
 from megatron_hybrid.plan.quantities import flops, rate, shown_size, size, whole_number
 from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
@@ -110,20 +110,15 @@ def test_a_file_needs_neither_the_data_nor_the_tokenizer_that_it_names(capsys):
     assert found["tokens_per_step"] == 32 * 8192
 
 
-def test_data_that_do_not_exist_may_be_conversations_and_blends(tmp_path, capsys):
+def test_the_data_of_a_file_need_not_exist(tmp_path, capsys):
     model = [*FLAGS[: FLAGS.index("--mock-data")], "--data-path", "0.3", "no/a", "0.7", "no/b"]
     model += ["--tokenizer-model", "no/tokenizer.json", "--make-vocab-size-divisible-by", "1"]
     file = tmp_path / "run.yaml"
+    file.write_text("lr: 1.0e-3\n")
+    assert "--vocab-size" in refused(capsys, "--config", str(file), *model)
     file.write_text("vocab-size: 301\n")
     found = planned(capsys, "--config", str(file), *model, "--sft")
-    same = planned(capsys, "--config", str(file), *FLAGS)
-    assert found["parameters"] == same["parameters"]
-    file.write_text("lr: 1.0e-3\n")
-    assert "--vocab-size: expected a number" in refused(capsys, "--config", str(file), *model)
-    file.write_text("vocab-size: 301\n")
-    alone = FLAGS[: FLAGS.index("--mock-data")]
-    found = planned(capsys, "--config", str(file), *alone, "--make-vocab-size-divisible-by", "1")
-    assert found["parameters"] == same["parameters"]
+    assert found["parameters"] == planned(capsys, "--config", str(file), *FLAGS)["parameters"]
 
 
 def test_a_part_of_the_device_is_left_free(folder, capsys):
@@ -198,27 +193,16 @@ def test_more_in_host_memory_is_less_on_the_device_and_never_faster():
     assert all(sum(r.host for r in rows_of(m).values()) == m.host_nbytes for m in kinds)
 
 
-def test_the_largest_fraction_that_costs_nothing_is_hidden_and_the_next_is_not():
+def test_the_largest_hidden_fraction_is_hidden_and_the_next_is_not():
     found = answer(DEVICE, Limits(), MACHINE, None).largest_hidden
     assert found is not None
     assert 0 < found < 1
     number = DEVICE.fractions.index(found)
-    offloaded = [
-        PlannedRun(
-            [
-                *FLAGS,
-                "--optimizer-cpu-offload",
-                "--overlap-cpu-optimizer-d2h-h2d",
-                "--overlap-optimizer-with-forward",
-                "--optimizer-offload-fraction",
-                str(DEVICE.fractions[index]),
-            ],
-            2,
-            "cuda",
-        )
-        for index in (number, number + 1)
-    ]
-    hidden = [answer(run, Limits(), MACHINE, None).time.hides_offloading for run in offloaded]
+    hidden = []
+    for fraction in DEVICE.fractions[number : number + 2]:
+        flags = [*FLAGS, *OFFLOADING, "--optimizer-offload-fraction", str(fraction)]
+        run = PlannedRun(flags, 2, "cuda")
+        hidden.append(answer(run, Limits(), MACHINE, None).time.hides_offloading)
     assert hidden == [True, False]
 
 

@@ -140,12 +140,9 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path, mon
     for place in ("publish", "open_data"):
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, place, full)
-            with pytest.raises(
-                CheckpointError, match=r"Expected to write .*iter_0000010, got .*No space left"
-            ):
-                publish_content(
-                    open_store(tmp_path / "root"), 10, read_file(tmp_path / "x.pt"), {}, ignore
-                )
+            content, store = read_file(tmp_path / "x.pt"), open_store(tmp_path / "root")
+            with pytest.raises(CheckpointError, match=r"iter_0000010, got .*No space left"):
+                publish_content(store, 10, content, {}, ignore)
         assert list((tmp_path / "root").iterdir()) == []
 
 
@@ -171,9 +168,7 @@ def test_nothing_is_left_of_a_file_whose_checkpoint_is_damaged(root, export):
 )
 def test_plain_data_that_json_cannot_hold_is_named(tmp_path, value, got):
     write_checkpoint(tmp_path / NAME, {}, {"rng.0.odd": value}, world_size=1)
-    with pytest.raises(
-        CheckpointError, match=f"data that JSON can hold under 'rng.0.odd', got .*{got}"
-    ):
+    with pytest.raises(CheckpointError, match=f"'rng.0.odd', got .*{got}"):
         export_safetensors(published(tmp_path, 10), tmp_path / "x.safetensors", ignore)
 
 
@@ -195,10 +190,7 @@ class Malicious:
 
 def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path):
     torch.save({"model.w": Malicious(tmp_path / "ran")}, tmp_path / "x.pt")
-    with pytest.raises(
-        CheckpointError,
-        match=r"tensors and plain data in .*x.pt, got .*getattr",
-    ):
+    with pytest.raises(CheckpointError, match=r"x.pt, got .*getattr"):
         read_file(tmp_path / "x.pt")
     assert not (tmp_path / "ran").exists()
 
@@ -206,21 +198,12 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([torch.ones(2)], "Expected a dict in .*, got list"),
-        ({"train_state": 5}, "Expected a dict 'train_state' in .*, got int"),
-        (
-            {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},
-            "Expected each key once in .*, got several of 'a.b'",
-        ),
-        (
-            {"s": torch.ones(2, 2).to_sparse()},
-            "dense tensors .*in .*x.pt, got .*sparse",
-        ),
-        ({"p": {"c": 1j}}, "tensors and plain data in .*x.pt, got .*complex"),
-        (
-            {"p": {"c": torch.ones(1).untyped_storage()}},
-            "tensors and plain data in .*x.pt, got a TypedStorage",
-        ),
+        ([torch.ones(2)], "got list"),
+        ({"train_state": 5}, "'train_state' in .*, got int"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "got several of 'a.b'"),
+        ({"s": torch.ones(2, 2).to_sparse()}, "x.pt, got .*sparse"),
+        ({"p": {"c": 1j}}, "x.pt, got .*complex"),
+        ({"p": {"c": torch.ones(1).untyped_storage()}}, "x.pt, got a TypedStorage"),
     ],
 )
 def test_what_no_checkpoint_holds_is_refused(tmp_path, state, message):
@@ -240,9 +223,7 @@ def test_metadata_of_others_that_is_no_json_is_named(tmp_path):
     safetensors.torch.save_file(
         {"w": torch.ones(1)}, tmp_path / "x.safetensors", {"format": "pt", "title": "A model"}
     )
-    with pytest.raises(
-        CheckpointError, match=r"Expected JSON in the metadata 'title' of .*, got 'A model'"
-    ):
+    with pytest.raises(CheckpointError, match="'title' of "):
         read_file(tmp_path / "x.safetensors")
 
 
