@@ -97,8 +97,7 @@ def checked(record: Event) -> Event:
     found = dict(record)
     for name in (*_WHOLE, *_NUMBERS):
         value = record.get(name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) < _MOST:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
             found.pop(name, None)
         elif name in _WHOLE:
             found[name] = int(value)

@@ -93,6 +93,7 @@ def make_samples(
     if num_workers < 1:
         raise ConfigError(f"--workers: expected an integer >= 1, got {num_workers}.")
     whole = _without_damage(lines, skipped)
+    made: Iterator[Sample | SampleError]
     if num_workers == 1:
         made = (try_to_make(maker, line) for line in whole)
     else:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,12 +274,6 @@ def test_errors_are_one_line(root, run, arguments, message):
     assert code == 2
     assert message.format(root) in line
     assert sorted(path.name for path in root.iterdir()) == before
-
-
-def test_the_tool_is_a_program_that_needs_no_process_group(root):
-    program = [sys.executable, "-m", "tools.checkpoint", "verify", root / "iter_0000010", "--json"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(done.stdout)["is_intact"]
 
 
 def test_a_store_behind_a_url_is_used_as_well(root, tmp_path, run):

@@ -182,9 +182,9 @@ def test_the_likeliest_tokens_are_those_of_transformers(transformers, tmp_path, 
 
 def test_an_import_has_one_tensor_in_memory_as_it_is_in_the_file(tmp_path, capsys):
     folder = save_model(
-        tmp_path / "wide", dtype=torch.bfloat16, vocab_size=40000, hidden_size=512, head_dim=128
+        tmp_path / "wide", dtype=torch.bfloat16, vocab_size=20000, hidden_size=256, head_dim=64
     )
-    one = 40000 * 512 * 2  # the embedding's bytes, as they are in the file
+    one = 20000 * 256 * 2  # the embedding's bytes, as they are in the file
     with Live() as live:
         converted("import", folder, tmp_path / "runs")
     assert "fp32" in capsys.readouterr().out
