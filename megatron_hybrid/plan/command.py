@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron.core.device import DeviceConfig
 from megatron.core.drivers import kinds_of_accelerators
@@ -49,7 +50,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="Flags of a run may follow: python -m megatron_hybrid pretrain --help lists them.",
     )
-    rate = {"type": quantities.rate, "metavar": "RATE"}
+    rate: dict[str, Any] = {"type": quantities.rate, "metavar": "RATE"}
     parser.add_argument(
         "--gpus",
         type=quantities.whole_number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,47 +40,66 @@ class Columns:
         return values[np.isfinite(values)]
 
 
-def read_metrics(path: Path, tables: Mapping[str, Sequence[str]]) -> dict[str, Columns]:
-    """Returns the columns of a metrics file. Damaged lines and implausible numbers are skipped.
-
-    A resumed run repeats iterations. Everything that an earlier attempt logged from there on is
-    left out, including iterations that the run has not repeated yet.
+class MetricsReader:
+    """Reads a metrics file, and later the lines that were appended to it.
 
     Args:
         tables: Column names of each kind of records, or of the evaluations of each split.
-
-    Raises:
-        OSError: The file is missing, unreadable, or not a regular file.
     """
-    # A row is the number of its line, its iteration, and the values.
-    rows = {name: array("d") for name in tables}
-    with io.BufferedReader(open_regular(path, "a regular file of JSON lines")) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE_BYTES), b"")):
-            record = parse_object(line)
-            if record is None:
-                continue
-            kind = record.get("kind")
-            table = record.get("split") if kind == "eval" else kind
-            iteration = _number(record.get("iteration"))
-            is_iteration = 0 <= iteration <= _MOST_ITERATION and iteration % 1 == 0
-            if isinstance(table, str) and table in tables and is_iteration:
-                values = (_number(record.get(name)) for name in tables[table])
-                rows[table].extend((number, iteration, *values))
 
-    arrays = {
-        name: np.array(rows[name]).reshape(-1, 2 + len(tables[name])) for name in (TRAIN, *tables)
-    }
-    return {name: _columns(arrays[name], arrays[TRAIN], tables[name]) for name in tables}
+    def __init__(self, tables: Mapping[str, Sequence[str]]) -> None:
+        self._tables = tables
+        self._start(None)
 
+    def _start(self, file: tuple[int, int] | None) -> None:
+        # A row is the number of its line, its iteration, and the values.
+        self._rows = {name: array("d") for name in self._tables}
+        self._file = file  # device and inode
+        self._offset = self._num_lines = 0
 
-def no_metrics(tables: Mapping[str, Sequence[str]]) -> dict[str, Columns]:
-    """Returns columns without numbers."""
-    empty = np.empty(0)
-    columns = (dict.fromkeys(names, empty) for names in tables.values())
-    return {
-        name: Columns(empty.astype(np.int64), each)
-        for name, each in zip(tables, columns, strict=True)
-    }
+    def read(self, path: Path) -> None:
+        """Reads the new lines, or all lines of another or a shorter file.
+
+        Damaged lines and implausible numbers are skipped. OSError for a file that is missing,
+        unreadable or irregular.
+        """
+        with io.BufferedReader(open_regular(path, "a regular file of JSON lines")) as stream:
+            stat = os.fstat(stream.fileno())
+            file = (stat.st_dev, stat.st_ino)
+            if file != self._file or stat.st_size < self._offset:
+                self._start(file)
+            stream.seek(self._offset)
+            for line in iter(lambda: stream.readline(MOST_LINE_BYTES), b""):
+                if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                    break  # the rest of the line is not written yet
+                self._offset += len(line)
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        self._num_lines += 1
+        record = parse_object(line)
+        if record is None:
+            return
+        kind = record.get("kind")
+        table = record.get("split") if kind == "eval" else kind
+        iteration = _number(record.get("iteration"))
+        is_iteration = 0 <= iteration <= _MOST_ITERATION and iteration % 1 == 0
+        if isinstance(table, str) and table in self._tables and is_iteration:
+            values = (_number(record.get(name)) for name in self._tables[table])
+            self._rows[table].extend((self._num_lines, iteration, *values))
+
+    def columns(self) -> dict[str, Columns]:
+        """Returns the numbers of each table.
+
+        A resumed run repeats iterations. Everything that an earlier attempt logged from there on is
+        left out, including iterations that the run has not repeated yet.
+        """
+        arrays = {
+            name: np.array(rows).reshape(-1, 2 + len(self._tables[name]))
+            for name, rows in self._rows.items()
+        }
+        steps = arrays[TRAIN]
+        return {name: _columns(arrays[name], steps, self._tables[name]) for name in arrays}
 
 
 def _columns(

@@ -38,7 +38,7 @@ from megatron_hybrid.report.curves import (
     curve_of,
     figure_of,
 )
-from megatron_hybrid.report.metrics import TRAIN, Columns, no_metrics, read_metrics
+from megatron_hybrid.report.metrics import TRAIN, Columns, MetricsReader
 from megatron_hybrid.run_history import (
     Event,
     Session,
@@ -225,7 +225,7 @@ def _seconds(event: Event) -> str | None:
 
 
 class RunPage:
-    """Renders the pages of a run."""
+    """Renders the pages of a run, and keeps the metrics that it has read."""
 
     def __init__(self, folder: Path, refresh_seconds: float) -> None:
         """
@@ -234,6 +234,7 @@ class RunPage:
         """
         self._folder = folder
         self._refresh_seconds = refresh_seconds
+        self._metrics = MetricsReader(_TABLES)
 
     def html(self, status: Mapping[str, Any], lines: Iterable[str], now: float) -> str:
         """Returns the page. OSError if the events cannot be read.
@@ -244,7 +245,8 @@ class RunPage:
         """
         events = read_history(self._folder)
         sessions = split_sessions(events)
-        metrics, note = self._read_metrics(sessions)
+        note = self._read_metrics(sessions)
+        metrics = self._metrics.columns()
         checkpoints = checkpoint_folders(self._folder, events)
         is_running = status["state"] in ("running", "saving")
         start = next((each.start for each in reversed(sessions) if each.start), {})
@@ -271,23 +273,21 @@ class RunPage:
             command=shlex.join(map(str, command)) if isinstance(command, list) else "",
         )
 
-    def _read_metrics(self, sessions: Sequence[Session]) -> tuple[dict[str, Columns], str]:
-        """Returns the metrics, and a note if they are missing or old."""
+    def _read_metrics(self, sessions: Sequence[Session]) -> str:
+        """Reads new metrics. Returns a note if they are missing or old."""
         start = next((each.start for each in reversed(sessions) if "metrics" in each.start), {})
         writes_none = "metrics" in start and start["metrics"] is None
-        note = ""
         try:
-            metrics = read_metrics(_metrics_path(self._folder, start), _TABLES)
-            if writes_none:
-                note = "The last start writes no metrics (--metrics-jsonl none): these are older."
-            return metrics, note
+            self._metrics.read(_metrics_path(self._folder, start))
         except (FileNotFoundError, NotADirectoryError):
-            note = f"No metrics yet: there is no {METRICS_FILE} next to the run's events."
             if writes_none:
-                note = "The run writes no metrics: it was started with --metrics-jsonl none."
+                return "The run writes no metrics: it was started with --metrics-jsonl none."
+            return f"No metrics yet: there is no {METRICS_FILE} next to the run's events."
         except OSError as error:
-            note = f"The metrics could not be read: {error}"
-        return no_metrics(_TABLES), note
+            return f"The metrics could not be read: {error}"
+        if writes_none:
+            return "The last start writes no metrics (--metrics-jsonl none): these are older."
+        return ""
 
 
 def _metrics_path(folder: Path, start: Event) -> Path:

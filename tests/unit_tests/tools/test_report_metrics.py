@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hybrid.report.metrics import MOST_LINE_BYTES, TRAIN, read_metrics
+from megatron_hybrid.report.metrics import MOST_LINE_BYTES, TRAIN, MetricsReader
 from megatron_hybrid.report.page import TIMING, VALIDATION
 
 TABLES = {TRAIN: ["loss"], VALIDATION: ["loss"], TIMING: ["host_ms", "d2h_ms"]}
@@ -19,7 +19,13 @@ def line(iteration: object, loss: object = 1.0, **fields: object) -> str:
 
 
 def read(path: Path, table: str = TRAIN) -> dict[int, float]:
-    columns = read_metrics(path, TABLES)[table]
+    reader = MetricsReader(TABLES)
+    reader.read(path)
+    return losses(reader, table)
+
+
+def losses(reader: MetricsReader, table: str = TRAIN) -> dict[int, float]:
+    columns = reader.columns()[table]
     pairs = zip(columns.iterations.tolist(), columns.values["loss"].tolist(), strict=True)
     return dict(pairs)
 
@@ -62,7 +68,9 @@ def test_evaluations_and_lane_times_have_tables_of_their_own(path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert read(path, VALIDATION) == {4: 2.5}
     assert read(path) == {}
-    timing = read_metrics(path, TABLES)[TIMING]
+    reader = MetricsReader(TABLES)
+    reader.read(path)
+    timing = reader.columns()[TIMING]
     assert timing.values["host_ms"].tolist() == [1.25]
     assert (timing.last("host_ms"), timing.last("d2h_ms")) == (1.25, None)
 
@@ -86,6 +94,26 @@ def test_a_value_that_is_no_finite_number_is_none(path, value):
 def test_a_record_without_a_plausible_iteration_is_skipped(path, iteration):
     path.write_text(line(1) + line(iteration))
     assert list(read(path)) == [1]
+
+
+def test_appended_lines_are_read_later_and_another_file_from_its_beginning(path):
+    whole = line(2, 7.0)
+    path.write_text(line(1) + whole[:9])
+    reader = MetricsReader(TABLES)
+    reader.read(path)
+    assert losses(reader) == {1: 1.0}
+    with path.open("a") as stream:
+        stream.write(whole[9:])
+    for _ in range(2):
+        reader.read(path)
+        assert losses(reader) == {1: 1.0, 2: 7.0}
+    path.write_text(line(3))
+    reader.read(path)
+    assert list(losses(reader)) == [3], "a shorter one"
+    other = path.with_name("other")
+    other.write_text(line(4) + line(5) + line(6))
+    reader.read(other)
+    assert list(losses(reader)) == [4, 5, 6], "a longer one"
 
 
 @settings(max_examples=200)
