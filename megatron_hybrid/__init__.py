@@ -1,4 +1,4 @@
-"""The programs that `python -m megatron_hybrid` and the scripts of a clone run.
+"""The programs behind `python -m megatron_hybrid`, `tools/` and the scripts of a clone.
 
-A package of its own beside `megatron`, so that it can say so where `megatron` is another project's.
+They are separate from `megatron`, so that they can report that `megatron` is another project's.
 """

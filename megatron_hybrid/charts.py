@@ -22,8 +22,7 @@ _PNG_SCALE = 2  # pixels of a PNG for each pixel of the canvas
 class Theme(NamedTuple):
     """Colors for pages of one brightness.
 
-    The series are Okabe and Ito's, which people with any of the common color vision deficiencies
-    tell apart.
+    The series are Okabe and Ito's, which are distinct for the common color vision deficiencies.
     """
 
     background: str

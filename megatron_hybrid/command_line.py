@@ -1,4 +1,4 @@
-"""`python -m megatron_hybrid COMMAND ...`: the programs of this project, from any folder.
+"""`python -m megatron_hybrid COMMAND ...`: the programs of this project, from any directory.
 
     python -m megatron_hybrid preprocess --input texts/ --output-prefix data/mine ...
     python -m megatron_hybrid launch -m megatron_hybrid pretrain --config run.yaml
@@ -24,7 +24,7 @@ _EXIT_USAGE = 2
 
 
 class Command(NamedTuple):
-    """A program: `main(argv, program)` of the module answers its exit code."""
+    """A program: `main(argv, program)` of the module returns its exit code."""
 
     module: str
     help: str
@@ -33,7 +33,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "pretrain": Command("pretrain_gpt", "train a GPT; on several ranks under launch or torchrun"),
     "pretrain-vlm": Command("pretrain_vlm", "train a model that reads images and text"),
-    "plan": Command("plan.command", "say what a run would take, and how long its steps would be"),
+    "plan": Command("plan.command", "plan the memory of a run and the time of its steps"),
     "launch": Command("launcher", "torchrun, without its tracebacks"),
     "preprocess": Command("preprocess_data", "tokenize text into token files"),
     "preprocess-multimodal": Command(
@@ -45,21 +45,17 @@ COMMANDS = {
     "convert-hf": Command("convert_hf", "import a Hugging Face model, export a run's"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
     "megatron-flags": Command(
-        "megatron_flags", "rewrite a launch script of Megatron-LM's for this program"
+        "megatron_flags", "rewrite a launch script of Megatron-LM for this program"
     ),
-    "status": Command("run_status", "say how a run is doing"),
-    "timeline": Command("timeline", "show what lanes did in a recorded iteration"),
+    "status": Command("run_status", "show the status of a run"),
+    "timeline": Command("timeline", "show the work of lanes in a recorded iteration"),
 }
 
 _HANDLE_SIGNALS = ("pretrain", "pretrain-vlm", "launch")  # themselves
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one program; returns its exit code.
-
-    Args:
-        argv: the program's command and its arguments; default: the command line's.
-    """
+    """Runs one program; returns its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] in (["-h"], ["--help"]):
         print(_usage())
@@ -78,15 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return _EXIT_USAGE
 
-    # Usage lines of argparse begin with it.
+    # argparse prints it in usage lines.
     sys.argv = [program, *arguments]
-    # Until the run begins, Ctrl-C ends the process as it would a C program: a traceback from the
-    # middle of an import tells nobody anything. The run's watchdog takes over.
+    # Until the run starts, Ctrl-C ends the process without a traceback from an import. Afterwards
+    # the run's watchdog handles it.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if command == "pretrain" and is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    # Only this program is imported: `status` answers without the seconds that torch takes.
+    # Imports only this program: `status` starts without importing torch.
     module = importlib.import_module(f"megatron_hybrid.{COMMANDS[command].module}")
     if command in _HANDLE_SIGNALS:
         status: int = module.main(arguments, program)
@@ -102,15 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_package() -> None:
-    """ImportError, in one line, if `megatron` is not the package beside this one."""
-    import megatron  # it looks for another project's files in itself
+    """Raises ImportError if `megatron` is another project's package."""
+    import megatron  # checks itself for another project's files
 
     found = [str(Path(path).resolve()) for path in megatron.__path__]
     if found[:1] != [str(_PACKAGE)]:
         raise ImportError(
             f"Expected the package megatron of megatron-hybrid at {_PACKAGE}, got that of another "
-            f"distribution at {', '.join(found)}. Uninstall that one (megatron-core, say), or take "
-            "it off PYTHONPATH."
+            f"distribution at {', '.join(found)}. Uninstall it (e.g. megatron-core), or remove it "
+            "from PYTHONPATH."
         )
 
 

@@ -1,13 +1,13 @@
-"""Models between the transformers library and runs.
+"""Converts models between Hugging Face directories and runs.
 
     python -m megatron_hybrid convert-hf import models/qwen3 runs/start
     python -m megatron_hybrid pretrain --hf-model models/qwen3 --load runs/start --finetune ...
     python -m megatron_hybrid convert-hf export runs/mine exports/mine --dtype bf16
 
-`import` makes a checkpoint of a folder. A run that begins with the folder needs none
-(`pretrain_gpt.py --hf-model`); a store that all machines see, and tools that look at checkpoints,
-may. `export` is `checkpoint export`. One process on the CPU, no process group, no
-model. Exit code: 0, or 2 for errors, which leave nothing behind.
+`import` writes a checkpoint. `pretrain_gpt.py --hf-model` also starts from the directory itself; a
+checkpoint is for stores that all machines share, and for the checkpoint tools. `export` is
+`checkpoint export`. Runs in one process on the CPU. Exit code: 0, or 2 for errors, which leave no
+files.
 """
 
 from __future__ import annotations
@@ -21,20 +21,14 @@ from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
-from megatron_hybrid.checkpoint.from_hf import check_import, write_import
-from megatron_hybrid.checkpoint.progress import progress_bar
+from megatron_hybrid.checkpoint.from_hf import import_hf
 from megatron_hybrid.endings import one_line_errors
 
-_MAX_LINE = 4000  # characters, of what a folder says of itself
+_MAX_LINE = 4000  # characters
 
 
 def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
-    """Converts; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Converts; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], str] = arguments.command
     with one_line_errors(program, (CheckpointError, OSError, ValueError)):
@@ -44,23 +38,15 @@ def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> i
 
 
 def import_folder(arguments: argparse.Namespace) -> str:
-    """Makes a checkpoint of a folder of the transformers library."""
-    checked = check_import(
-        arguments.folder,
-        arguments.root,
-        tokenizer_model=arguments.tokenizer_model,
-        vocab_size=arguments.vocab_size,
-        seq_length=arguments.seq_length,
-    )
-    with progress_bar("import", checked.num_bytes) as progress:
-        summary = write_import(checked, progress)
+    """Imports a Hugging Face directory as a checkpoint."""
+    summary = import_hf(arguments)
     size = format_bytes(summary["num_bytes"])
     what = f"{summary['num_tensors']} tensors of {size} in fp32"
     return f"{summary['target']}: {what}, of {summary['source']}"
 
 
 def export_folder(arguments: argparse.Namespace) -> str:
-    """Makes a folder of the transformers library of a run's model."""
+    """Exports a run's model as a Hugging Face directory."""
     return sentence(export_run(arguments))
 
 

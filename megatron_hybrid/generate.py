@@ -5,8 +5,8 @@
     python -m megatron_hybrid generate --load exports/gpt --tokenizer-model other/tokenizer.json
     python -m megatron_hybrid generate --load runs/vlm --image cat.png --prompt "What is this?"
 
-One process, no torchrun: a checkpoint loads on any number of ranks. saved_model.py says how the
-model and its tokenizer are found.
+Runs in one process, since a checkpoint loads on any number of ranks. saved_model.py finds the model
+and its tokenizer.
 """
 
 from __future__ import annotations
@@ -37,14 +37,9 @@ _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "
 
 
 def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int:
-    """Prints each prompt with its continuation; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Prints each prompt with its continuation; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    # ValueError: pictures that cannot be used, and prompts that the tokenizer has no tokens for.
+    # ValueError: unusable pictures, and prompts that the tokenizer cannot encode.
     with one_line_errors(program, (CheckpointError, ValueError, OSError)):
         model, tokenizer, seq_length = load_model(
             arguments.load, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
@@ -72,12 +67,12 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
 
 
 class _Question(NamedTuple):
-    """What is to be continued.
+    """A prompt to continue.
 
     Attributes:
-        model: answers tokens [1, tokens] with logits.
-        end: the token that ends the answer.
-        shown: before the answer.
+        model: returns logits for tokens [1, tokens].
+        end: the token at which generation stops.
+        shown: text to print before the new text.
     """
 
     model: torch.nn.Module
@@ -89,8 +84,8 @@ class _Question(NamedTuple):
 def _questions(
     arguments: argparse.Namespace, model: OwnModel, tokenizer: Tokenizer, seq_length: int
 ) -> list[_Question]:
-    """A question for each prompt. ValueError for pictures that nothing can read, and for prompts
-    that the tokenizer has no tokens for.
+    """Returns a question for each prompt. ValueError for unreadable pictures, and for prompts that
+    the tokenizer cannot encode.
     """
     if arguments.image:
         if not isinstance(model, VisionLanguageModel):
@@ -105,8 +100,8 @@ def _questions(
             asked = reader.ask(prompt, arguments.image)
             if (length := len(asked.tokens) + arguments.max_new_tokens) > seq_length:
                 raise ConfigError(
-                    f"--max-new-tokens: expected at most {seq_length} tokens with those of the "
-                    f"prompt and its pictures, got {length}."
+                    f"--max-new-tokens: expected at most {seq_length} tokens with the prompt and "
+                    f"pictures, got {length}."
                 )
             names = ", ".join(map(str, arguments.image))
             shown = f"{printable(names)}: {prompt!r}\n"
@@ -114,7 +109,7 @@ def _questions(
         return questions
 
     if arguments.processor is not None:
-        raise ConfigError("--processor: expected --image beside it, got none.")
+        raise ConfigError("--processor: expected --image with it, got none.")
     return [
         _Question(
             model,
@@ -127,9 +122,7 @@ def _questions(
 
 
 def _check_ids(questions: Sequence[_Question], num_rows: int) -> None:
-    """ValueError for a token without an embedding. Tokenizers may have more ids than a model has
-    rows, such as one for padding.
-    """
+    """Raises ValueError for a token without an embedding, such as a tokenizer's padding token."""
     for question in questions:
         if (most := max(question.tokens)) >= num_rows:
             raise ValueError(
@@ -144,14 +137,13 @@ def load_model(
     config: str | None = None,
     tokenizer_model: str | None = None,
 ) -> tuple[OwnModel, Tokenizer, int]:
-    """A model in fp32, its tokenizer, and its sequence length.
+    """Returns a model in fp32, its tokenizer, and its sequence length.
 
     Args:
         root, iteration, config, tokenizer_model: as for `find_model`.
 
     Raises:
-        CheckpointError, ConfigError: if there is no model, or what is there does not tell what it
-            is.
+        CheckpointError, ConfigError: there is no model, or its settings are missing.
     """
     found = find_model(root, iteration, config, tokenizer_model)
     if found.tokenizer is None or found.seq_length is None:
@@ -181,17 +173,16 @@ def sample(
     top_k: int,
     generator: torch.Generator,
 ) -> list[int]:
-    """Up to `num_new_tokens` token ids that follow `prompt`, ended early by `eod` (which is left
-    out).
+    """Samples up to `num_new_tokens` token ids after `prompt`, until `eod`.
 
     Args:
-        context_length: the model sees the last so many tokens.
-        num_tokens: ids from here on are padding of the embedding and are never drawn.
-        temperature: 0 takes the likeliest token every time.
-        top_k: how many of the likeliest tokens are drawn from; 0 for all.
+        context_length: the number of last tokens in the model's input.
+        num_tokens: the number of ids without the embedding's padding.
+        temperature: 0 chooses the most likely token.
+        top_k: the number of most likely tokens to sample from; 0 for all.
 
     Raises:
-        ValueError: logits that are not finite.
+        ValueError: logits are not finite.
     """
     device = next(model.parameters()).device
     tokens = list(prompt)
@@ -200,8 +191,8 @@ def sample(
         logits = model(context)[0, -1, :num_tokens].float().cpu()  # [num_tokens]
         if not logits.isfinite().all():
             raise ValueError(
-                "Expected finite logits, got NaN or infinity: the weights, or what they compute, "
-                "are not finite. Load an earlier checkpoint by --ckpt-step."
+                "Expected finite logits, got NaN or infinity: the weights or activations are not "
+                "finite. Load an earlier checkpoint by --ckpt-step."
             )
         chosen = _choose(logits, temperature, top_k, generator)
         if chosen == eod:
@@ -216,7 +207,7 @@ def _choose(
     if temperature == 0:
         return int(logits.argmax())
     likeliest = torch.topk(logits, min(top_k or logits.numel(), logits.numel()))
-    # No temperature is so low that the quotients overflow to infinity, whose differences are NaN.
+    # Differences first: quotients of a low temperature overflow to infinity.
     below_best = likeliest.values.double() - likeliest.values[0]
     probabilities = torch.softmax((below_best / temperature).float(), dim=0)
     return int(likeliest.indices[torch.multinomial(probabilities, 1, generator=generator)])
@@ -248,8 +239,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--processor",
         metavar="DIR",
-        help="directory with a preprocessor_config.json, which says how pictures are resized "
-        "(default: as in training)",
+        help="directory with the preprocessor_config.json for resizing pictures (default: as in "
+        "training)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to generate")
     parser.add_argument(
@@ -275,7 +266,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not -(1 << 63) <= arguments.seed < 1 << 64:
         parser.error(f"--seed: expected a number of 64 bits, got {arguments.seed}.")
     for prompt in arguments.prompt or ():
-        # Python hands on bytes of the command line that are no text as halves of a pair.
+        # Python decodes invalid bytes of the command line as halves of surrogate pairs.
         if any("\ud800" <= letter <= "\udfff" for letter in prompt):
             parser.error(f"--prompt: expected text in UTF-8, got {prompt!r}.")
 

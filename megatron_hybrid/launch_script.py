@@ -28,7 +28,7 @@ from megatron_hybrid.shell_words import ShellSyntaxError, Token, Variables, toke
 _PROGRAMS = ("pretrain_gpt.py", "pretrain_vlm.py")
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
 _MOST_COMBINATIONS = 64  # of the values that a flag's variables may have
-_NO_BATCH = "N is its samples by --global-batch-size, which the script does not tell."
+_NO_BATCH = "N is its samples by --global-batch-size, which the script does not set."
 _UNKNOWN = "\0"  # placeholder for an unknown value
 _FLAG = re.compile(r"(['\"]?)(--[A-Za-z][\w-]*)(?:=(.*))?\1", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
@@ -317,13 +317,13 @@ class _Findings:
     def _why_undecided(self, given: _ScriptFlag) -> str:
         values = sorted({value for row in rows_for(given.flag) for value in row.values})
         found = (names for raw in given.values for names in _REFERENCE.findall(raw))
-        told = [
+        known_values = [
             f"${name} may be {' or '.join(sorted(known))}"
             for name in dict.fromkeys(one or two for one, two in found)
             if (known := self._script.variables.values.get(name))
         ]
-        what = f"What it means here depends on its value ({', '.join(values)}, or another)"
-        return f"{what}: {', '.join(told) or 'the script does not tell it'}."
+        meaning = f"Its meaning here depends on its value ({', '.join(values)}, or another)"
+        return f"{meaning}: {', '.join(known_values) or 'the script does not set it'}."
 
     def _values(self, given: _ScriptFlag) -> list[tuple[str, ...]]:
         """Returns all possible lists of values; `_UNKNOWN` replaces an unknown value."""

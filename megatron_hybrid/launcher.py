@@ -2,10 +2,10 @@
 
     python -m megatron_hybrid launch --standalone --nproc-per-node 2 pretrain_gpt.py --config ...
 
-Takes torchrun's arguments and runs its agent in this process, so ranks are launched, watched and
-restarted as by torchrun. What differs is how it ends: when a rank fails, or Ctrl-C is pressed,
-torchrun prints a traceback of its own code below what the ranks have said, and exits with 1. This
-program leaves the last word to the ranks, and exits with the status of the one that failed first.
+Takes torchrun's arguments and runs its agent in this process, so ranks are launched, monitored and
+restarted as by torchrun. When a rank fails, or on Ctrl-C, torchrun prints a traceback of its code
+after the output of the ranks, and exits with 1. This program prints none, and exits with the status
+of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
 
     That is 0 if all ranks ended well, else the status of the first that failed, 128 and the
     signal's number if a signal ended it or this program.
-
-    Args:
-        argv: torchrun's arguments; default: the command line's.
-        program: the name that messages begin with.
     """
     parser = torchrun.get_args_parser()
     parser.formatter_class = HelpFormatter
     arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
     if "LOGLEVEL" not in os.environ:
-        # The agent warns of every process that it passes a signal on to, and its error report
-        # repeats what is known: the ranks' own words would scroll out of sight.
+        # The agent's warnings and its report would hide the messages of the ranks.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
     try:
@@ -49,6 +44,6 @@ def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
         return status
     except SignalException as error:
         return 128 + int(error.sigval)
-    except KeyboardInterrupt:  # before the agent has handlers of its own
+    except KeyboardInterrupt:  # before the agent installs its handlers
         return 128 + 2
     return 0

@@ -51,7 +51,7 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
     """Returns the lines of the report, grouped by handling."""
     findings = rewritten.findings
     if not rewritten.num_flags and not findings:
-        what = "its program's name ends in .py and begins with pretrain, train or finetune"
+        what = "its program's name starts with pretrain, train or finetune and ends in .py"
         return [f"{path}: no training command with flags was found; {what}. Nothing changed."]
     changed, left = (sum(one.handling in kind for one in findings) for kind in (CHANGES, LEFT))
     heading = f"{path}: {rewritten.num_flags} flags; {changed} changed, {left} left to you."
@@ -105,8 +105,8 @@ def _target(path: Path, output: Path | None, in_place: bool) -> Path | None:
     if output is not None and output.exists() and output.samefile(path):
         raise ConfigError(f"--output: expected another file than {path}, or --in-place.")
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        got = f"the folder {output}" if output.is_dir() else f"{output}, whose folder is missing"
-        raise ConfigError(f"--output: expected a file in a folder that exists, got {got}.")
+        got = f"the directory {output}" if output.is_dir() else f"{output}"
+        raise ConfigError(f"--output: expected a file in an existing directory, got {got}.")
     return output
 
 

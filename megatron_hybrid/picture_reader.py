@@ -1,4 +1,4 @@
-"""Questions about pictures, for a model that reads them."""
+"""Prompts with pictures, for vision-language models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.tokenizer import Tokenizer
 
 
 class PictureModel(nn.Module):
-    """A model that continues one text about the same pictures. Tokens alone are its input."""
+    """A vision-language model with fixed pictures, whose input is tokens."""
 
     def __init__(self, model: VisionLanguageModel, images: Images | None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class PictureModel(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[1, tokens] -> logits [1, tokens, vocab]."""
         vision, grids = self.model.vision, () if self._images is None else self._images.grids
-        assert vision.image_token_id is not None, "the model has checked it"
+        assert vision.image_token_id is not None, "checked by the model"
         positions = decoder_positions(
             tokens[0].cpu().numpy(), vision.image_token_id, grids, vision.vision_merge_size
         )
@@ -43,23 +43,23 @@ class PictureModel(nn.Module):
 
 
 class Asked(NamedTuple):
-    """A question, and the model to ask."""
+    """The tokens of a prompt, and the model with its pictures."""
 
     model: PictureModel
     tokens: list[int]
 
 
 class PictureReader:
-    """Asks a model about pictures.
+    """Makes prompts with pictures.
 
     Args:
-        processing: how they become patches.
+        processing: the preprocessing of pictures.
 
     Attributes:
-        end: the token that ends an answer.
+        end: the token at which generation stops.
 
     Raises:
-        ConfigError: for a tokenizer without the tokens of images, or pictures in other patches.
+        ConfigError: a tokenizer without image tokens, or patches of another size.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class PictureReader:
         source: str,
         processor: str | None = None,
     ) -> PictureReader:
-        """With pictures made as in training, or as a folder says.
+        """Returns a reader with the preprocessing of the training or of a processor.
 
         Args:
-            source: where the model is from; a folder of the transformers library has a processor.
-            processor: a folder that has one.
+            source: the model's path; a Hugging Face directory has a processor.
+            processor: another directory with a processor.
 
         Raises:
-            ConfigError: if nothing says how pictures are made.
+            ConfigError: the preprocessing is unknown.
         """
         if processor is None and (Path(source) / PROCESSOR_FILE).is_file():
             processor = source
@@ -105,16 +105,16 @@ class PictureReader:
         found = ImageProcessing.of_model(model.vision)
         if found is None:
             raise ConfigError(
-                f"--processor: expected a folder with {PROCESSOR_FILE}, since {source} does not "
-                "say how pictures are made, got none."
+                f"--processor: expected a directory with {PROCESSOR_FILE}, since {source} has no "
+                "preprocessing of pictures, got none."
             )
         return cls(model, tokenizer, found)
 
     def ask(self, question: str, pictures: Sequence[Path]) -> Asked:
-        """The tokens of a question about pictures, which come before it.
+        """Returns the tokens of pictures and a question after them.
 
         Raises:
-            ImageError: for a picture that cannot be used.
+            ImageError: an unusable picture.
         """
         images = [self._processing.load(path) for path in pictures]
         parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]

@@ -3,25 +3,20 @@
     python -m megatron_hybrid preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-model data/tokenizer.json --append-eod --workers 4
 
-writes `data/corpus_text_document.bin` and `.idx`. The documents keep the order of the input,
-whatever the number of workers. The output files appear only when all of it is written.
+writes `data/corpus_text_document.bin` and `.idx`. Documents keep their order for any number of
+workers. The output files appear when all of them are complete.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import json
-import os
 import reprlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,69 +32,80 @@ from megatron.training.tokenizer import (
     say_prefix,
     train_bpe,
 )
-from megatron_hybrid.endings import one_line_errors, worker_pool
+from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.input_files import (
-    DamagedInputError,
+    TEXT_KEY,
     InputError,
+    Line,
+    documents_of,
     find_files,
     is_compressed,
-    is_json_lines,
-    lines_of,
-    read_document,
 )
-from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
-from megatron_hybrid.sample_lines import LostLinesError, SampleError, Skipped
+from megatron_hybrid.sample_lines import Skipped, make_samples
 
-_PLAIN_TEXT_KEY = "text"
-_SHOWN = 40  # characters of the input in a message
-# A worker's chunk: large enough to hide the cost of passing it, small enough to share the work
-# evenly.
-_CHUNK_DOCUMENTS = 256
-_CHUNK_CHARACTERS = 1 << 19
-_CHUNKS_PER_WORKER = 4  # in flight: it bounds the memory
-
-
-class Document(NamedTuple):
-    """One document as read."""
-
-    texts: tuple[str, ...]  # one per key
-    num_bytes: int  # of the input
-
-
-class Encoded(NamedTuple):
-    """Documents of one chunk and one key, tokenized."""
-
-    tokens: npt.NDArray[np.int32]  # all documents, end to end
-    lengths: list[int]  # tokens of each document; empty documents are left out
-    num_empty: int
+_SHOWN = 40  # characters of a value in a message
 
 
 @dataclass
-class Output:
-    """The dataset of one key."""
+class TextReader:
+    """Takes the texts under some keys from a record."""
 
-    key: str
-    builder: IndexedDatasetBuilder
-    num_empty: int = 0  # documents left out
+    keys: Sequence[str]
+
+    def make(self, record: object, folder: Path) -> tuple[str, ...]:  # noqa: ARG002  no paths in it
+        """Returns a text for each key. ValueError if the record does not have them."""
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {_shown(record)}")
+        for key in self.keys:
+            text = record.get(key)
+            if not isinstance(text, str):
+                got = f"the keys {reprlib.repr(sorted(record))}"
+                got = f"{_shown(text)}" if key in record else got
+                raise ValueError(f"expected a text under the key {key!r}, got {got}")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                # JSON can contain half of a surrogate pair, which UTF-8 cannot encode.
+                wrong = _shown(text[max(0, error.start - 10) :])
+                where = f"character {error.start}"
+                raise ValueError(
+                    f"expected Unicode under the key {key!r}, got {wrong} at {where}"
+                ) from error
+        return tuple(record[key] for key in self.keys)
 
 
 @dataclass
-class Counts:
-    """Totals over the whole input, for the report at the end."""
+class TextTokenizer:
+    """Tokenizes the texts under some keys of a record."""
+
+    reader: TextReader
+    tokenizer: Tokenizer
+    append_eod: bool
+
+    def make(self, record: object, folder: Path) -> list[npt.NDArray[np.int32]]:
+        """Returns the tokens of the text under each key, none for an empty text."""
+        return [self._tokens_of(text) for text in self.reader.make(record, folder)]
+
+    def _tokens_of(self, text: str) -> npt.NDArray[np.int32]:
+        tokens = self.tokenizer.tokenize(text)
+        if tokens:
+            tokens = [*self.tokenizer.prefix, *tokens]
+            tokens += [self.tokenizer.eod] if self.append_eod else []
+        return np.array(tokens, np.int32)
+
+
+@dataclass
+class _Totals:
+    """Counts over the whole input, for the report at the end."""
 
     skipped: Skipped
-    num_lines: int = 0  # that were not skipped
+    num_empty: list[int]  # documents without text, by key
+    not_text: list[Path]  # files that are not UTF-8
     num_bytes: int = 0
-    undecodable: list[Path] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py") -> int:
-    """Tokenizes the input as the command line says; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Tokenizes the input and returns the exit code."""
     parser = _parser(program)
     arguments = parser.parse_args(argv)
     with one_line_errors(f"{parser.prog}: error"):
@@ -109,12 +115,11 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py")
 
 
 def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Trains the tokenizer if asked to, tokenizes `files`, publishes the token files and prints a
+    """Trains the tokenizer if requested, tokenizes `files`, publishes the token files and prints a
     summary.
     """
-    begun = time.monotonic()
-    keys = list(arguments.json_keys)
-    expect(arguments.workers >= 1, "--workers", "an integer >= 1", arguments.workers)
+    start = time.monotonic()
+    keys = arguments.json_keys
     if arguments.chat:
         _preprocess_chats(arguments, files)
         return
@@ -124,22 +129,22 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     if len(set(keys)) != len(keys):
         raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
     if arguments.train_tokenizer:
-        _train_tokenizer(arguments, files, keys)
-    config = TokenizerConfig(
-        **{option.name: getattr(arguments, option.name) for option in _tokenizer_options()}
-    )
-    tokenizer = build_tokenizer(config)
+        _train_tokenizer(arguments, files)
+    options = {option.name: getattr(arguments, option.name) for option in _tokenizer_options()}
+    tokenizer = build_tokenizer(TokenizerConfig(**options))
     dtype = optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
-        outputs = []
-        for key in keys:
-            builder = IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
-            outputs.append(Output(key, stack.enter_context(builder)))
-        counts = _tokenize(arguments, files, tokenizer, outputs)
+        outputs = [
+            stack.enter_context(
+                IndexedDatasetBuilder(f"{arguments.output_prefix}_{key}_document", dtype)
+            )
+            for key in keys
+        ]
+        totals = _tokenize(arguments, files, tokenizer, outputs)
         for output in outputs:
-            output.builder.complete()  # all of them before the first is published
+            output.complete()  # all of them before the first is published
 
-    _report(counts, outputs, time.monotonic() - begun)
+    _report(totals, outputs, time.monotonic() - start)
     if sentence := say_prefix(tokenizer):
         print(sentence)
 
@@ -154,9 +159,12 @@ def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
     expect(
         not (arguments.train_tokenizer or arguments.append_eod),
         "--chat",
-        "neither --train-tokenizer nor --append-eod, since the template says how a text ends",
+        "neither --train-tokenizer nor --append-eod, since the template ends a text",
         "one of them",
     )
+    # Importing torch takes longer than tokenizing a small file.
+    from megatron_hybrid.preprocess_chat import ChatMaker, preprocess_chats
+
     preprocess_chats(
         files,
         arguments.output_prefix,
@@ -167,32 +175,90 @@ def _preprocess_chats(arguments: argparse.Namespace, files: list[Path]) -> None:
 
 
 def _tokenize(
-    arguments: argparse.Namespace, files: list[Path], tokenizer: Tokenizer, outputs: list[Output]
-) -> Counts:
-    """Fills the outputs with the documents of `files`."""
-    counts = Counts(Skipped(is_allowed=arguments.skip_bad_samples))
-    chunks = _chunks(_read(files, [output.key for output in outputs], counts))
-    # How much a compressed file holds is not known before.
+    arguments: argparse.Namespace,
+    files: list[Path],
+    tokenizer: Tokenizer,
+    outputs: Sequence[IndexedDatasetBuilder],
+) -> _Totals:
+    """Fills the outputs, one for each key, with the documents of `files`."""
+    skipped = Skipped(is_allowed=arguments.skip_bad_samples)
+    totals = _Totals(skipped, [0] * len(outputs), [])
+    # The size of a compressed file's content is unknown.
     is_known = not any(map(is_compressed, files))
-    total = sum(path.stat().st_size for path in files) if is_known else None
+    size = sum(path.stat().st_size for path in files) if is_known else None
     is_silent = not _shows_progress()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
-        for num_bytes, encoded in _encode_all(
-            chunks, tokenizer, arguments.append_eod, arguments.workers
-        ):
-            for output, part in zip(outputs, encoded, strict=True):
-                _add(output, part)
-            counts.num_bytes += num_bytes
-            bar.update(num_bytes)
+    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
 
-    for output in outputs:
-        if output.builder.num_documents == 0:
+        def read() -> Iterator[Line]:
+            for line in documents_of(files, totals.not_text):
+                bar.update(len(line.content))
+                totals.num_bytes += len(line.content)
+                yield line
+
+        reader = TextReader(arguments.json_keys)
+        maker = TextTokenizer(reader, tokenizer, arguments.append_eod)
+        for texts in make_samples(read(), maker, skipped, num_workers=arguments.workers):
+            for number, tokens in enumerate(texts):
+                if len(tokens):
+                    outputs[number].add_document(tokens)
+                else:
+                    totals.num_empty[number] += 1
+
+    for key, output in zip(arguments.json_keys, outputs, strict=True):
+        if output.num_documents == 0:
             raise InputError(
-                f"Expected at least one document with text under {output.key!r} in {len(files)} "
-                "files, got none."
+                f"Expected a document with text under {key!r} in {len(files)} files, got none."
             )
+    return totals
 
-    return counts
+
+def _train_tokenizer(arguments: argparse.Namespace, files: list[Path]) -> None:
+    """Trains the tokenizer, and sets --tokenizer-model to it."""
+    if arguments.vocab_size is None:
+        raise InputError("--vocab-size: expected a number for --train-tokenizer, got none.")
+    if arguments.tokenizer_type != "HuggingFaceTokenizer":
+        raise InputError(
+            f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}."
+        )
+
+    if arguments.tokenizer_model is None:
+        arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
+    if Path(arguments.tokenizer_model).is_dir():
+        raise InputError(
+            "--tokenizer-model: expected a file to write for --train-tokenizer, got the directory "
+            f"{arguments.tokenizer_model}."
+        )
+
+    # Tokenizing reports the bad lines.
+    skipped = Skipped(is_allowed=arguments.skip_bad_samples)
+    lines = documents_of(files, [])
+    records = make_samples(lines, TextReader(arguments.json_keys), skipped)
+    texts = (text for texts in records for text in texts)
+    train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
+
+
+def _report(totals: _Totals, outputs: Sequence[IndexedDatasetBuilder], seconds: float) -> None:
+    """Prints a line for each dataset and one for the input."""
+    totals.skipped.tell()
+    for output, num_empty in zip(outputs, totals.num_empty, strict=True):
+        note = f"; {num_empty} empty documents skipped" if num_empty else ""
+        counts = f"{output.num_documents} documents, {output.num_tokens} tokens"
+        print(f"{output.prefix}: {counts}{note}")
+
+    num_bad, num_other = len(totals.skipped.reasons), len(totals.not_text)
+    note = f"; {num_other} files skipped that are not UTF-8 text" if num_other else ""
+    note += f"; {num_bad} bad lines skipped" if num_bad else ""
+    print(f"{totals.num_bytes} bytes tokenized in {seconds:.1f} s{note}")
+
+
+def _shows_progress() -> bool:
+    """Whether the output and the progress bar go to a terminal."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def _shown(value: object) -> str:
+    """Returns the beginning of a value's `repr`."""
+    return reprlib.repr(value)[:_SHOWN]
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -216,9 +282,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json-keys",
         nargs="+",
-        default=[_PLAIN_TEXT_KEY],
+        default=[TEXT_KEY],
         metavar="KEY",
-        help=f"keys of JSON lines to tokenize (default: {_PLAIN_TEXT_KEY})",
+        help=f"keys of JSON lines to tokenize (default: {TEXT_KEY})",
     )
     parser.add_argument(
         "--output-prefix",
@@ -265,215 +331,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _tokenizer_options() -> list[Field]:
-    """The tokenizer's options that matter here; the embedding's rows are the training's concern."""
+    """Returns the tokenizer's options without those of the embedding."""
     return [
         option
         for option in options_of(TokenizerConfig)
         if option.name != "make_vocab_size_divisible_by"
     ]
-
-
-def _train_tokenizer(arguments: argparse.Namespace, files: list[Path], keys: list[str]) -> None:
-    """Trains the tokenizer and makes it the one to use."""
-    if arguments.vocab_size is None:
-        raise InputError("--vocab-size: expected a number for --train-tokenizer, got none.")
-    if arguments.tokenizer_type != "HuggingFaceTokenizer":
-        raise InputError(
-            f"--train-tokenizer: expected HuggingFaceTokenizer, got {arguments.tokenizer_type}."
-        )
-
-    if arguments.tokenizer_model is None:
-        arguments.tokenizer_model = f"{arguments.output_prefix}_tokenizer.json"
-    if Path(arguments.tokenizer_model).is_dir():
-        raise InputError(
-            f"--tokenizer-model: expected a file to write for --train-tokenizer, got the folder "
-            f"{arguments.tokenizer_model}."
-        )
-
-    # Bad lines are reported when they are met again.
-    counts = Counts(Skipped(is_allowed=arguments.skip_bad_samples))
-    texts = (text for document in _read(files, keys, counts) for text in document.texts)
-    train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
-
-
-def _shows_progress() -> bool:
-    """Whether output and progress bar go to a terminal."""
-    return sys.stdout.isatty() and sys.stderr.isatty()
-
-
-def _read(files: Iterable[Path], keys: list[str], counts: Counts) -> Iterator[Document]:
-    """The documents in order. Files that are not UTF-8 text are left out and noted in `counts`, and
-    so are bad lines and damaged files where that is allowed. SampleError after the last document if
-    there are too many of them.
-    """
-    for path in files:
-        try:
-            read = _read_json_lines if is_json_lines(path) else _read_text
-            yield from read(path, keys, counts)
-        except DamagedInputError as error:
-            counts.skipped.add(LostLinesError(f"{error}."))
-    counts.skipped.check(counts.num_lines)
-
-
-def _read_text(path: Path, keys: list[str], counts: Counts) -> Iterator[Document]:
-    text, num_bytes = read_document(path)
-    if text is None:
-        counts.undecodable.append(path)
-        return
-    if keys != [_PLAIN_TEXT_KEY]:
-        raise InputError(
-            f"--json-keys: expected {_PLAIN_TEXT_KEY!r} for the plain text {path}, got {keys}."
-        )
-    counts.num_lines += text.count("\n") + 1
-    yield Document((text,), num_bytes)
-
-
-def _read_json_lines(path: Path, keys: list[str], counts: Counts) -> Iterator[Document]:
-    for line in lines_of([path]):
-        if line.damage:
-            counts.skipped.add(LostLinesError(f"{line.damage}."))
-            continue
-        try:
-            texts = _texts_of(line.text(), keys)
-        except ValueError as error:
-            counts.skipped.add(SampleError(f"{line.place}: {str(error).removesuffix('.')}."))
-            continue
-        counts.num_lines += 1
-        yield Document(texts, len(line.content))
-
-
-def _texts_of(line: str, keys: list[str]) -> tuple[str, ...]:
-    """The texts under `keys` of a line that is a JSON object. ValueError says what is wrong with
-    the line.
-    """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON, got {line[:_SHOWN]!r} ({error})") from error
-
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {line[:_SHOWN]!r}.")
-    for key in keys:
-        text = record.get(key)
-        if not isinstance(text, str):
-            got = (
-                f"{_shown(text)} under it"
-                if key in record
-                else f"the keys {reprlib.repr(sorted(record))}"
-            )
-            raise ValueError(f"expected a text under the key {key!r}, got {got}.")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            # JSON can spell half of a surrogate pair, which no encoding can.
-            wrong = text[max(0, error.start - 10) :]
-            raise ValueError(
-                f"expected a text that UTF-8 can hold under the key {key!r}, got {_shown(wrong)} "
-                f"at character {error.start}."
-            ) from error
-
-    return tuple(record[key] for key in keys)
-
-
-def _shown(value: object) -> str:
-    """A value as a message shows it: its beginning, however long and deep it is."""
-    return reprlib.repr(value)[:_SHOWN]
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    num_characters = 0
-    for document in documents:
-        chunk.append(document)
-        num_characters += sum(map(len, document.texts))
-        if len(chunk) == _CHUNK_DOCUMENTS or num_characters >= _CHUNK_CHARACTERS:
-            yield chunk
-            chunk, num_characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def _encode_all(
-    chunks: Iterable[list[Document]], tokenizer: Tokenizer, append_eod: bool, num_workers: int
-) -> Iterator[tuple[int, list[Encoded]]]:
-    """Tokenizes the chunks, in order.
-
-    Yields:
-        per chunk the bytes of input it stands for and, per key, its documents.
-    """
-    if num_workers <= 1:
-        for chunk in chunks:
-            yield _num_bytes(chunk), _encode(chunk, tokenizer, append_eod)
-        return
-
-    pending: collections.deque[tuple[int, Future[list[Encoded]]]] = collections.deque()
-    with worker_pool(num_workers, _start_worker, tokenizer, append_eod) as pool:
-        for chunk in chunks:
-            pending.append((_num_bytes(chunk), pool.submit(_encode_in_worker, chunk)))
-            if len(pending) > num_workers * _CHUNKS_PER_WORKER:
-                num_bytes, future = pending.popleft()
-                yield num_bytes, future.result()
-        for num_bytes, future in pending:
-            yield num_bytes, future.result()
-
-
-def _num_bytes(chunk: list[Document]) -> int:
-    return sum(document.num_bytes for document in chunk)
-
-
-_in_worker: dict[str, tuple[Tokenizer, bool]] = {}
-
-
-def _start_worker(tokenizer: Tokenizer, append_eod: bool) -> None:
-    # The workers share the cores, so the tokenizer's own threads would only compete for them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _in_worker["settings"] = (tokenizer, append_eod)
-
-
-def _encode_in_worker(chunk: list[Document]) -> list[Encoded]:
-    return _encode(chunk, *_in_worker["settings"])
-
-
-def _encode(chunk: list[Document], tokenizer: Tokenizer, append_eod: bool) -> list[Encoded]:
-    """Tokenizes a chunk: one `Encoded` per key."""
-    encoded = []
-    for texts in zip(*(document.texts for document in chunk), strict=True):
-        ids: list[int] = []
-        lengths = []
-        for text in texts:
-            begin = len(ids)
-            if found := tokenizer.tokenize(text):
-                ids.extend((*tokenizer.prefix, *found))
-                if append_eod:
-                    ids.append(tokenizer.eod)
-                lengths.append(len(ids) - begin)
-        encoded.append(Encoded(np.array(ids, dtype=np.int32), lengths, len(texts) - len(lengths)))
-
-    return encoded
-
-
-def _add(output: Output, part: Encoded) -> None:
-    for document in np.split(part.tokens, np.cumsum(part.lengths)[:-1]) if part.lengths else ():
-        output.builder.add_document(document)
-    output.num_empty += part.num_empty
-
-
-def _report(counts: Counts, outputs: list[Output], seconds: float) -> None:
-    """A line per dataset and one for the input."""
-    counts.skipped.tell()
-    for output in outputs:
-        builder = output.builder
-        note = f"; {output.num_empty} empty documents skipped" if output.num_empty else ""
-        print(
-            f"{builder.prefix}: {builder.num_documents} documents, {builder.num_tokens} "
-            f"tokens{note}"
-        )
-
-    note = (
-        f"; {len(counts.undecodable)} files skipped that are not UTF-8 text"
-        if counts.undecodable
-        else ""
-    )
-    if counts.skipped.reasons:
-        note += f"; {len(counts.skipped.reasons)} bad lines skipped"
-    print(f"{counts.num_bytes} bytes tokenized in {seconds:.1f} s{note}")

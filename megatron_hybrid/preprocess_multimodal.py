@@ -5,8 +5,8 @@
         --tokenizer-model models/qwen --processor models/qwen --workers 4
 
 writes `data/captions_text`, `data/captions_images` (`.bin` and `.idx` each) and
-`data/captions.json`. Samples keep the order of the input, whatever the number of workers. The files
-appear only when all of them are written.
+`data/captions.json`. Samples keep their order for any number of workers. The files appear when all
+of them are complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
 from megatron.core.help_format import ProgramParser
-from megatron.core.log import counted
 from megatron.core.options import ConfigError
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
@@ -31,17 +30,17 @@ from megatron.training.images import ImageProcessing, find_picture
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.input_files import find_files, lines_of
-from megatron_hybrid.sample_lines import SampleError, Skipped, make_samples
+from megatron_hybrid.sample_lines import Skipped, make_samples
 
 
 @dataclasses.dataclass
 class SampleMaker:
-    """Makes samples of lines.
+    """Makes samples of conversations.
 
     Attributes:
-        tokenizer: a tokenizer.json, or the folder of a Hugging Face tokenizer.
-        processing: of pictures.
-        template: a file with a chat template; default: the tokenizer's own.
+        tokenizer: a tokenizer.json, or the directory of a Hugging Face tokenizer.
+        processing: the preprocessing of pictures.
+        template: a file with a chat template; default: the tokenizer's.
     """
 
     tokenizer: str
@@ -53,20 +52,20 @@ class SampleMaker:
         self._conversations = PictureTokenizer(build_tokenizer(config), self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A compiled template does not travel to workers.
+        # A compiled template cannot be pickled.
         return SampleMaker, (self.tokenizer, self.processing, self.template)
 
     @property
     def image_token(self) -> int:
-        """In the place of each block of an image's patches."""
+        """The token that replaces a block of an image's patches."""
         return self._conversations.image_token
 
     def make(self, record: object, folder: Path) -> ImageTextSample:
-        """The sample of a conversation, whose relative paths begin in a folder.
+        """Returns the sample of a conversation, with paths relative to `folder`.
 
         Raises:
-            ConversationError: what the record has is no conversation to learn from.
-            ImageError: a picture cannot be used.
+            ConversationError: the record is no conversation with an answer.
+            ImageError: an unusable picture.
         """
         conversation = parse_picture_conversation(record)
         images = tuple(
@@ -80,7 +79,7 @@ class SampleMaker:
 
 
 class Summary(NamedTuple):
-    """What was written."""
+    """The written files."""
 
     num_samples: int
     num_images: int
@@ -97,50 +96,40 @@ def preprocess(
     skip_bad_samples: bool = False,
     num_workers: int = 1,
 ) -> Summary:
-    """Writes the samples of all lines of `files`.
+    """Writes the samples in all lines of `files`.
 
     Args:
-        prefix: of the paths to write.
-        image_folder: that relative paths of pictures begin in; default: the folder of their file.
-        skip_bad_samples: leave out lines that make no sample; otherwise the first ends it.
+        prefix: the prefix of the paths to write.
+        image_folder: the directory of relative paths; default: the input file's directory.
+        skip_bad_samples: skip bad lines; otherwise the first one is raised.
 
     Raises:
-        SampleError: for such a line, and for too many that are left out.
-        ConfigError: if there are no samples at all.
-        OSError: for files that cannot be read or written.
+        SampleError: a bad line, or too many that are skipped.
+        ConfigError: there are no samples.
+        OSError: a file cannot be read or written.
     """
     skipped = Skipped(is_allowed=skip_bad_samples)
-    made = make_samples(lines_of(files, image_folder), maker, num_workers)
+    lines = lines_of(files, image_folder)
+    # A sample has pictures, so that few of them are in flight.
+    samples = make_samples(lines, maker, skipped, num_workers=num_workers, chunk_lines=16)
     is_silent = not sys.stderr.isatty()
     with (
         ImageTextWriter(prefix, maker.processing.format(maker.image_token)) as writer,
         tqdm(unit=" samples", desc="preprocess", disable=is_silent) as bar,
     ):
-        for sample in made:
+        for sample in samples:
             bar.update()
-            if isinstance(sample, SampleError):
-                skipped.add(sample)
-            else:
-                writer.add(sample)
+            writer.add(sample)
         if writer.num_samples == 0:
-            raise ConfigError(
-                "--input: expected at least one sample, got none and "
-                f"{counted(len(skipped.reasons), 'bad line')}."
-            )
-        skipped.check(writer.num_samples)
+            raise ConfigError("--input: expected at least one sample, got none.")
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimodal.py") -> int:
-    """Preprocesses as the command line says; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Preprocesses the input and returns the exit code."""
     parser = _parser(program)
     arguments = parser.parse_args(argv)
-    begun = time.monotonic()
+    start = time.monotonic()
     with one_line_errors(f"{parser.prog}: error"):
         files = find_files(arguments.input)
         summary = preprocess(
@@ -156,14 +145,14 @@ def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimoda
         print(
             f"{arguments.output_prefix}: {summary.num_samples} samples, {summary.num_images} "
             f"images, {summary.num_tokens} tokens, {len(summary.skipped.reasons)} skipped, in "
-            f"{time.monotonic() - begun:.1f} s"
+            f"{time.monotonic() - start:.1f} s"
         )
         return 0
     return 1
 
 
 def _processing(arguments: argparse.Namespace) -> ImageProcessing:
-    """What a folder says, or the defaults, changed as flags say."""
+    """Returns the processor's settings, or the defaults, with the flags' changes."""
     base = ImageProcessing()
     if arguments.processor is not None:
         base = ImageProcessing.of_folder(arguments.processor)
@@ -200,12 +189,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of "
         "Qwen's chat template",
     )
-    add("--chat-template", metavar="FILE", help="a Jinja template in place of the tokenizer's own")
+    add("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add(
         "--processor",
         metavar="DIR",
-        help="directory with a preprocessor_config.json, which says how pictures are resized and "
-        "normalized; the flags below override it",
+        help="directory with the preprocessor_config.json for resizing and normalizing pictures; "
+        "the flags below override it",
     )
     add(
         "--image-folder",

@@ -52,11 +52,11 @@ REJECTED = {field.name for field in options_of(VisionConfig)}
 
 
 def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardStep:
-    """The forward step of models with this spec: the mean cross entropy over the tokens of a
-    microbatch that are to be learned, and what routers report, if there are any.
+    """Returns the forward step of models with this spec: the mean cross entropy over a microbatch's
+    tokens in the loss mask, and the losses of routers.
 
     Args:
-        is_per_token: whether microbatches with more such tokens count more.
+        is_per_token: whether microbatches are weighted by their number of such tokens.
     """
     has_routers = bool(spec.mixtures)
 
@@ -79,17 +79,15 @@ def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardSt
 
 
 def run(argv: Sequence[str]) -> Outcome:
-    """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
-    honoured.
-    """
+    """Parses the command line and trains. Raises ConfigError before building the model."""
     show_if_asked(argv, "Trains a GPT on text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config
     if config.vision is not None:
         raise ConfigError(
-            "--vision-num-layers: expected a model of text alone, got one with a vision tower. "
-            "pretrain_vlm.py trains it."
+            "--vision-num-layers: expected a text model, got one with a vision tower, which "
+            "pretrain_vlm.py trains."
         )
     logger = log.configure(launch.rank, short_time=config.logging.is_short)
     parsed.log_without_effect()
@@ -118,13 +116,13 @@ def run(argv: Sequence[str]) -> Outcome:
 
 
 def _log_prefix(config: RunConfig, tokenizer: Tokenizer, logger: logging.Logger) -> None:
-    """Says how texts begin, and warns of data that begin otherwise."""
+    """Logs the prefix of texts, and warns about data without it."""
     sentence = say_prefix(tokenizer)
     if sentence is None or config.data.mock_data:
         return
     if lacking := without_prefix(config.data, tokenizer.prefix):
         logger.warning(
-            "%s, but the documents of %s do not; preprocessing them again makes them begin so",
+            "%s, but the documents of %s do not; preprocess them again to add it",
             sentence,
             ", ".join(lacking),
         )
@@ -133,19 +131,14 @@ def _log_prefix(config: RunConfig, tokenizer: Tokenizer, logger: logging.Logger)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:
-    """Trains. Returns the status to exit with, one of those in docs/recovery.md.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Trains. Returns the exit status; docs/recovery.md lists them."""
     return run_to_its_end(run, sys.argv[1:] if argv is None else argv, program)
 
 
 def run_to_its_end(
     run: Callable[[Sequence[str]], Outcome], argv: Sequence[str], program: str
 ) -> int:
-    """Runs a program that trains. Returns the status to exit with; an error is printed here."""
+    """Runs a training program. Prints errors, and returns the exit status."""
     try:
         launch = Launch.from_environment()
         outcome = run(argv)
@@ -160,17 +153,15 @@ def run_to_its_end(
 
 
 def _say(program: str, error: Exception, code: ExitCode) -> None:
-    """Prints an error in one line, or in a line for each setting that is wrong; on the first rank
-    that has it.
-    """
+    """Prints an error in one line, or a line for each bad setting, on the first rank."""
     if code is not ExitCode.BAD_CONFIGURATION:
         text = printable(str(error), _MOST_CHARACTERS)  # it may quote a file
         print(f"{program}: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr)
         return
 
-    # All ranks have this error, as a rule, and the first one prints it. The launcher ends all ranks
-    # of a machine as soon as one exits, so the others wait for that. If it does not come, only this
-    # machine's ranks had the error, or this rank, which print it then.
+    # Usually all ranks have this error, and the first one prints it. The launcher ends all ranks of
+    # a machine as soon as one exits, so the others wait for that. If they survive, only this
+    # machine or this rank has the error.
     local_rank = os.environ.get("LOCAL_RANK", "0")
     is_first_machine = os.environ.get("RANK", local_rank) == local_rank
     if patience := _SECONDS_TO_SAY_IT * ((local_rank != "0") + (not is_first_machine)):

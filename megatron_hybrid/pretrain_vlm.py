@@ -4,8 +4,8 @@
         --config examples/qwen3_5_vl_proxy/train.yaml
     python -m megatron_hybrid launch --nproc-per-node 2 -m megatron_hybrid pretrain-vlm ...
 
-The flags are those of `pretrain_gpt.py`, and `--vision-...` for the tower. --data-path names what
-`python -m megatron_hybrid preprocess-multimodal` has written.
+Takes the flags of `pretrain_gpt.py`, and `--vision-...` for the tower. --data-path names files of
+`python -m megatron_hybrid preprocess-multimodal`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from megatron.training.tokenizer import (
 )
 from megatron_hybrid.pretrain_gpt import run_to_its_end
 
-# Tokens for images, in the vocabularies of Qwen's models.
+# Image tokens in Qwen vocabularies.
 _TOKENS = {
     "image_token_id": IMAGE,
     "vision_start_token_id": VISION_BEGIN,
     "vision_end_token_id": VISION_END,
     "video_token_id": VIDEO,
 }
-# Samples with images never see each other, and there are no made-up ones.
+# Attention never crosses samples with images, and there is no mock data for them.
 REJECTED = {
     "sft",
     "sft_truncate",
@@ -68,12 +68,12 @@ _OF_PICTURES = ("min_pixels", "max_pixels", "mean", "std")
 def forward_step_of(
     spec: ModelSpec, vision: VisionConfig, images: ImageFormat, *, is_per_token: bool = False
 ) -> ForwardStep:
-    """The forward step of a model: the mean cross entropy of the answers of a microbatch.
+    """Returns the forward step: the mean cross entropy over a microbatch's loss mask.
 
     Args:
-        spec: of the decoder.
-        images: how the data's pixels are normalised.
-        is_per_token: whether microbatches with more tokens to learn count more.
+        spec: the decoder's spec.
+        images: the normalization of the data's pixels.
+        is_per_token: whether microbatches are weighted by their number of tokens in the mask.
     """
     has_routers = bool(spec.mixtures)
 
@@ -100,9 +100,7 @@ def _images_of(batch: Batch, images: ImageFormat, num_frames: int) -> Images | N
 
 
 def run(argv: Sequence[str]) -> Outcome:
-    """Parses the command line and trains. ConfigError, before anything is built, if it cannot be
-    honoured.
-    """
+    """Parses the command line and trains. Raises ConfigError before building the model."""
     show_if_asked(argv, "Trains a model that reads images and text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
@@ -112,8 +110,8 @@ def run(argv: Sequence[str]) -> Outcome:
 
     if config.data.boundaries or config.data.sft:
         raise ConfigError(
-            "--sft: expected none of --sft, --reset-attention-mask, --reset-position-ids and "
-            "--eod-mask-loss, since samples with images never see each other, got one of them."
+            "--sft, --reset-attention-mask, --reset-position-ids, --eod-mask-loss: not supported, "
+            "since attention never crosses samples with images. Remove them."
         )
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
     vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
@@ -138,7 +136,7 @@ def run(argv: Sequence[str]) -> Outcome:
         forward_step=forward_step_of(
             spec, vision, images, is_per_token=config.training.calculate_per_token_loss
         ),
-        # Of the decoder alone: how many patches come with a row depends on the row.
+        # Without the tower, since the number of patches differs between rows.
         flops_per_sequence=num_floating_point_operations(spec, vocab_size, config.data.seq_length),
     )
 
@@ -146,7 +144,7 @@ def run(argv: Sequence[str]) -> Outcome:
 def _checked_vision(
     vision: VisionConfig | None, tokenizer: Tokenizer, images: ImageFormat | None
 ) -> VisionConfig:
-    """The tower with the tokens that stand for images. ConfigError for data of another one."""
+    """Returns the tower with its image tokens. ConfigError for data of another tower."""
     if vision is None:
         raise ConfigError(
             "--vision-num-layers: expected the settings of a vision tower, or --hf-model with "
@@ -181,10 +179,5 @@ def _checked_vision(
 
 
 def main(argv: Sequence[str] | None = None, program: str = "pretrain_vlm.py") -> int:
-    """Trains. Returns the status to exit with, one of those in docs/recovery.md.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Trains. Returns the exit status; docs/recovery.md lists them."""
     return run_to_its_end(run, sys.argv[1:] if argv is None else argv, program)

@@ -12,26 +12,26 @@
     killed in iteration 217 (forward)
     trouble: 1 lost rank (last 1)
 
-DIR is the directory of --events-dir, or of --save without it. The state is one of
+DIR is the directory of --events-dir, or of --save without it. The states:
 
-    running     and so is its heartbeat
-    saving      the same, and a save is in flight
+    running     the heartbeat is recent
+    saving      running, with a save in flight
     finished    trained to the end
-    stopped     ended before that, as told (--exit-interval, --exit-duration-in-mins); saved
+    stopped     stopped before the end by --exit-interval or --exit-duration-in-mins; saved
     preempted   ended by a signal
-    failed      ended by an error or the loss of a rank; torchrun restarts it if restarts are left
-    hung        ended for want of progress; the same
-    dead        left no exit event, and its process is gone or its heartbeat is too old
-    unknown     there are checkpoints, but no events: of a run that wrote none
+    failed      ended by an error or a lost rank; torchrun restarts it if restarts are left
+    hung        ended because it made no progress; torchrun restarts it likewise
+    dead        no exit event, and its process is gone or its heartbeat is too old
+    unknown     there are checkpoints, but no events
 
-A run that is started again appends to the same files. State and progress describe its last start.
+A restarted run appends to the same files. State and progress describe its last start.
 
 --html writes a page that needs no other file and no network: these lines, and curves of the loss,
-speed, memory, lanes and experts, events, checkpoints, settings. --watch looks again until the run
-has ended, and rewrites both; a browser loads the page again by itself as long as the run is live.
+speed, memory, lanes and experts, events, checkpoints, settings. --watch repeats this until the run
+has ended; the page reloads itself in the browser while the run is live.
 
-Exit code: that of the run if it has ended (docs/recovery.md lists them); 0 while it runs, and if it
-is unknown; 1 if it is dead; 2 if the directory has no run.
+Exit code: the run's code if it has ended (docs/recovery.md); 0 while it runs, and if its state is
+unknown; 1 if it is dead; 2 if the directory has no run.
 """
 
 from __future__ import annotations
@@ -47,27 +47,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from megatron.core.files import Sync, published
 from megatron.core.help_format import ProgramParser
 from megatron.core.log import counted, printable
-from megatron.training.health.events import STOPPED, EventKind, read_events, read_heartbeat
+from megatron.training.health.events import STOPPED, EventKind, read_heartbeat
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.run_history import (
     Event,
-    Published,
     Session,
     age_of,
-    as_whole,
-    cause_of,
+    checked,
+    checkpoint_folders,
     date_text,
     duration_text,
+    is_gone,
     is_kind,
     is_of,
     is_relaunch,
     is_under_way,
-    life_of,
-    newest_checkpoint,
-    number_in,
+    publication_of,
     publications,
-    restarts_left,
-    save_in_flight,
+    read_history,
     split_sessions,
 )
 
@@ -75,15 +72,15 @@ if TYPE_CHECKING:
     from megatron_hybrid.report.page import RunPage
 
 EXIT_DEAD, EXIT_NO_RUN, EXIT_INTERRUPTED = 1, 2, 130
-WATCH_SECONDS = 10.0  # between two looks
-# A heartbeat is written every few seconds, but a slow file system may hold one back.
+WATCH_SECONDS = 10.0  # between two views
+# A heartbeat is written every few seconds, but a slow file system may delay one.
 STALE_SECONDS = 60.0
-_RELAUNCH_SECONDS = 300.0  # that a launcher may need to start ranks again
+_RELAUNCH_SECONDS = 300.0  # for a launcher to start the ranks again
 _MOST_WATCH_SECONDS = 86400.0
-_MOST_CHARACTERS = 1000  # of a line, since texts in the files may have any length
+_MOST_CHARACTERS = 1000  # of a line
 _CLEAR = "\x1b[H\x1b[2J"
-# By name of `ExitCode`, whose module takes two seconds to import torch. Names of signals count as
-# preempted, all others as failed.
+# By name of `ExitCode`, whose module takes two seconds to import torch. Names of signals are
+# preempted, all others failed.
 _ENDS = {
     "FINISHED": "finished",
     STOPPED: "stopped",
@@ -91,7 +88,7 @@ _ENDS = {
     "PREEMPTED_UNSAVED": "preempted",
     "HANG": "hung",
 }
-# By name of the trouble: the event, the field that is told, and a noun for the values.
+# The event of each kind of trouble, the field to list, and a noun for its values.
 _TROUBLES = {
     "lost": (EventKind.LOST, "ranks", "lost rank"),
     "hung": (EventKind.HANG, "ranks", "hung rank"),
@@ -101,7 +98,7 @@ _TROUBLES = {
     "signals": (EventKind.SIGNAL, "signal", "signal"),
     "injected": (EventKind.INJECT, "spec", "injected fault"),
 }
-_REPEATABLE = ("lost", "hung", "signals", "injected")  # others happen again when a run resumes
+_REPEATABLE = ("lost", "hung", "signals", "injected")  # others repeat when a run resumes
 
 
 class View(NamedTuple):
@@ -113,12 +110,7 @@ class View(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> int:
-    """Prints the status and writes the page; returns the exit code.
-
-    Args:
-        argv: Arguments; default: those of the command line.
-        program: The name at the start of error messages.
-    """
+    """Prints the status, writes the page, and returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     look = _looks_of(arguments)
     try:
@@ -136,10 +128,10 @@ def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> i
 def watch(
     look: Callable[[], View], stream: TextIO, seconds: float, sleep: Callable[[float], None]
 ) -> int:
-    """Shows views until one is of a run that has ended; returns that one's exit code.
+    """Prints views until the run has ended; returns the last view's exit code.
 
-    On a terminal, each view replaces the one before. A look that fails is shown too: a file system
-    may be away for a moment, or a disk full. OSError if the first look fails.
+    On a terminal, each view replaces the one before. Errors of later views are printed: a file
+    system may be away for a moment, or a disk full. OSError if the first view fails.
     """
     clear = _CLEAR if stream.isatty() else ""
     view, error = look(), ""
@@ -152,18 +144,18 @@ def watch(
         try:
             view, error = look(), ""
         except OSError as caught:
-            error = f"not seen: {caught}"
+            error = f"cannot be read: {caught}"
 
 
 def _looks_of(arguments: argparse.Namespace) -> Callable[[], View]:
-    """A function that looks at the run, and writes its page if the arguments ask for one.
+    """Returns a function that reads the run, and writes its page if requested.
 
-    It raises OSError if there is no run, its files cannot be read, or the page cannot be written.
+    It raises OSError without a run, for unreadable files, and for a page that cannot be written.
     """
     folder, is_watched = Path(arguments.dir), arguments.watch is not None
     page: RunPage | None = None
     if arguments.html is not None:
-        # Not at the top: importing numpy takes longer than printing the five lines.
+        # Importing numpy takes longer than printing the five lines.
         from megatron_hybrid.report.page import RunPage
 
         page = RunPage(folder, arguments.watch or WATCH_SECONDS)
@@ -177,7 +169,6 @@ def _looks_of(arguments: argparse.Namespace) -> Callable[[], View]:
         lines = lines_of(status)
         if page is not None:
             text = page.html(status, lines, now)
-            # A page can be made again, so it need not survive a crash.
             with published(arguments.html, Sync.NOTHING) as stream:
                 stream.write(text.encode())
         if arguments.json:
@@ -190,36 +181,35 @@ def _looks_of(arguments: argparse.Namespace) -> Callable[[], View]:
 def run_status(
     folder: Path, *, now: float, stale_seconds: float = STALE_SECONDS
 ) -> dict[str, Any] | None:
-    """The status of the run in a directory as plain data, or None without a run.
+    """Returns the status of the run in a directory as plain data; None without a run.
 
     Args:
         now: Unix seconds.
-        stale_seconds: Age of a heartbeat from which on a run is dead.
+        stale_seconds: Age of the heartbeat of a dead run.
     """
-    events, heartbeat = read_events(folder), read_heartbeat(folder)
-    checkpoint = newest_checkpoint(folder, events)
+    events, heartbeat = read_history(folder), read_heartbeat(folder)
+    checkpoint = _checkpoint(folder, events, now)
     if not events and heartbeat is None and checkpoint is None:
         return None
 
     sessions = split_sessions(events)
     session = sessions[-1]
-    if heartbeat is not None and not is_of(heartbeat, session):
-        heartbeat = None
-    state = _state(session, heartbeat, now, stale_seconds)
-    progress = _progress(session, heartbeat, is_running=state["state"] in ("running", "saving"))
+    beat = {} if heartbeat is None or not is_of(heartbeat, session) else checked(heartbeat)
+    state = _state(session, beat, now, stale_seconds)
     has_failed = state["state"] in ("preempted", "failed", "hung", "dead")
+    ended = sessions if has_failed else sessions[:-1]
     return {
         **state,
         "is_live": _is_live(state, session),
-        "progress": progress,
-        "checkpoint": _checkpoint(checkpoint, events, now),
-        "restarts": _restarts(sessions, has_failed=has_failed),
-        "trouble": {**_trouble(events), "silent": _num_silent(sessions, is_over=has_failed)},
+        "progress": _progress(session, beat, is_running=state["state"] in ("running", "saving")),
+        "checkpoint": checkpoint,
+        "restarts": _restarts(sessions, ended),
+        "trouble": {**_trouble(events), "silent": sum(map(_is_silent, ended))},
     }
 
 
 def lines_of(status: dict[str, Any]) -> list[str]:
-    """The five lines."""
+    """Returns the five lines."""
     parts = {
         "state": _state_line(status),
         "progress": _progress_line(status["progress"]),
@@ -230,63 +220,64 @@ def lines_of(status: dict[str, Any]) -> list[str]:
     return [f"{name}: {printable(text, _MOST_CHARACTERS)}" for name, text in parts.items()]
 
 
-def _state(
-    session: Session, heartbeat: Event | None, now: float, stale_seconds: float
-) -> dict[str, Any]:
-    """The state of the run, for the first line."""
-    if not session.events and heartbeat is None:
-        return _state_of("unknown", 0, None, now, "no events here")
+def _state(session: Session, beat: Event, now: float, stale_seconds: float) -> dict[str, Any]:
+    """Returns the contents of the first line."""
+
+    def found(state: str, exit_code: int, since: float | None, detail: str) -> dict[str, Any]:
+        when = {"since": since, "seconds": age_of(now, since)}
+        return {"state": state, "exit_code": exit_code, **when, "detail": detail}
+
+    if not session.events and not beat:
+        return found("unknown", 0, None, "no events here")
 
     end = session.end()
     if end is not None:
-        name, code = str(end.get("name")), as_whole(number_in(end, "code"))
+        name, code = str(end.get("name")), end.get("code")
         state = "preempted" if name.startswith("SIG") else _ENDS.get(name, "failed")
         detail = f"exit code {'unknown' if code is None else code} ({name})"
-        left = restarts_left(session) if state in ("failed", "hung") else None
+        left = session.restarts_left if state in ("failed", "hung") else None
         detail += f", {counted(left, 'restart')} left" if left else ""
         exit_code = EXIT_DEAD if code is None else code & 0xFF
-        return _state_of(state, exit_code, number_in(end, "time"), now, detail)
+        return found(state, exit_code, end.get("time"), detail)
 
-    life = life_of(session, heartbeat, now, stale_seconds)
-    if life.why_dead is not None:
-        return _state_of("dead", EXIT_DEAD, life.seen, now, life.why_dead)
+    process = beat or session.start
+    times = [event["time"] for event in (*session.events[-1:], process) if "time" in event]
+    seen = max(times, default=None)
+    if is_gone(process):
+        detail = f"process {process.get('pid')} is gone and left no exit event"
+        return found("dead", EXIT_DEAD, seen, detail)
+    # A clock that went back, or another machine's that is ahead, does not make a run dead.
+    if seen is None or now - seen > stale_seconds:
+        return found("dead", EXIT_DEAD, seen, "no exit event, and no heartbeat since")
 
-    save = save_in_flight(session)
-    since = number_in(session.start if save is None else save, "time")
+    save = session.save_in_flight()
+    since = (session.start if save is None else save).get("time")
     state = "running" if save is None else "saving"
-    return _state_of(state, 0, since, now, _heartbeat_text(heartbeat, now))
+    return found(state, 0, since, _heartbeat_text(beat, now))
 
 
-def _state_of(
-    state: str, exit_code: int, since: float | None, now: float, detail: str
-) -> dict[str, Any]:
-    when = {"since": since, "seconds": age_of(now, since)}
-    return {"state": state, "exit_code": exit_code, **when, "detail": detail}
-
-
-def _heartbeat_text(heartbeat: Event | None, now: float) -> str:
-    if heartbeat is None:
+def _heartbeat_text(beat: Event, now: float) -> str:
+    if not beat:
         return "no heartbeat yet"
-    age, phase = age_of(now, number_in(heartbeat, "time")), heartbeat.get("phase")
+    age, phase = age_of(now, beat.get("time")), beat.get("phase")
     text = "heartbeat" if age is None else f"heartbeat {duration_text(age)} ago"
     text += "" if phase is None else f" in {phase}"
-    if heartbeat.get("pid") is not None and heartbeat.get("host") is not None:
-        text += f", process {heartbeat['pid']} on {heartbeat['host']}"
+    if beat.get("pid") is not None and beat.get("host") is not None:
+        text += f", process {beat['pid']} on {beat['host']}"
     return text
 
 
 def _is_live(state: dict[str, Any], session: Session) -> bool:
-    """Whether more may come: it runs, or its launcher may start it again."""
+    """Whether the run may continue: it runs, or its launcher may restart it."""
     if state["state"] in ("running", "saving"):
         return True
-    may_restart = state["state"] in ("failed", "hung", "dead") and restarts_left(session)
+    may_restart = state["state"] in ("failed", "hung", "dead") and session.restarts_left
     seconds = state["seconds"]
     return bool(may_restart) and seconds is not None and seconds < _RELAUNCH_SECONDS
 
 
-def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) -> dict[str, Any]:
-    """How far the session has come, by the source that is furthest ahead."""
-    beat = heartbeat or {}
+def _progress(session: Session, beat: Event, *, is_running: bool) -> dict[str, Any]:
+    """Returns the session's progress, by the event that is furthest ahead."""
     # Until a checkpoint is loaded, heartbeat and exit do not have the run's iteration.
     is_known = not session.events or session.last(EventKind.RESUME, EventKind.STEP) is not None
     sources = [
@@ -296,84 +287,85 @@ def _progress(session: Session, heartbeat: Event | None, *, is_running: bool) ->
     ]
 
     # A fault, a signal or an error belongs to the iteration after the last complete one.
-    known = [
-        max(0.0, iteration - is_under_way(event))
+    iterations = [
+        max(0, event["iteration"] - is_under_way(event))
         for event in sources
-        if (iteration := number_in(event, "iteration")) is not None
+        if "iteration" in event
     ]
-    made = max(known, default=None)
-    totals = (number_in(event, "train_iters") for event in (beat, *reversed(session.events)))
+    iteration = max(iterations, default=None)
+    totals = (event.get("train_iters") for event in (beat, *reversed(session.events)))
     train_iters = next((each for each in totals if each is not None), None)
-    ms, left = number_in(beat, "ms_per_iteration"), None
-    if is_running and ms is not None and made is not None and train_iters is not None:
-        left = max(0.0, train_iters - made) * ms / 1000.0
+    ms, left = beat.get("ms_per_iteration"), None
+    if is_running and ms is not None and iteration is not None and train_iters is not None:
+        left = max(0, train_iters - iteration) * ms / 1000.0
 
     return {
-        "iteration": as_whole(made),
-        "train_iters": as_whole(train_iters),
-        "loss": number_in(beat, "loss"),
-        "loss_iteration": as_whole(number_in(beat, "iteration")),
+        "iteration": iteration,
+        "train_iters": train_iters,
+        "loss": beat.get("loss"),
+        "loss_iteration": beat.get("iteration"),
         "ms_per_iteration": ms,
         "seconds_left": left,
     }
 
 
-def _checkpoint(
-    checkpoint: Published | None, events: Sequence[Event], now: float
-) -> dict[str, Any] | None:
-    if checkpoint is None and not any(is_kind(event, EventKind.SAVE_FAILED) for event in events):
-        return None
-
-    failed: list[Event] = []  # since the last save that went well, the last one first
+def _checkpoint(folder: Path, events: Sequence[Event], now: float) -> dict[str, Any] | None:
+    """Returns the newest published checkpoint, in the directory or else by the events."""
+    failed: list[Event] = []  # since the last successful save, the last one first
     for event in reversed(events):
         if is_kind(event, EventKind.SAVE_PUBLISHED):
             break
         failed += [event] if is_kind(event, EventKind.SAVE_FAILED) else []
 
-    iteration = None if checkpoint is None else checkpoint.iteration
-    seconds = [number_in(event, "seconds") for event in publications(events, iteration)]
+    found, saves = checkpoint_folders(folder, events), publications(events)
+    iteration = saves[-1].get("iteration") if saves else None
+    iteration = found[-1][0] if found else iteration
+    if iteration is None and not failed:
+        return None
+
+    save = publication_of(events, iteration)
+    saved_at = save.get("time")
+    if found and not save:
+        saved_at = found[-1][1].stat().st_mtime
     return {
         "iteration": iteration,
-        "age_seconds": None if checkpoint is None else age_of(now, checkpoint.time),
-        "save_seconds": seconds[-1] if seconds else None,
-        "is_on_disk": checkpoint is not None and checkpoint.is_on_disk,
+        "age_seconds": age_of(now, saved_at),
+        "save_seconds": save.get("seconds"),
+        "is_on_disk": bool(found),
         "failed_since": len(failed),
         "failure": str(failed[0].get("reason")) if failed else None,
     }
 
 
-def _restarts(sessions: Sequence[Session], *, has_failed: bool) -> dict[str, Any]:
-    """How often the run was started again, by whom, and why it last ended before its time."""
+def _restarts(sessions: Sequence[Session], ended: Sequence[Session]) -> dict[str, Any]:
+    """Returns how often the run was restarted, and why it last ended before its last iteration."""
     relaunches = sum(is_relaunch(sessions, number) for number in range(len(sessions)))
-    ended = sessions[-1:] if has_failed else sessions[-2:-1]
     return {
         "count": relaunches,
         "by_hand": len(sessions) - 1 - relaunches,
         "iteration": sessions[-1].resumed_at,
         "world_size": sessions[-1].world_size,
-        "last_end": cause_of(ended[0]) if ended else None,
+        "last_end": ended[-1].cause() if ended else None,
     }
 
 
 def _trouble(events: Iterable[Event]) -> dict[str, list[int | str]]:
-    """Everything that went wrong in the run. An iteration that was made again counts once."""
+    """Returns all trouble of the run. A repeated iteration counts once."""
     trouble: dict[str, list[int | str]] = {name: [] for name in _TROUBLES}
     for event in events:
         for name, (kind, key, _) in _TROUBLES.items():
-            if is_kind(event, kind):
-                value = event.get(key)
-                for each in value if isinstance(value, list) else [value]:
-                    is_new = name in _REPEATABLE or each not in trouble[name]
-                    if isinstance(each, (int, str)) and is_new:
-                        trouble[name].append(each)
+            value = event.get(key) if is_kind(event, kind) else []
+            for each in value if isinstance(value, list) else [value]:
+                is_new = name in _REPEATABLE or each not in trouble[name]
+                if isinstance(each, (int, str)) and is_new:
+                    trouble[name].append(each)
     return trouble
 
 
-def _num_silent(sessions: Sequence[Session], *, is_over: bool) -> int:
-    """The number of starts that ended without an event. `is_over`: the last one has ended."""
-    ended = sessions if is_over else sessions[:-1]
+def _is_silent(session: Session) -> bool:
+    """Whether a session that has ended left no event of its end."""
     kinds = (EventKind.LOST, EventKind.HANG, EventKind.EXIT)
-    return sum(bool(session.events) and session.last(*kinds) is None for session in ended)
+    return bool(session.events) and session.last(*kinds) is None
 
 
 def _state_line(status: dict[str, Any]) -> str:
@@ -433,27 +425,25 @@ def _trouble_line(trouble: dict[str, Any]) -> str:
         if trouble[name]
     ]
     silent = trouble["silent"]
-    parts += [f"{counted(silent, 'start')} that ended without a word"] if silent else []
+    parts += [f"{counted(silent, 'start')} that ended without an event"] if silent else []
     return ", ".join(parts) or "none"
 
 
 def _known(*parts: tuple[str, Any]) -> str:
-    """Every part whose value is known, formatted with its value."""
+    """Joins the parts whose value is known, formatted with their value."""
     return ", ".join(text.format(value) for text, value in parts if value is not None)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ProgramParser(description=__doc__)
-    parser.add_argument(
-        "dir", metavar="DIR", help="the run's directory: that of --events-dir or --save"
-    )
+    parser.add_argument("dir", metavar="DIR", help="the run's directory: --events-dir or --save")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--stale-seconds",
         type=float,
         default=STALE_SECONDS,
         metavar="SECONDS",
-        help="age of the heartbeat from which on a run counts as dead",
+        help="age of the heartbeat at which a run counts as dead",
     )
     parser.add_argument(
         "--html",

@@ -1,13 +1,13 @@
-"""The model behind a path: what it computes, its tokenizer, and where its weights are.
+"""Finds the model, the tokenizer and the weights at a path.
 
-A run's checkpoint holds the run's configuration. Imported weights, and those that
-torch.distributed.checkpoint saved, have none; the YAML file of `--config` stands in for it. A
-folder in the format of the transformers library has its config.json and, as a rule, a tokenizer.
+A run's checkpoint contains the run's configuration. Imported weights, and checkpoints of
+torch.distributed.checkpoint, do not, so `--config` names a YAML file instead. A Hugging Face
+directory has config.json and usually a tokenizer.
 
-[Note: a tokenizer's relative path] A run's configuration names its tokenizer as the command line
-did, often relative to the folder that the run was started in. If `--save` was relative too, that
-folder is known: it is where the path of the checkpoints begins. The tokenizer is looked for there
-first, and then in the present folder. So is the folder of `--hf-model`.
+[Note: a tokenizer's relative path] A run's configuration has the tokenizer's path from the command
+line, often relative to the directory where the run was started. If `--save` was relative too, that
+directory is known from the path of the checkpoints. The tokenizer is looked up there first, then in
+the current directory, and so is `--hf-model`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from megatron.training.tokenizer import (
 
 
 class SavedModel(NamedTuple):
-    """A model that is on disk."""
+    """A model on disk."""
 
     path: str  # for messages
     description: ModelDescription
     tokenizer: Tokenizer | None
-    seq_length: int | None  # that it was trained with
-    load_into: Callable[[nn.Module], None]  # loads its weights into such a model, in place
-    checkpoint: tuple[Store, str] | None  # None: a folder of the transformers library
+    seq_length: int | None  # in training
+    load_into: Callable[[nn.Module], None]  # loads the weights into a model, in place
+    checkpoint: tuple[Store, str] | None  # None: a Hugging Face directory
     tokenizer_path: str | None = None  # None: a tokenizer without files
-    base_model: str | None = None  # the Hugging Face folder that training began with; may be gone
+    base_model: str | None = None  # the Hugging Face directory of the initial weights, if any
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,21 +83,19 @@ def find_model(
     config: str | None = None,
     tokenizer_model: str | None = None,
 ) -> SavedModel:
-    """Looks up a saved model. Its weights are not read yet.
+    """Finds a saved model, without reading its weights.
 
-    Nothing but the settings of the model and its tokenizer is used of a run's configuration: the
-    training's data and devices may be gone.
+    Uses only the model's and the tokenizer's settings of a run's configuration, because the data
+    and devices of the training may not exist here.
 
     Args:
-        root: a folder of checkpoints, of which the newest is taken; a checkpoint; or a folder in
-            the format of the transformers library.
-        iteration: of the checkpoint in the folder, if it is not to be the newest.
-        config: a YAML file with the model's and the tokenizer's settings; default: the run's own.
-        tokenizer_model: a tokenizer in the place of the run's own.
+        root: a directory of checkpoints, a checkpoint, or a Hugging Face directory.
+        iteration: the iteration of the checkpoint; default: the newest.
+        config: a YAML file with the model's and the tokenizer's settings; default: the run's.
+        tokenizer_model: a tokenizer that replaces the run's.
 
     Raises:
-        CheckpointError, ConfigError: if there is no model, or what is there does not tell what it
-            is.
+        CheckpointError, ConfigError: there is no model, or its settings are missing.
     """
     folder = Path(root)
     if "://" not in root and os.path.lexists(folder / CONFIG_FILE):
@@ -105,7 +103,7 @@ def find_model(
             if value is not None:
                 raise ConfigError(
                     f"{flag}: expected a run or its checkpoint with it, got {root}, which has a "
-                    f"{CONFIG_FILE} of its own."
+                    f"{CONFIG_FILE}."
                 )
         return _exported(folder, tokenizer_model)
 
@@ -143,27 +141,25 @@ def find_model(
 
 
 def _vision_of(values: dict[str, Any]) -> VisionConfig | None:
-    """The tower of a run's model; None: it reads text alone."""
+    """Returns the vision tower of a run's model; None for a text model."""
     if values.get("vision_num_layers") is None:
         return None
     return section_from_values(VisionConfig, values)
 
 
 def _tokenizer_of_run(store: Store, values: dict[str, Any], base_model: str | None) -> str | None:
-    """Where a run's tokenizer is. ConfigError if that is the folder of the model that training
-    began with, which is gone.
-    """
+    """Returns the path of a run's tokenizer. ConfigError if it is a missing base model's."""
     path = _path_of_run(store, values, "tokenizer_model")
     if path is not None and path == base_model and not os.path.lexists(path):
         raise ConfigError(
-            f"--tokenizer-model: expected the tokenizer in {shown(path)}, the folder that training "
-            "began with, got no such folder. Name the tokenizer's place by --tokenizer-model."
+            f"--tokenizer-model: expected the tokenizer in {shown(path)}, the run's base model, "
+            "got no such directory. Set its new path by --tokenizer-model."
         )
     return path
 
 
 def _exported(folder: Path, tokenizer_model: str | None) -> SavedModel:
-    """The model in a folder of the transformers library."""
+    """Returns the model in a Hugging Face directory."""
     description = read_folder(folder).model
     tokenizer = None
     if tokenizer_model is not None:
@@ -186,7 +182,7 @@ def _locate(root: str, iteration: int | None) -> tuple[Store, str]:
     if named is not None:
         if iteration is not None:
             raise CheckpointError(
-                f"Expected a folder of checkpoints with --ckpt-step, got the checkpoint {root}."
+                f"Expected a directory of checkpoints with --ckpt-step, got the checkpoint {root}."
             )
         return open_store(named[0]), named[1]
     store = open_store(root)
@@ -197,12 +193,12 @@ def _locate(root: str, iteration: int | None) -> tuple[Store, str]:
 
 
 def _saved_values(store: Store, name: str) -> dict[str, Any]:
-    """The configuration of the run that a checkpoint is of."""
+    """Returns the run's configuration in a checkpoint."""
     path = path_of(store, name)
     found = format_of(store, name)
     if found is None:
         raise CheckpointError(f"Expected a checkpoint in {path}, got none.")
-    # PyTorch alone writes no such file; a checkpoint of the other format without it is damaged.
+    # PyTorch writes no such file; a checkpoint of our format without it is damaged.
     has_state = found == FSDP_DTENSOR or store.exists(f"{name}/{TRAIN_STATE_FILE}")
     values = read_train_state(store, name).get("config") if has_state else None
     if not isinstance(values, dict) or not values:
@@ -215,7 +211,7 @@ def _saved_values(store: Store, name: str) -> dict[str, Any]:
 
 
 def _path_of_run(store: Store, values: dict[str, Any], name: str) -> str | None:
-    """A path in a run's configuration, as [Note: a tokenizer's relative path] says."""
+    """Resolves a path in a run's configuration; see [Note: a tokenizer's relative path]."""
     path, save = values.get(name), values.get("save")
     if not isinstance(path, str):
         return None

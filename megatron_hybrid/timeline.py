@@ -44,12 +44,7 @@ class TimelineError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int:
-    """Prints, draws or merges recordings; returns the exit code.
-
-    Args:
-        argv: Arguments; default: those of the command line.
-        program: The name at the start of error messages.
-    """
+    """Prints, draws or merges recordings; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     with one_line_errors(program, (TimelineError, OSError)):
         if arguments.merge is not None:

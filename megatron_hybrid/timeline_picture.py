@@ -124,7 +124,7 @@ class _Picture:
             canvas.text(*at, label, theme.muted, size=SMALL, anchor="middle")
         canvas.line((_LEFT, self._bottom), (_RIGHT, self._bottom), theme.grid)
         at = ((_LEFT + _RIGHT) / 2, self._bottom + 32)
-        unit = "milliseconds since the iteration began"
+        unit = "milliseconds since the start of the iteration"
         canvas.text(*at, unit, theme.muted, size=SMALL, anchor="middle")
 
     def _draw_computation(self) -> None:

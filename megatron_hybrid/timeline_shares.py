@@ -1,12 +1,12 @@
-"""How much of what lanes do is hidden behind the computation.
+"""The share of the lanes' work that is hidden behind the computation.
 
     compute   ■■forward■■|wait|■■■backward■■■
     gather       ■■■■■■■■■■■■■                    busy 13, of which 9 are hidden: 69 %
 
 The computation computes in its phases forward, backward, norm, step and evaluate, except while it
-waits. A lane is busy while it works on something. The hidden share of a lane is the part of its
-busy time during which the computation computes. A lane with a share of 1 costs nothing; the rest
-either held up the computation or ran while it waited for something else.
+waits. The hidden share of a lane is the part of its busy time during which the computation
+computes. A lane with a share of 1 costs no time; the exposed rest delayed the computation, or ran
+while it waited for another lane.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def united(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def near(intervals: Sequence[Interval], begin: float, end: float) -> Sequence[Interval]:
-    """The intervals that overlap [begin, end), of disjoint ones in order."""
+    """Returns the ordered, disjoint intervals that overlap [begin, end)."""
     first = bisect_right(intervals, begin, key=lambda interval: interval[1])
     stop = bisect_left(intervals, end, key=lambda interval: interval[0])
     return intervals[first:stop]

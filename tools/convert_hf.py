@@ -4,7 +4,7 @@
 import sys
 from pathlib import Path
 
-# Python puts this file's folder on the path of a script, and not the project's.
+# Python puts a script's directory on its path, not the project's.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_hybrid.convert_hf import main

@@ -256,7 +256,7 @@ def needed_packages() -> list[str]:
 
 
 def probe() -> dict[str, Any] | str:
-    """Returns the machine and the versions, or one line about what is missing."""
+    """Returns the machine and the versions, or a line about missing requirements."""
     missing = missing_packages(needed_packages())
     if missing:
         return f"the packages {', '.join(missing)} (python -m pip install -e '.[dev]')"
@@ -298,7 +298,7 @@ def check(stages: Sequence[Stage], folder: Path, here: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if a stage failed, 2 if nothing can be checked here."""
+    """Returns 1 if a stage failed, 2 if the machine lacks a requirement."""
     names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_check",

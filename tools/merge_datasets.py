@@ -4,8 +4,8 @@
 
 reads every `.bin/.idx` pair in `data/parts`, in the order of their names, and writes
 `data/corpus_text_document.bin` and `.idx`, which appear once they are whole. Masks of conversations
-are merged along with their tokens, into `data/corpus_text_document_mask.bin` and `.idx`. The
-arguments are those of Megatron's tool of this name without `--multimodal`.
+are merged along with their tokens, into `data/corpus_text_document_mask.bin` and `.idx`. Takes the
+arguments of Megatron's tool except `--multimodal`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Python puts this file's folder on the path of a script, and not the project's.
+# Python puts a script's directory on its path, not the project's.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.answer_dataset import AnswerFiles, has_mask, mask_prefix
@@ -40,7 +40,7 @@ class InputError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Merges what the command line names; returns the exit code."""
+    """Merges token files; returns the exit code."""
     parser = ProgramParser(description="Merges .bin/.idx token files into one pair.")
     parser.add_argument(
         "--input",
@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
-    """The token files in a folder, sorted by name, without the masks of conversations.
+    """Returns the prefixes of token files in a directory, sorted, without masks.
 
-    InputError if there are none, for one file without the other, for files with images, and where
-    the output would be one of them.
+    InputError without token files, for one file of a pair, for files with images, and if the output
+    is among the inputs.
     """
     if not folder.is_dir():
-        raise InputError(f"--input: expected a folder that exists, got {folder}.")
+        raise InputError(f"--input: expected an existing directory, got {folder}.")
 
     prefixes = sorted({path.with_suffix("") for path in folder.iterdir() if _is_part(path)})
     if not prefixes:
@@ -79,13 +79,13 @@ def find_prefixes(folder: Path, output_prefix: Path) -> list[Path]:
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
             if not path.is_file():
-                raise InputError(f"--input: expected {path} beside its other half, got no file.")
-    # What an earlier merge has left would be merged with its own parts. The builder takes the path
-    # of the .bin too.
+                raise InputError(f"--input: expected {path} next to its other half, got no file.")
+    # The output of an earlier merge would be merged with its parts. The builder also takes the path
+    # of the .bin.
     output = Path(str(output_prefix).removesuffix(".bin"))
     if output.resolve() in {prefix.resolve() for prefix in prefixes}:
         raise InputError(
-            f"--output-prefix: expected another name than those of the inputs, got {output_prefix}."
+            f"--output-prefix: expected another name than the inputs, got {output_prefix}."
         )
 
     for prefix in prefixes:
@@ -143,7 +143,7 @@ def _have_masks(prefixes: Sequence[Path]) -> bool:
         without.append(str(prefix))
         if prefix.name.endswith(_MASK) and IndexedDataset(prefix).dtype == np.uint8:
             tokens = bin_path(str(prefix).removesuffix(_MASK))
-            raise InputError(f"--input: expected {tokens} beside its mask, got no file.")
+            raise InputError(f"--input: expected {tokens} next to its mask, got no file.")
 
     if 0 < len(without) < len(prefixes):
         raise InputError(

@@ -459,7 +459,7 @@ def _cut(errors: Sequence[str]) -> Sequence[str]:
 
 
 def _optional_sections() -> set[str]:
-    """Sections of optional parts of a model, which are absent unless one of their flags is given."""
+    """Sections of optional parts of a model, absent unless one of their flags is given."""
     return {
         field.name
         for field in dataclasses.fields(RunConfig)

@@ -226,7 +226,7 @@ def _wait_for(store: Store, keys: list[str], deadline: float) -> None:
 
 
 def _pause(deadline: float, what: str) -> None:
-    """Sleeps for a moment. Raises RuntimeError with the expectation once the deadline has passed."""
+    """Sleeps for a moment. Raises RuntimeError with the expectation after the deadline."""
     if time.monotonic() > deadline:
         raise RuntimeError(f"Expected {what}, within the timeout of the process group.")
     time.sleep(_POLL_SECONDS)

@@ -1,8 +1,8 @@
-"""Whether every byte of a published checkpoint is what was written, with all problems listed.
+"""Verifies every byte of a published checkpoint, and lists all problems.
 
-A load checks the marker, the index and the digests of the data that it needs. This reads whole data
-files, including the bytes around the data, which PyTorch's own reader needs; holds `.metadata`
-against the index; and goes on after a problem.
+A load checks the marker, the index and the digests of the data that it reads. An audit reads whole
+data files, including the bytes around the data, which PyTorch's reader needs, compares `.metadata`
+with the index, and continues after a problem.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READ_BYTES = 16 * BLOCK_BYTES  # at a time
 
 
 class _Written(NamedTuple):
-    """A chunk, with the digests that its rank has stated."""
+    """A chunk with the digests in its rank's manifest."""
 
     tensor: SavedTensor
     chunk: SavedChunk
@@ -54,19 +54,19 @@ class _Written(NamedTuple):
 
 
 class Audit:
-    """Goes through one checkpoint, once.
+    """Verifies one checkpoint, once.
 
-    Without a marker, or with a damaged one, the other files are still compared with each other.
+    Without an intact marker, the other files are still compared with each other.
 
     Attributes:
-        problems: a sentence each.
-        num_bytes: of data files that have been read.
+        problems: a sentence for each problem.
+        num_bytes: the bytes of data files that were read.
     """
 
     def __init__(self, store: Store, name: str, progress: Callable[[int], object]) -> None:
         """
         Args:
-            progress: called with each number of bytes that have been read.
+            progress: called with each number of bytes read.
         """
         self.problems: list[str] = []
         self.num_bytes = 0
@@ -75,12 +75,12 @@ class Audit:
         self._progress = progress
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._writer_torch = torch.__version__
-        # Bytes before and behind the data in the blob of each chunk. Another version of torch may
-        # have written other ones than this would, so `.metadata` is asked.
+        # Sizes of the header and footer around the data in each chunk's blob, from `.metadata`,
+        # since they differ between versions of torch.
         self._frames: dict[SavedChunk, tuple[int, int]] = {}
 
     def run(self) -> None:
-        """Goes through all files."""
+        """Verifies all files."""
         marker = self._attempt(lambda: read_marker(self._store, self._name))
         if marker is not None:
             for file in marker.files:
@@ -98,7 +98,7 @@ class Audit:
             self._check_data_files(index, marker)
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """The result of `action`; if it raises, notes the problem and returns None."""
+        """Returns the result of `action`; if it raises, adds the problem and returns None."""
         try:
             return action()
         except CheckpointError as error:
@@ -106,7 +106,7 @@ class Audit:
             return None
 
     def _content(self, file: str, marker: Marker | None) -> tuple[bytes, str]:
-        """A small file, and its name for messages."""
+        """Returns the content of a small file, and its path."""
         source = self._path(file)
         if marker is not None:
             return read_small(self._store, self._name, file, marker), source
@@ -121,7 +121,7 @@ class Audit:
         return Index.from_bytes(content, marker, source)
 
     def _read_metadata(self, marker: Marker | None, index: Index | None) -> None:
-        """Holds what other programs read against the index."""
+        """Compares `.metadata`, which other programs read, with the index."""
         content, source = self._content(METADATA_FILE, marker)
         found, places, plain = parse_metadata(content, source)
         if index is None:
@@ -142,7 +142,7 @@ class Audit:
     def _is_same(
         self, tensor: SavedTensor, found: SavedTensor | None, blobs: Mapping[tuple[str, int], int]
     ) -> bool:
-        """Whether `.metadata` has the tensor with the same chunks, and their data in its blobs."""
+        """Whether `.metadata` has the tensor with the same chunks in its blobs."""
         if found is None or found[:3] != tensor[:3] or len(found.chunks) != len(tensor.chunks):
             return False
         for own, blob in zip(tensor.chunks, found.chunks, strict=True):
@@ -155,13 +155,13 @@ class Audit:
         return True
 
     def _check_further_files(self, marker: Marker) -> None:
-        """Small files of the checkpoint that no load reads."""
+        """Verifies small files that no load reads."""
         for file in marker.files.keys() - set(files_of(marker.world_size)):
             if marker.files[file].digest is not None:
                 self._attempt(functools.partial(self._content, file, marker))
 
     def _check_data_files(self, index: Index, marker: Marker | None) -> None:
-        """Each from its beginning to its end, or to where it ends too early."""
+        """Verifies each data file, up to a premature end."""
         by_file: dict[str, list[_Written]] = {}
         for rank in sorted(index.chunks_by_rank):
             for written in self._written(rank, index, marker):
@@ -171,7 +171,7 @@ class Audit:
             self._attempt(functools.partial(self._check_file, file, chunks, marker))
 
     def _written(self, rank: int, index: Index, marker: Marker | None) -> Iterator[_Written]:
-        """What a rank has written, if its manifest says so."""
+        """Yields the chunks of a rank with an intact manifest."""
         source = self._path(manifest_file(rank))
         manifest = self._attempt(
             lambda: Manifest.from_bytes(*self._content(manifest_file(rank), marker))
@@ -185,7 +185,7 @@ class Audit:
                 yield _Written(*place, digests)
 
     def _check_file(self, file: str, chunks: list[_Written], marker: Marker | None) -> None:
-        # Unless `.metadata` tells of frames, nothing is known of the bytes between data.
+        # Without frames from `.metadata`, the bytes between data are unknown.
         is_known, end = bool(self._frames) or not file.endswith(".distcp"), 0
         for written in sorted(chunks, key=lambda each: each.chunk.offset):
             tensor, chunk, _ = written
@@ -198,7 +198,7 @@ class Audit:
             self._check_zeros(file, end, marker.files[file].nbytes)
 
     def _check_chunk(self, written: _Written, header_nbytes: int, footer_nbytes: int) -> None:
-        """The bytes before its data, the data by its digests, the bytes behind it."""
+        """Verifies a chunk's header, its data by their digests, and its footer."""
         (tensor, chunk, digests), file = written, written.chunk.file
         data_end = chunk.offset + tensor.chunk_nbytes(chunk)
         where = f"{tensor.key!r} at {chunk.box.offsets} in {self._path(file)}"
@@ -215,7 +215,7 @@ class Audit:
             )
         footer = self._read_all(file, data_end, footer_nbytes)
 
-        # Another version of torch may write another frame, which cannot be known here.
+        # Another version of torch may write another frame.
         if header_nbytes and self._writer_torch == torch.__version__:
             wanted = blob_frame(tensor.dtype, chunk.box.sizes)
             parts = zip(("before", "behind"), (header, footer), wanted, strict=True)
@@ -234,11 +234,11 @@ class Audit:
                 return
 
     def _read_all(self, file: str, begin: int, nbytes: int) -> bytes:
-        """A header or a footer, which are short."""
+        """Returns a header or a footer."""
         return bytes(self._read(file, begin, nbytes)) if nbytes else b""
 
     def _read(self, file: str, begin: int, nbytes: int) -> memoryview:
-        """Bytes of a data file, until the next are read."""
+        """Returns bytes of a data file in a buffer that the next call overwrites."""
         into = self._buffer[:nbytes]
         with system_errors(self._path(file)):
             self._store.read_into(f"{self._name}/{file}", begin, [into])

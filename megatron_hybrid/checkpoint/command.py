@@ -1,4 +1,4 @@
-"""Looks at checkpoints, verifies, compares, converts, exports and imports them.
+"""Lists, shows, verifies, compares, converts, exports and imports checkpoints.
 
     python -m megatron_hybrid checkpoint list runs/gpt_cpu
     python -m megatron_hybrid checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*'
@@ -9,11 +9,11 @@
     python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
     python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
-One process on the CPU, no process group. A checkpoint is a folder, or its URL in a store that
-fsspec knows. `list`, `show`, `diff`, `export` and `convert` to a file also take `torch_dcp`
-checkpoints, and anything that torch.distributed.checkpoint has saved. `list` and `show` mark those
-that no run can resume from: `--finetune` loads their weights. Exit code: 0, 1 if `verify` finds a
-problem or `diff` a difference, 2 for errors.
+Runs in one process on the CPU. A checkpoint is a directory, or a URL that fsspec supports. `list`,
+`show`, `diff`, `export` and `convert` to a file also take `torch_dcp` checkpoints, and others by
+torch.distributed.checkpoint. `list` and `show` mark checkpoints without a run's state, from which
+`--finetune` loads the weights. Exit code: 0, 1 if `verify` finds a problem or `diff` a difference,
+2 for errors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, dtype_name
+from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, Marker, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
     checkpoint_name,
     iteration_of,
@@ -59,10 +59,10 @@ from megatron.core.dist_checkpointing.store import (
 from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import counted, printable
+from megatron.training.checkpoint.hf_weights import HF_FOLDER
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
-from megatron_hybrid.checkpoint.contained_hf import describe_hf, hf_nbytes
 from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
 from megatron_hybrid.checkpoint.from_dcp import add_import_flags, import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
@@ -71,14 +71,14 @@ from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_
 from megatron_hybrid.endings import one_line_errors
 
 _MAX_WIDTH = 200
-_MAX_LINE = 4000  # characters, of what a checkpoint says of itself
+_MAX_LINE = 4000  # characters of text from a checkpoint
 
 _NO_RUN = "no run's state: --finetune loads its weights"
 _DRAFT_SUFFIXES = {".saving": "draft", ".deleting": "being deleted", ".damaged": "damaged"}
 
 
 class Location(NamedTuple):
-    """Where a checkpoint is, or is to be."""
+    """A checkpoint's place, which may be empty."""
 
     store: Store
     name: str
@@ -103,12 +103,7 @@ _PLACES = {
 
 
 def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
-    """Runs one command; returns the exit code.
-
-    Args:
-        argv: the arguments; default: the command line's.
-        program: the name that error messages begin with.
-    """
+    """Runs one command; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     with one_line_errors(program, (CheckpointError, OSError, ValueError)):
@@ -117,10 +112,10 @@ def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
 
 
 def list_checkpoints(arguments: argparse.Namespace) -> int:
-    """Lists the checkpoints in a folder, published or not."""
+    """Lists the checkpoints in a directory, published or not."""
     store = open_store(arguments.root)
     if store.is_rename_atomic and not Path(store.root).is_dir():
-        raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got none.")
+        raise CheckpointError(f"Expected a directory of checkpoints at {store.root}, got none.")
     tracker = store.read(TRACKER_FILE) if store.exists(TRACKER_FILE) else b""
     tracked = tracker.decode(errors="replace").strip()
     rows = [_summary(store, name, tracked) for name in store.folders() if parse_folder(name)]
@@ -144,9 +139,9 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
-    """One line of `list`. Reads no data: only sizes are compared."""
+    """Returns a row of `list`. Compares sizes without reading data."""
     found = parse_folder(name)
-    assert found is not None, "a name that has been chosen so"
+    assert found is not None, "callers choose such names"
     row: dict[str, Any] = {"name": name, "iteration": found.iteration}
     row |= {"format": None, "state": "draft", "world_size": None, "num_bytes": None}
     row |= {"problem": None, "is_latest": False, "is_run": None, "has_hf": None}
@@ -154,7 +149,7 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
         row["state"] = _DRAFT_SUFFIXES.get(Path(name).suffix, "unknown")
         return row
     if store.exists(f"{name}/{SIGN_FILE}") and not store.exists(f"{name}/{MARKER_FILE}"):
-        return row  # of a remote store, where the marker alone makes it a checkpoint
+        return row  # in a remote store, a checkpoint is published by its marker
 
     row["format"] = format_of(store, name)
     row["is_latest"] = tracked == str(row["iteration"])
@@ -163,13 +158,13 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
             marker = read_marker(store, name)
             row["world_size"] = marker.world_size
             row["num_bytes"] = sum(file.nbytes for file in marker.files.values())
-            row["has_hf"] = hf_nbytes(marker) > 0
+            row["has_hf"] = _hf_nbytes(marker) > 0
             for file in marker.files:
                 check_size(store, name, file, marker)
             row["is_run"] = is_of_a_run(read_train_state(store, name))
             if marker.iteration != found.iteration:
-                own = f"saved as iteration {marker.iteration}"
-                row["problem"] = f"{own}: no run is resumed from it under this name"
+                saved = f"saved as iteration {marker.iteration}"
+                row["problem"] = f"{saved}: no run resumes from it under this name"
         elif row["format"] == TORCH_DCP:
             checkpoint = open_checkpoint(store, name)
             tensors = checkpoint.tensors.values()
@@ -185,7 +180,7 @@ def _summary(store: Store, name: str, tracked: str) -> dict[str, Any]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Shows the content of a checkpoint, its places, and the ranks that wrote it."""
+    """Shows the content of a checkpoint, its files, and the ranks that wrote it."""
     checkpoint = _open(arguments.checkpoint)
     tensors = [
         _described(saved)
@@ -199,7 +194,7 @@ def show(arguments: argparse.Namespace) -> int:
         marker = checkpoint.marker
         head |= {"format": FSDP_DTENSOR, "iteration": marker.iteration}
         head |= {"world_size": marker.world_size, "save_id": marker.save_id}
-        head |= describe_hf(checkpoint)
+        head |= _hf_folder(checkpoint)
     is_run = is_of_a_run(checkpoint.train_state)
     if arguments.json:
         state = {"is_run": is_run, "train_state": checkpoint.train_state}
@@ -216,6 +211,23 @@ def show(arguments: argparse.Namespace) -> int:
     total = sum(row["nbytes"] for row in tensors)
     print(f"{len(tensors)} tensors of {format_bytes(total)}, {len(plain)} pieces of plain data")
     return 0
+
+
+def _hf_nbytes(marker: Marker) -> int:
+    """Returns the size of the files in `hf/`; 0 without the directory."""
+    names = [file for file in marker.files if file.startswith(f"{HF_FOLDER}/")]
+    return sum(marker.files[name].nbytes for name in names)
+
+
+def _hf_folder(checkpoint: PublishedCheckpoint) -> dict[str, str]:
+    """Returns a description of `hf/` for the first line of `show`; empty without the directory."""
+    nbytes = _hf_nbytes(checkpoint.marker)
+    if not nbytes:
+        return {}
+    chunks = (chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks)
+    has_weights = any(chunk.file.startswith(f"{HF_FOLDER}/") for chunk in chunks)
+    contents = ", which contains the weights" if has_weights else ""
+    return {f"{HF_FOLDER}/": f"of {format_bytes(nbytes)}{contents}"}
 
 
 def _described(saved: SavedTensor) -> dict[str, Any]:
@@ -241,7 +253,7 @@ def _print_tensor(row: dict[str, Any], width: int, with_chunks: bool) -> None:
 
 
 def _writers(places: Iterable[dict[str, Any]]) -> str:
-    """The ranks that wrote them: "rank 3", "ranks 0-3, 7"."""
+    """Returns the ranks that wrote chunks: "rank 3", "ranks 0-3, 7"."""
     found = {place["rank"] for place in places}
     ranks = sorted(rank for rank in found if rank is not None)
     if len(ranks) < len(found) or not ranks:
@@ -284,7 +296,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _data_nbytes(location: Location) -> int | None:
-    """Of all data files; None if that is not known."""
+    """Returns the size of all data files; None if it is unknown."""
     try:
         return sum(
             file.nbytes for file in read_marker(*location).files.values() if file.digest is None
@@ -376,7 +388,7 @@ def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
                 f"{location.name}."
             )
 
-    # Enough for --finetune. A file that was converted from a checkpoint has all of its state.
+    # Enough for --finetune. A file converted from a checkpoint has its whole state.
     train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
     num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
     with progress_bar("convert", num_bytes) as progress:
@@ -395,7 +407,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def import_folder(arguments: argparse.Namespace) -> int:
-    """Makes ROOT/iter_0000000 of what another program saved with torch.distributed.checkpoint."""
+    """Imports a torch.distributed.checkpoint of another program as ROOT/iter_0000000."""
     summary = import_dcp(arguments)
     if arguments.json:
         _print_json(summary)
@@ -423,12 +435,12 @@ def _is_wanted(key: str, patterns: Sequence[str] | None) -> bool:
 
 
 def _width(keys: Iterable[str]) -> int:
-    """Of a column of keys; a long one has its line to itself."""
+    """Returns the width of a column of keys; longer keys overflow."""
     return max((len(key) for key in keys if len(key) <= _MAX_WIDTH), default=0)
 
 
 def _print(line: str) -> None:
-    """Prints text from a checkpoint, whose names may contain escape codes for a terminal."""
+    """Prints text from a checkpoint without escape codes."""
     print(printable(line, _MAX_LINE))
 
 
@@ -438,7 +450,7 @@ def _print_json(value: object) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ProgramParser(
-        description="Looks at checkpoints, verifies, compares, converts, exports and imports them."
+        description="Lists, shows, verifies, compares, converts, exports and imports checkpoints."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, key by key and piece by piece: no tensor is ever whole in memory."""
+"""Compares two checkpoints key by key, in pieces: no whole tensor is in memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ Outcome = Literal["equal", "values", "shape", "dtype", "kind", "only in A", "onl
 
 @dataclass(frozen=True)
 class KeyComparison:
-    """How one key differs between A and B.
+    """The difference of one key between A and B.
 
     Attributes:
-        outcome: equal to the bit, or what is different; `kind`: a tensor in one and plain data in
-            the other.
-        num_different: elements that are not equal to the bit, of a tensor in both.
-        max_difference: the largest absolute difference of elements; infinity if one is infinite or
-            no number.
-        detail: the two shapes, or dtypes; or values, of plain data.
+        outcome: bit-equal, or the kind of difference; `kind`: a tensor in one and plain data in the
+            other.
+        num_different: the number of elements of a tensor that are not bit-equal.
+        max_difference: the largest absolute difference of elements; infinity if one is not finite.
+        detail: the two shapes, dtypes, or values of plain data.
     """
 
     key: str
@@ -45,11 +44,11 @@ def compare(
     keys: Sequence[str],
     progress: Callable[[int], object],
 ) -> Iterator[KeyComparison]:
-    """Compares what two checkpoints have under these keys, in their order.
+    """Compares two checkpoints under these keys, in order.
 
     Args:
-        keys: each of one of them at least.
-        progress: called with the bytes of A's tensors that have been compared, or need not be.
+        keys: keys of at least one checkpoint.
+        progress: called with the bytes of A's tensors that are done.
     """
     ours, theirs = a.tensors, b.tensors
     for key in keys:
@@ -92,7 +91,7 @@ def _compare_tensor(
 
 
 def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
-    """How many elements differ in a bit, and the largest difference."""
+    """Returns the number of elements that are not bit-equal, and the largest difference."""
     itemsize = one.element_size()
     bits = [tensor.reshape(-1).view(torch.uint8).reshape(-1, itemsize) for tensor in (one, other)]
     if torch.equal(*bits):
@@ -101,7 +100,7 @@ def _differences(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
     differs = (bits[0] != bits[1]).any(dim=1)
     wide = torch.complex128 if one.is_complex() else torch.float64
     values = [tensor.reshape(-1)[differs].to(wide) for tensor in (one, other)]
-    # A difference of infinities, or with a NaN, is NaN; elements of equal bits were left out.
+    # A difference of infinities, or with a NaN, is NaN; bit-equal elements are left out.
     largest = (values[0] - values[1]).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()
     return int(differs.sum()), float(largest)
 
@@ -113,7 +112,7 @@ def _compare_plain(key: str, one: object, other: object) -> KeyComparison:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether plain data, which may contain tensors, is the same. NaNs are equal to each other."""
+    """Whether plain data, which may contain tensors, is equal. NaNs are equal to each other."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         return is_alike and _differences(one, other)[0] == 0

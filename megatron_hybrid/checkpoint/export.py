@@ -1,4 +1,4 @@
-"""`export`: the model of a run as a folder of the transformers library."""
+"""`export`: writes the model of a run as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, open_checkpoint
+from megatron.core.dist_checkpointing.formats import open_checkpoint
 from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
@@ -19,39 +19,14 @@ from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
 from megatron.training.checkpoint.hf_layout import MAX_SHARD_BYTES
 from megatron_hybrid.checkpoint.progress import progress_bar
-from megatron_hybrid.checkpoint.to_file import Progress
-from megatron_hybrid.saved_model import SavedModel, add_model_flags, find_model
+from megatron_hybrid.saved_model import add_model_flags, find_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d{1,12})(|KB|MB|GB|TB)")
 
 
-class Source(NamedTuple):
-    """What is exported."""
-
-    model: SavedModel
-    checkpoint: ReadableCheckpoint
-
-
-def find_source(arguments: argparse.Namespace) -> Source:
-    """The checkpoint that the command line names, and its model.
-
-    Raises:
-        CheckpointError, ConfigError: as `find_model`, and for a folder that is exported already.
-    """
-    model = find_model(
-        arguments.run, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
-    )
-    if model.checkpoint is None:
-        raise CheckpointError(
-            f"Expected a run or its checkpoint, got {model.path}, which is in the format of the "
-            "transformers library."
-        )
-    return Source(model, open_checkpoint(*model.checkpoint))
-
-
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of an export but for the run and the folder to write."""
+    """Adds the flags of an export, without its positional arguments."""
     parser.add_argument(
         "--dtype",
         choices=names_of(FLOAT_DTYPES),
@@ -69,7 +44,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _num_bytes(text: str) -> int:
-    """A size on the command line. argparse names the flag in its error."""
+    """Parses a size."""
     match = _SIZE.fullmatch(text.upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
@@ -77,56 +52,58 @@ def _num_bytes(text: str) -> int:
 
 
 def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Exports what the command line says. Returns what was done, as plain data.
+    """Exports the run on the command line. Returns a summary as plain data.
 
     Raises:
-        CheckpointError, ConfigError: as `find_source` and `export_hf`.
+        CheckpointError, ConfigError: as `find_model` and `export_hf`, and for an exported
+            directory.
     """
-    source = find_source(arguments)
-    model = source.model
-    num_bytes = bytes_to_export(source.checkpoint, model.description)
-    with progress_bar("export", num_bytes) as progress:
-        return _write(source, arguments, progress)
-
-
-def sentence(summary: dict[str, Any]) -> str:
-    """What `export_run` has done, for people."""
-    size = format_bytes(summary["num_bytes"])
-    what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
-    return f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}"
-
-
-def _write(source: Source, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    model, description = source.model, source.model.description
+    model = find_model(
+        arguments.run, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
+    )
+    if model.checkpoint is None:
+        raise CheckpointError(
+            f"Expected a run or its checkpoint, got {model.path}, which is a Hugging Face "
+            "directory."
+        )
+    checkpoint, description = open_checkpoint(*model.checkpoint), model.description
     if description.config.max_position_embeddings is None:
-        # Other programs want a length, and would otherwise take their own default for it.
+        # Without a length, other programs use their default.
         config = dataclasses.replace(description.config, max_position_embeddings=model.seq_length)
         description = description._replace(config=config)
 
     base_model = model.base_model
     if base_model is not None and not Path(base_model).is_dir():
         print(
-            f"export: {printable(base_model)}, which training began with, is not there any more: "
-            "the export has no settings of generation but the tokenizer's ids",
+            f"export: {printable(base_model)}, the base model of the run, does not exist: the "
+            "export has no generation settings except the tokenizer's ids",
             file=sys.stderr,
         )
         base_model = None
     extras = FolderExtras.of_model(model.tokenizer, model.tokenizer_path, base_model)
-    exported = export_hf(
-        source.checkpoint,
-        arguments.out,
-        description,
-        tokenizer=extras.tokenizer,
-        base_model_path=base_model,
-        dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
-        max_shard_bytes=arguments.max_shard_size,
-        progress=progress,
-    )
+    with progress_bar("export", bytes_to_export(checkpoint, description)) as progress:
+        exported = export_hf(
+            checkpoint,
+            arguments.out,
+            description,
+            tokenizer=extras.tokenizer,
+            base_model_path=base_model,
+            dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+            max_shard_bytes=arguments.max_shard_size,
+            progress=progress,
+        )
     return {
-        "source": source.checkpoint.path,
+        "source": checkpoint.path,
         "target": arguments.out,
         "architecture": hf_config(description)["architectures"][0],
         "num_tensors": exported.num_tensors,
         "num_bytes": exported.num_bytes,
         "dtype": str(exported.dtype).removeprefix("torch."),
     }
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """Returns a summary as a sentence."""
+    size = format_bytes(summary["num_bytes"])
+    what = f"{summary['num_tensors']} tensors of {size} in {summary['dtype']}"
+    return f"{summary['target']}: {summary['architecture']}, {what}, of {summary['source']}"

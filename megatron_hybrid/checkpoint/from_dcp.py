@@ -1,9 +1,8 @@
-"""What another program saved with `torch.distributed.checkpoint` as a checkpoint that runs begin
-with, by one process without a model.
+"""Imports `torch.distributed.checkpoint` checkpoints of other programs, without a model.
 
-Tensors go from file to file, by the table of `--dcp-key-map`: no more than one of ours, and one
-chunk of theirs, is ever in memory. Without a model nothing tells which tensors are missing: the
-first load does. Weights, moments and counters are written in fp32, as a run's own are.
+Tensors are copied from file to file by the table of `--dcp-key-map`: one tensor and one chunk of
+the source are in memory at a time. The first load reports missing tensors, since no model is
+available here. Weights, moments and counters are written in fp32, as in a run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_hybrid.checkpoint.progress import progress_bar
 
 
 def add_import_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `import_dcp`, which has PATH and ROOT besides."""
+    """Adds the flags of `import_dcp`, without PATH and ROOT."""
     parser.add_argument(
         FLAG,
         required=True,
@@ -46,13 +45,13 @@ def add_import_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Writes and publishes ROOT/iter_0000000. Returns what was done, as plain data.
+    """Writes and publishes ROOT/iter_0000000. Returns a summary as plain data.
 
     Raises:
-        ConfigError: for a table that cannot be used.
-        CheckpointError: before anything is written, if ROOT holds checkpoints, or PATH cannot be
-            read or has tensors that the table does not name; later, if a chunk is damaged. Nothing
-            is left of it then.
+        ConfigError: an unusable table.
+        CheckpointError: before writing, if ROOT contains checkpoints, PATH is unreadable or has
+            tensors that are not in the table; later, if a chunk is damaged. A failed import leaves
+            no files.
     """
     given = {name: getattr(arguments, name) for name in COUNTS}
     heads = Heads({name: count for name, count in given.items() if count is not None})
@@ -92,9 +91,9 @@ def _check(view: DcpView) -> None:
 
 def _train_state(view: DcpView) -> dict[str, Any]:
     if view.sources.has_moments:
-        # A run at its beginning, whose schedule is that of whoever loads it.
+        # A run before its first iteration, which gets the schedule of the run that loads it.
         return RecoverInfo(StepInfo(), {}).to_plain()
-    # Enough for --finetune, and for programs that look for a model.
+    # Enough for --finetune, and for programs that load a model.
     return {"format_version": FORMAT_VERSION, "progress": {"iteration": 0}}
 
 
@@ -105,7 +104,7 @@ def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
 
 
 class _Rows(Values):
-    """One of our tensors, read when it is written."""
+    """A tensor that is read when it is written."""
 
     def __init__(self, view: DcpView, key: str, source: RowSource) -> None:
         super().__init__(torch.empty(source.shape, dtype=view.tensors[key].dtype, device="meta"))

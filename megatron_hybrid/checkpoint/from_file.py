@@ -1,7 +1,7 @@
-"""A single file of tensors, by `torch.save` or in safetensors, as a checkpoint of one rank.
+"""Converts a single file of tensors, by `torch.save` or in safetensors, to a checkpoint.
 
-A file may be flat, {key: tensor or plain data}, or nested, as `dcp_to_torch_save` makes it of a
-checkpoint: dicts with tensors in them are flattened, and anything without tensors is plain data.
+A file may be flat, {key: tensor or plain data}, or nested, as written by `dcp_to_torch_save`: dicts
+with tensors are flattened, and values without tensors are plain data.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ SAFETENSORS_SUFFIX = ".safetensors"
 
 
 class FileContent(NamedTuple):
-    """The content of a file, by the keys that it is to have in a checkpoint."""
+    """The content of a file by its keys in the checkpoint."""
 
-    tensors: dict[str, torch.Tensor]  # over the mapped file: read when they are used
+    tensors: dict[str, torch.Tensor]  # in the mapped file
     plain: dict[str, object]
-    train_state: dict[str, Any] | None  # None: the file has none
+    train_state: dict[str, Any] | None
 
 
 def read_file(path: Path, prefix: str = "") -> FileContent:
-    """Maps a file, whose suffix tells its format.
+    """Maps a file in the format of its suffix.
 
     Args:
-        prefix: put before the keys in the file: "model.", for a model's state dict.
+        prefix: a prefix for the keys in the file, such as "model." for a model's state dict.
 
     Raises:
-        CheckpointError: for a file that contains more than tensors and plain data, or data that no
-            checkpoint can contain.
-        OSError: if it cannot be read.
+        CheckpointError: the file has more than tensors and plain data, or data that a checkpoint
+            cannot contain.
+        OSError: the file is unreadable.
     """
     state = _read_safetensors(path) if path.suffix == SAFETENSORS_SUFFIX else _read_torch_save(path)
     train_state = state.pop(TRAIN_STATE_KEY, None)
@@ -95,14 +95,17 @@ def publish_content(
 def publish_import(
     store: Store, entries: Sequence[Entry], train_state: Mapping[str, Any], progress: Progress
 ) -> None:
-    """Writes and publishes the first checkpoint of a folder of checkpoints, iteration 0. Without
-    it, a folder that was made for it is removed again.
+    """Writes and publishes the first checkpoint of a run, iteration 0. A failed import removes the
+    directory that it created.
 
     Raises:
-        CheckpointError: if there are checkpoints already, and as `publish_entries`.
+        CheckpointError: there are checkpoints already, and as `publish_entries`.
     """
-    expect_no_checkpoints(store)
-    # There is no checkpoint yet, so drafts are what killed imports have left.
+    if published := published_iterations(store):
+        raise CheckpointError(
+            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
+        )
+    # Without checkpoints, drafts are from killed imports.
     store.sweep()
     is_new = store.is_rename_atomic and not os.path.lexists(store.root)
     try:
@@ -111,14 +114,6 @@ def publish_import(
         if is_new:
             remove_empty_folder(store.root)
         raise
-
-
-def expect_no_checkpoints(store: Store) -> None:
-    """CheckpointError if a folder of checkpoints has any."""
-    if published := published_iterations(store):
-        raise CheckpointError(
-            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
-        )
 
 
 def publish_entries(
@@ -132,8 +127,7 @@ def publish_entries(
     """Writes and publishes the checkpoint of this iteration, entry by entry.
 
     Raises:
-        CheckpointError: if there is one already, or it cannot be written; nothing is left of it
-            then.
+        CheckpointError: the checkpoint exists or cannot be written. A failure leaves no files.
     """
     final = checkpoint_name(iteration)
     if store.exists(final):
@@ -171,7 +165,7 @@ def _write(
         last: Event = ThreadEvent.done()
         for number, entry in enumerate(entries):
             read = writer.write_group(number)
-            # A tensor is kept until the disk has it: at most this one and the one before.
+            # A tensor is kept until it is written: at most this one and the previous one.
             last.synchronize()
             last = read
             progress(math.prod(entry.saved_as.shape) * entry.saved_as.dtype.itemsize)
@@ -190,14 +184,14 @@ def _entry(key: str, tensor: torch.Tensor) -> Entry:
 
 
 def _read_torch_save(path: Path) -> dict[str, object]:
-    """Maps the file: what is used of its tensors is read when it is used."""
+    """Maps the file. Tensors are read when they are used."""
     with open_regular(path, "what torch.save writes") as stream:
         try:
-            # Copy-on-write, because torch warns of memory that is not writable.
+            # Copy-on-write, because torch warns about read-only memory.
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # larger than memory may be, or empty
             raise CheckpointError(f"Expected to map {path}, got {error}.") from error
-    # Without the CRC-32 of tensors, which would read all of the file once more.
+    # Without checking the CRC-32 of tensors, which would read the whole file again.
     state = read_archive(torch.frombuffer(mapped, dtype=torch.uint8), str(path), checks_crc=False)
     if not isinstance(state, dict):
         raise CheckpointError(f"Expected a dict in {path}, got {type(state).__name__}.")
@@ -205,7 +199,7 @@ def _read_torch_save(path: Path) -> dict[str, object]:
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
-    """The tensors, and the metadata, in which plain data is JSON."""
+    """Returns the tensors, and the metadata, which has plain data as JSON."""
     try:
         with open_safetensors(path) as file:
             metadata = file.metadata() or {}
@@ -228,7 +222,7 @@ def _read_safetensors(path: Path) -> dict[str, object]:
 
 
 def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Flattens dicts that have tensors in them."""
+    """Yields the items of nested dicts with tensors."""
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and any(
@@ -240,7 +234,7 @@ def _flat(state: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, objec
 
 
 def _checked(path: Path, key: str, value: object) -> object:
-    """Plain data that a checkpoint can contain. CheckpointError for any other."""
+    """Returns plain data that a checkpoint can contain. CheckpointError for other data."""
     plain = _without_subclasses(value)
     try:
         plain_blob(plain)
@@ -250,7 +244,7 @@ def _checked(path: Path, key: str, value: object) -> object:
 
 
 def _without_subclasses(value: object) -> object:
-    """The same with plain dicts for ordered ones, and the like."""
+    """Converts subclasses of dict, list and tuple."""
     if isinstance(value, Mapping):
         return {key: _without_subclasses(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

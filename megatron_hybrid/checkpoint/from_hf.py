@@ -8,6 +8,7 @@ architecture, the tokenizer and the directory in its settings.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
-from megatron.core.dist_checkpointing.store import Store, open_store, path_of
+from megatron.core.dist_checkpointing.store import open_store, path_of
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import OwnModel, build_model
@@ -34,121 +35,71 @@ from megatron.training.checkpoint.hf_files import WeightFiles
 from megatron.training.checkpoint.hf_weights import entries_to_load
 from megatron.training.checkpoint.run_info import FORMAT_VERSION
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
-from megatron_hybrid.checkpoint.from_file import expect_no_checkpoints, publish_import
-from megatron_hybrid.checkpoint.to_file import Progress
-
-_ITERATION = 0  # before any training
+from megatron_hybrid.checkpoint.from_file import publish_import
+from megatron_hybrid.checkpoint.progress import progress_bar
 
 
-@dataclasses.dataclass(frozen=True)
-class Import:
-    """A checked import that has not written anything yet.
-
-    Attributes:
-        folder: the directory with the weights.
-        store: the store that the checkpoint is written to.
-        model: the model, on meta.
-        config: the settings of a run that starts from the checkpoint, by field name.
-    """
-
-    folder: Path
-    store: Store
-    model: OwnModel
-    config: dict[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the checkpoint's tensors."""
-        return sum(weight.numel() * 4 for weight in self.model.parameters())
-
-    @property
-    def target(self) -> str:
-        """The checkpoint's path."""
-        return path_of(self.store, checkpoint_name(_ITERATION))
-
-
-def check_import(
-    folder: str,
-    root: str,
-    *,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    seq_length: int | None = None,
-) -> Import:
-    """Checks a directory and the target of its import. Writes nothing.
-
-    Args:
-        folder: a directory with config.json, weights and a tokenizer.
-        root: a store without checkpoints: a directory or a URL.
-        tokenizer_model: a tokenizer that replaces the directory's.
-        vocab_size: the number of embedding rows, if larger than in the files.
-        seq_length: the sequence length of runs; default: the model's maximum.
+def import_hf(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Writes and publishes ROOT/iter_0000000. Returns a summary as plain data.
 
     Raises:
-        ConfigError: if no model here computes what config.json describes, or the tokenizer does not
+        ConfigError: no model here computes what config.json describes, or the tokenizer does not
             fit.
-        CheckpointError: if `root` contains checkpoints.
+        CheckpointError: before writing, if ROOT contains checkpoints, or the weights are damaged or
+            another model's; later, if they cannot be read or written. A failed import leaves no
+            files.
     """
-    expect_model_folder(folder)  # before resolve(), so that the message has the user's spelling
-    place = Path(folder).resolve()
+    expect_model_folder(arguments.folder)  # with the path as the user wrote it
+    folder = Path(arguments.folder).resolve()
+    model, config = _settings(folder, arguments)
+    num_bytes = sum(weight.numel() * 4 for weight in model.parameters())
+    # The fields that --finetune and the programs that load a model need.
+    train_state = {
+        "format_version": FORMAT_VERSION,
+        "progress": {"iteration": 0},
+        "config": config,
+    }
+    store = open_store(arguments.root)
+    with ExitStack() as stack:
+        progress = stack.enter_context(progress_bar("import", num_bytes))
+        files = WeightFiles.open(folder, stack)
+        entries = [_from_files(entry, rows, files) for entry, rows in entries_to_load(model, files)]
+        publish_import(store, entries, train_state, progress)
+    return {
+        "source": str(folder),
+        "target": path_of(store, checkpoint_name(0)),
+        "num_tensors": len(entries),
+        "num_bytes": num_bytes,
+    }
+
+
+def _settings(folder: Path, arguments: argparse.Namespace) -> tuple[OwnModel, dict[str, Any]]:
+    """Returns the model on meta, and the config of runs that start from the checkpoint."""
     values: dict[str, Any] = {}
-    if tokenizer_model is not None:
-        values["tokenizer_model"] = str(Path(tokenizer_model).resolve())
-    if vocab_size is not None:
-        values["vocab_size"] = vocab_size
-    found = read_folder(place)
+    if arguments.tokenizer_model is not None:
+        values["tokenizer_model"] = str(Path(arguments.tokenizer_model).resolve())
+    if arguments.vocab_size is not None:
+        values["vocab_size"] = arguments.vocab_size
+    found = read_folder(folder)
     if lines := take_settings(values, found):
         raise ConfigError(" ".join(lines))
     config = section_from_values(TransformerConfig, values)
     tokenizer_config = section_from_values(TokenizerConfig, values)
-    tokenizer = build_tokenizer(tokenizer_config, rows_of=str(place))
+    tokenizer = build_tokenizer(tokenizer_config, rows_of=str(folder))
     num_rows = padded_vocab_size(tokenizer_config, tokenizer)
 
-    length = config.max_position_embeddings if seq_length is None else seq_length
-    _check_length(length, config.max_position_embeddings)
+    longest = config.max_position_embeddings
+    length = longest if arguments.seq_length is None else arguments.seq_length
+    if length is None:
+        raise ConfigError("--seq-length: expected a number, since config.json has none, got none.")
+    if length < 1 or (longest is not None and length > longest):
+        limit = "" if longest is None else f", at most {longest}"
+        raise ConfigError(f"--seq-length: expected at least 1{limit}, got {length}.")
 
-    store = open_store(root)
-    expect_no_checkpoints(store)
     with torch.device("meta"):
         model = build_model(ModelDescription(config, num_rows, found.model.vision))
-    values |= {"seq_length": length, "hf_model": str(place), "ckpt_format": FSDP_DTENSOR}
-    return Import(place, store, model, values)
-
-
-def _check_length(length: int | None, longest: int | None) -> None:
-    if length is None:
-        raise ConfigError("--seq-length: expected a number, since the folder says none, got none.")
-    if length < 1:
-        raise ConfigError(f"--seq-length: expected at least 1, got {length}.")
-    if longest is not None and length > longest:
-        raise ConfigError(f"--seq-length: expected at most {longest}, got {length}.")
-
-
-def write_import(checked: Import, progress: Progress) -> dict[str, Any]:
-    """Writes and publishes the checkpoint. Returns a summary as plain data.
-
-    Raises:
-        CheckpointError: before anything is written, if the weights are damaged or of another model;
-            later, if they cannot be read or written. A failed import leaves no files.
-    """
-    # The fields that --finetune and the programs that load a model need.
-    train_state = {
-        "format_version": FORMAT_VERSION,
-        "progress": {"iteration": _ITERATION},
-        "config": checked.config,
-    }
-    with ExitStack() as stack:
-        files = WeightFiles.open(checked.folder, stack)
-        entries = [
-            _from_files(entry, rows, files) for entry, rows in entries_to_load(checked.model, files)
-        ]
-        publish_import(checked.store, entries, train_state, progress)
-    return {
-        "source": str(checked.folder),
-        "target": checked.target,
-        "num_tensors": len(entries),
-        "num_bytes": checked.num_bytes,
-    }
+    values |= {"seq_length": length, "hf_model": str(folder), "ckpt_format": FSDP_DTENSOR}
+    return model, values
 
 
 def _from_files(entry: Entry, rows: RowMap, files: WeightFiles) -> Entry:

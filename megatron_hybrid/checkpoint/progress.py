@@ -1,4 +1,4 @@
-"""Progress bars of programs that go through a checkpoint's bytes."""
+"""Progress bars of programs that read or write checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from tqdm import tqdm
 
 @contextmanager
 def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, if that is a terminal.
+    """Shows a bar on stderr if that is a terminal. Yields a function to call with bytes done.
 
     Args:
-        what: is being done, in a word.
+        what: a label.
         total: bytes; None: unknown.
-
-    Returns:
-        A function that is called with each number of bytes done.
     """
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
         yield bar.update

@@ -1,7 +1,6 @@
-"""A checkpoint as one file, for `torch.load` or in safetensors: no tensor is ever whole in memory.
+"""Converts a checkpoint to one file, for `torch.load` or in safetensors, in pieces of tensors.
 
-Keys stay as they are in the checkpoint, in one flat dict. `train_state.json` goes along under the
-key "train_state".
+The file is a flat dict with the checkpoint's keys, and `train_state.json` as "train_state".
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ Progress = Callable[[int], object]  # called with each number of bytes of tensor
 
 
 def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
-    """Writes what `torch.load(path, weights_only=True)` reads as {key: tensor or plain data}.
+    """Writes a file for `torch.load(path, weights_only=True)`: {key: tensor or plain data}.
 
-    The CRC-32 of tensors is left 0 in the zip; torch does not check it.
+    The CRC-32 of tensors is 0 in the zip; torch does not check it.
 
     Raises:
-        CheckpointError: if the checkpoint turns out to be damaged; nothing is left at `path` then.
+        CheckpointError: the checkpoint is damaged; no file is left at `path`.
     """
     state: dict[str, object] = {key: checkpoint.read_plain(key) for key in checkpoint.plain}
     state[TRAIN_STATE_KEY] = checkpoint.train_state
@@ -52,15 +51,15 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
             state[key] = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
 
     with published(path) as stream:
-        # Everything but the tensors' data, whose places stay free.
+        # Leaves space for the tensors' data.
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, stream)
         stream.flush()
 
-        # The tensors of this state are places in the mapped file.
+        # The tensors of this state are views of the mapped file.
         memory = _mapped(stream.fileno(), Path(stream.name), stream.tell())
         placed = read_archive(memory, str(path), checks_crc=False)
-        assert isinstance(placed, dict), "as was written"
+        assert isinstance(placed, dict), "written above"
         for key, value in state.items():
             for leaf, place in zip(tree_leaves(value), tree_leaves(placed[key]), strict=True):
                 if isinstance(leaf, FakeTensor):
@@ -73,16 +72,15 @@ def export_torch_save(checkpoint: ReadableCheckpoint, path: Path, progress: Prog
 def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Progress) -> None:
     """Writes a safetensors file. Its metadata has the plain data as JSON, with lists for tuples.
 
-    The library wants all tensors at once; they are put together in a temporary file beside `path`,
-    which is mapped.
+    The library requires all tensors at once, so they are assembled in a mapped temporary file.
 
     Raises:
-        CheckpointError: for plain data that JSON cannot hold, a dtype that safetensors does not
-            have, or a damaged checkpoint; nothing is left at `path` then.
+        CheckpointError: plain data that JSON cannot represent, a dtype that safetensors does not
+            have, or a damaged checkpoint; no file is left at `path`.
     """
     metadata = {key: _to_json(key, checkpoint.read_plain(key)) for key in checkpoint.plain}
     metadata[TRAIN_STATE_KEY] = json.dumps(checkpoint.train_state)
-    metadata["format"] = "pt"  # the framework, which some readers insist on
+    metadata["format"] = "pt"  # the framework, which some readers require
     with (
         published(path) as stream,
         tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as memory,
@@ -100,8 +98,8 @@ def export_safetensors(checkpoint: ReadableCheckpoint, path: Path, progress: Pro
 
 
 def _mapped(descriptor: int, path: Path, nbytes: int) -> torch.Tensor:
-    """All of a file as memory: [nbytes] uint8. What is written to it is in the file."""
-    # Writing to a mapped page that a full disk has no room for would kill the process.
+    """Maps a whole file for writing: [nbytes] uint8."""
+    # Writing to a mapped page without disk space would kill the process.
     os.posix_fallocate(descriptor, 0, nbytes)
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
@@ -109,7 +107,7 @@ def _mapped(descriptor: int, path: Path, nbytes: int) -> torch.Tensor:
 def _tensors_over(
     descriptor: int, path: Path, saved: Mapping[str, SavedTensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors over one file, each beginning on a multiple of its elements' size."""
+    """Returns aligned tensors in a mapped file."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
     for key, tensor in saved.items():
@@ -125,7 +123,7 @@ def _tensors_over(
 def _pieces(
     checkpoint: ReadableCheckpoint, key: str, progress: Progress
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A tensor of the checkpoint in pieces, in the order of its memory."""
+    """Yields a tensor of the checkpoint in pieces, in memory order."""
     for box in pieces_of(checkpoint.tensors[key]):
         piece = read_piece(checkpoint, key, box)
         yield box, piece
@@ -144,7 +142,7 @@ def _to_json(key: str, value: object) -> str:
 
 
 def _with_lists(value: object) -> object:
-    """The same with lists for tuples."""
+    """Converts tuples to lists."""
     if isinstance(value, list | tuple):
         return [_with_lists(item) for item in value]
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""The planner: what a run will take and how long its steps will be, before it runs."""
+"""The planner: a run's memory and the time of its steps, before it runs."""

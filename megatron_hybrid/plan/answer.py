@@ -1,4 +1,4 @@
-"""`Answer`: everything that a plan says about a run, as values; the table and `--json` show it."""
+"""`Answer`: the plan of a run as values, which the table and `--json` show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.log import counted
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, StateBytes
@@ -24,12 +24,12 @@ _KINDS = {"exp_avg": MOMENTS, "exp_avg_sq": MOMENTS, "momentum_buffer": MOMENTUM
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that there is, in bytes. None: it is not checked.
+    """The available memory in bytes; None is not checked.
 
     Attributes:
-        device: of each device, for what is planned.
-        host: of the machine, for all of its ranks.
-        device_reserve: of each device, what a run must leave free: on top of `device`.
+        device: the memory of each device that can be planned.
+        host: the machine's host memory, for all of its ranks.
+        device_reserve: the memory of each device that must stay free, in addition to `device`.
     """
 
     device: int | None = None
@@ -37,30 +37,19 @@ class Limits:
     device_reserve: int = 0
 
 
-class Fractions(NamedTuple):
-    """Answers about the share of the optimizer in host memory; None where there is none.
-
-    Attributes:
-        fits: the smallest that fits.
-        hidden: the largest at which the computation waits for nothing.
-    """
-
-    fits: float | None
-    hidden: float | None
-
-
 @dataclass(frozen=True)
 class Answer:
-    """See the module's docstring.
+    """The plan of a run at one offload fraction.
 
     Attributes:
-        fraction: that the rest is about; None: without offloading.
-        is_chosen: whether the plan chose it, since the run does not fit without offloading.
-        rows: bytes by kind on device and host, of the first rank.
-        time: of a step; None if the machine's rates are not known.
-        other_main_grads: the other dtype that main gradients may have; None: there is no other.
-        other: the plan with it; None if that does not fit.
-        disk_bytes: a second, of all ranks together.
+        disk_bytes: bytes per second that all ranks write together.
+        fraction: the offload fraction; None: without offloading.
+        is_chosen: whether the plan chose the fraction, because the run does not fit without it.
+        smallest_fitting: the smallest fraction that fits; None if none does.
+        largest_hidden: the largest fraction for which the computation never waits; None if none.
+        time: the time of a step; None if the machine's rates are unknown.
+        other_main_grads: the other possible dtype of main gradients; None: there is no other.
+        other: the plan with that dtype; None if that does not fit.
     """
 
     run: PlannedRun
@@ -69,7 +58,8 @@ class Answer:
     disk_bytes: float | None
     fraction: float | None
     is_chosen: bool
-    fractions: Fractions
+    smallest_fitting: float | None
+    largest_hidden: float | None
     time: StepTime | None
     other_main_grads: str | None = None
     other: Answer | None = None
@@ -80,6 +70,7 @@ class Answer:
 
     @property
     def rows(self) -> dict[str, StateBytes]:
+        """The first rank's bytes by kind."""
         return rows_of(self.memory)
 
     @property
@@ -88,7 +79,7 @@ class Answer:
 
     @property
     def flops_per_second(self) -> float | None:
-        """Of each rank, as a run reports them."""
+        """FLOP per second of each rank, as a run reports them."""
         if self.time is None:
             return None
         return flops_of_microbatch(self.run) * self.run.num_microbatches / self.time.seconds
@@ -102,7 +93,7 @@ class Answer:
         return None if self.disk_bytes is None else self.checkpoint_nbytes / self.disk_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, in bytes, seconds and numbers a second."""
+        """Returns plain data in bytes, seconds and rates per second."""
         run, time, memory, other = self.run, self.time, self.memory, self.other
         return {
             "parameters": run.numel,
@@ -113,8 +104,8 @@ class Answer:
             "microbatches": run.num_microbatches,
             "fraction": self.fraction,
             "fraction_is_chosen": self.is_chosen,
-            "smallest_fraction_that_fits": self.fractions.fits,
-            "largest_fraction_that_is_hidden": self.fractions.hidden,
+            "smallest_fraction_that_fits": self.smallest_fitting,
+            "largest_fraction_that_is_hidden": self.largest_hidden,
             "memory": {
                 name: {"device": row.device, "host": row.host} for name, row in self.rows.items()
             },
@@ -140,10 +131,10 @@ class Answer:
 def answer(
     run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
 ) -> Answer:
-    """Plans a run, and what it would be with the other dtype of main gradients.
+    """Plans a run, and the run with the other dtype of main gradients.
 
     Raises:
-        ConfigError: for a run that does not fit, with the sum.
+        ConfigError: the run does not fit. The message has the sum.
     """
     found, other = _answer(run, limits, machine, disk_bytes), run.with_other_gradients()
     if other is None:
@@ -167,20 +158,18 @@ def _answer(
 
     time = None if machine is None else step_time(work_of(run, fraction), machine)
     hidden = None if machine is None else _largest_hidden(run, limits, machine)
-    return Answer(
-        run, limits, machine, disk_bytes, fraction, is_chosen, Fractions(fits, hidden), time
-    )
+    return Answer(run, limits, machine, disk_bytes, fraction, is_chosen, fits, hidden, time)
 
 
 def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
-    """Bytes by kind; they add up to those of the step's peak."""
+    """Returns bytes by kind, whose sum is the peak of a step."""
     rows = dict.fromkeys((COMPUTE, MAIN, GRADIENTS), StateBytes(0, 0))
     for name, row in memory.states.at_rest.items():
         kind = _KINDS.get(name, name)
         before = rows.get(kind, StateBytes(0, 0))
         rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
 
-    # Where weights are whole at rest, on one rank for example, only gradients come on top.
+    # If weights are whole at rest, as on one rank, only gradients come on top.
     in_use = WHOLE_LAYERS if memory.in_use.root_weights else IN_BACKWARD
     rows[in_use] = StateBytes(memory.whole_layers, 0)
     rows[ACTIVATIONS] = StateBytes(memory.activations_on_device, memory.activations_room)
@@ -189,7 +178,7 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
 
 
 def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:
-    """What is held against the limits: of a device, and of the machine."""
+    """Returns the bytes to compare with the limits of a device and of the machine."""
     memory = run.memory(fraction)
     on_host = memory.host_nbytes
     if run.device_kind == "cpu":
@@ -204,7 +193,7 @@ def _fits(run: PlannedRun, limits: Limits, fraction: float | None) -> bool:
 
 
 def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
-    """The larger the fraction, the less the device needs, and the more the host."""
+    """Returns the smallest fraction that fits. A larger one needs less on the device."""
     fractions, most = run.fractions, limits.device
     number = 0
     if most is not None:
@@ -215,7 +204,7 @@ def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
 
 
 def _largest_hidden(run: PlannedRun, limits: Limits, machine: Machine) -> float | None:
-    """The more is in host memory, the longer its pass takes."""
+    """Returns the largest hidden fraction. A larger one has a longer pass in host memory."""
 
     def is_too_much(fraction: float) -> bool:
         needs = _needs(run, fraction).host
@@ -227,9 +216,9 @@ def _largest_hidden(run: PlannedRun, limits: Limits, machine: Machine) -> float 
 
 
 def _refusal(run: PlannedRun, limits: Limits, fits: float | None) -> str:
-    """Why a run does not fit: the sum that is too large, and what would fit."""
+    """Returns the message for a run that does not fit: the sum, and the fraction that fits."""
     fraction = run.fraction
-    # Where no fraction fits, the sum is that of the one that comes closest.
+    # If no fraction fits, the sum is for the closest one.
     if fits is None and fraction is None and run.fractions:
         fraction = _closest(run, limits)
     needs, rows = _needs(run, fraction), rows_of(run.memory(fraction))
@@ -271,7 +260,7 @@ def _advice(run: PlannedRun, fits: float | None) -> str:
 
 
 def _closest(run: PlannedRun, limits: Limits) -> float:
-    """The first fraction that fits the device; all of it if none does."""
+    """Returns the first fraction that fits the device, or the last one."""
     fractions, most = run.fractions, limits.device
     if most is None:
         return fractions[0]

@@ -1,12 +1,12 @@
-"""What would this run take on a machine of mine, and how long would its steps be?
+"""Plans a run: the memory that it needs on a machine, and the time of its steps.
 
     python -m megatron_hybrid plan --hf-model models/Llama-3.1-8B --bf16 --gpu-memory 80GB \\
         --host-memory 256GB
     python -m megatron_hybrid plan --config run.yaml --gpus 2 --measure
 
 Prints the memory of a rank by kind, the smallest offload fraction that fits, the largest that costs
-nothing, the time of a step and what bounds it, and the size of a checkpoint; see docs/offload.md.
-All flags of a run may be given too, and mean what they mean there. No weights are made.
+no time, the time of a step and its bottleneck, and the size of a checkpoint; see docs/offload.md.
+Takes all flags of a run, too. No weights are allocated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron.core.device import DeviceConfig
 from megatron.core.drivers import kinds_of_accelerators
@@ -26,10 +27,11 @@ from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
+from megatron_hybrid.plan import quantities
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure
 from megatron_hybrid.plan.planned_run import PlannedRun, with_defaults
-from megatron_hybrid.plan.quantities import parse_flops, parse_rate, parse_size, shown_size
+from megatron_hybrid.plan.quantities import shown_size
 from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
 
@@ -37,68 +39,75 @@ _EXIT_REFUSED = 2
 # A CUDA context, NCCL's buffers, and memory that the allocator cannot join: not planned.
 _LEAST_RESERVE, _RESERVED_SHARE = 2 * 10**9, 0.05
 _MOST_CHARACTERS = 4000  # of an error's line
-_RATES = ("flops", "link", "host_bandwidth")  # without which there is no time of a step
+_RATES = ("flops", "link", "host_bandwidth")  # required for the time of a step
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:
-    """The plan's own flags; those of a run are not among them."""
+    """Returns the parser of the plan's flags, without those of a run."""
     parser = ProgramParser(
         prog=program,
         description=__doc__,
         allow_abbrev=False,
         epilog="Flags of a run may follow: python -m megatron_hybrid pretrain --help lists them.",
     )
-    parser.add_argument("--gpus", default="1", metavar="N", help="ranks, all on one machine")
+    rate: dict[str, Any] = {"type": quantities.rate, "metavar": "RATE"}
+    parser.add_argument(
+        "--gpus",
+        type=quantities.whole_number,
+        default=1,
+        metavar="N",
+        help="ranks, all on one machine",
+    )
     parser.add_argument(
         "--gpu-memory",
+        type=quantities.size,
         metavar="SIZE",
         help="memory of each device, e.g. 80GB (default: not checked)",
     )
     parser.add_argument(
         "--gpu-reserve",
+        type=quantities.size,
         metavar="SIZE",
         help="part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: "
         "5 %%, but at least 2GB)",
     )
     parser.add_argument(
         "--host-memory",
+        type=quantities.size,
         metavar="SIZE",
         help="host memory for all ranks of the machine, e.g. 256GB (default: not checked)",
     )
     parser.add_argument(
         "--flops",
+        type=quantities.flops,
         metavar="RATE",
         help="speed of a device in training, e.g. 400TFLOP/s (default: no step time)",
     )
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help="bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
-    )
-    parser.add_argument(
-        "--host-bandwidth",
-        metavar="RATE",
-        help="bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
-    )
-    parser.add_argument(
-        "--gpu-bandwidth",
-        metavar="RATE",
-        help="bandwidth of a device's memory (default: not counted)",
-    )
-    parser.add_argument(
-        "--interconnect",
-        metavar="RATE",
-        help="bandwidth at which a device sends and receives in collectives (default: not counted)",
-    )
-    parser.add_argument(
-        "--disk",
-        metavar="RATE",
-        help="bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
-    )
+    for flag, what in (
+        (
+            "--link",
+            "bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
+        ),
+        (
+            "--host-bandwidth",
+            "bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
+        ),
+        ("--gpu-bandwidth", "bandwidth of a device's memory (default: not counted)"),
+        (
+            "--interconnect",
+            "bandwidth at which a device sends and receives in collectives (default: not counted)",
+        ),
+        (
+            "--disk",
+            "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
+        ),
+    ):
+        parser.add_argument(flag, help=what, **rate)
     parser.add_argument(
         "--tokens-per-step",
+        type=quantities.whole_number,
         metavar="N",
-        help="--global-batch-size in tokens instead of sequences (default: that of the run)",
+        help="--global-batch-size in tokens instead of sequences (default: the run's)",
     )
     parser.add_argument(
         "--measure",
@@ -115,7 +124,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
-    """Plans. Returns the exit code: 2 for flags that cannot be used, and for what cannot fit."""
+    """Prints the plan. Returns the exit code: 2 for bad flags and for a run that does not fit."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments, flags = build_parser(program).parse_known_args(given)
     try:
@@ -131,36 +140,33 @@ def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
 
 
 def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
-    """The plan of a run with these flags.
+    """Returns the plan of a run with these flags.
 
     Raises:
-        ConfigError: for flags that cannot be used, and for a run that does not fit.
-        HostMemoryError: for a layer that is too large to be measured here.
+        ConfigError: bad flags, or a run that does not fit.
+        HostMemoryError: a layer that is too large to be measured on this machine.
     """
-    world_size = _whole_number(arguments.gpus, "--gpus")
+    folder = arguments.measure_disk
+    if folder is not None and not (arguments.measure and Path(folder).is_dir()):
+        got = printable(folder, 80)
+        raise ConfigError(f"--measure-disk: expected --measure and a directory, got {got!r}.")
     kind = _device_kind(flags, arguments.measure)
     limits = _limits(arguments, kind)
-    rates = _rates(arguments)
-    run = PlannedRun(_run_flags(arguments, flags), world_size, kind)
-    measured = None
-    if arguments.measure:
-        measured = measure(run, arguments.measure_disk)
-    disk = rates["disk"]
+    run = PlannedRun(_run_flags(arguments, flags), arguments.gpus, kind)
+    measured = measure(run, folder) if arguments.measure else None
+    disk = arguments.disk
     if disk is None and measured is not None:
         disk = measured.disk_bytes
-    return answer(run, limits, _machine(rates, measured, world_size), disk)
+    return answer(run, limits, _machine(arguments, measured), disk)
 
 
 def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
-    """The memory that there is, less what nobody plans."""
-    device, host = _size(arguments, "gpu_memory"), _size(arguments, "host_memory")
-    text, reserve = arguments.gpu_reserve, None
-    if text is not None:
-        reserve = parse_size(text, "--gpu-reserve", may_be_zero=True)
+    """Returns the memory that can be planned."""
+    device, reserve = arguments.gpu_memory, arguments.gpu_reserve
     if device is None:
         if reserve is not None:
-            raise ConfigError("--gpu-reserve: expected --gpu-memory beside it, got none.")
-        return Limits(None, host)
+            raise ConfigError("--gpu-reserve: expected --gpu-memory with it, got none.")
+        return Limits(None, arguments.host_memory)
 
     if reserve is None:
         is_on_host = device_kind == "cpu"
@@ -168,11 +174,11 @@ def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
     if reserve >= device:
         got = f"{shown_size(device)}, of which {shown_size(reserve)} are reserved (--gpu-reserve)"
         raise ConfigError(f"--gpu-memory: expected more than the reserve, got {got}.")
-    return Limits(device - reserve, host, reserve)
+    return Limits(device - reserve, arguments.host_memory, reserve)
 
 
 def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """The run's part of the command line."""
+    """Returns the flags of the run."""
     names = [word.partition("=")[0] for word in flags]
     sources = [flag for flag in ("--hf-model", "--config") if flag in names]
     if len(sources) != 1:
@@ -182,28 +188,23 @@ def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]
     filled = [*flags]
     if sources == ["--hf-model"]:
         filled = with_defaults(_split_values(flags))
-    if arguments.tokens_per_step is not None:
+    tokens = arguments.tokens_per_step
+    if tokens is not None:
         if "--global-batch-size" in names:
-            raise ConfigError("--tokens-per-step: expected no --global-batch-size beside it.")
-        filled += ["--global-batch-size", str(_sequences(arguments, filled))]
+            raise ConfigError("--tokens-per-step: expected no --global-batch-size with it.")
+        # A run without a batch size has the length, which may come from a file.
+        length = parse_config(filled, arguments.gpus, needs_files=False).data.seq_length
+        if tokens % length:
+            raise ConfigError(
+                f"--tokens-per-step: expected a multiple of the sequence length {length}, got "
+                f"{tokens}."
+            )
+        filled += ["--global-batch-size", str(tokens // length)]
     return filled
 
 
-def _sequences(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """The sequences of a step of so many tokens."""
-    tokens = _whole_number(arguments.tokens_per_step, "--tokens-per-step")
-    # The length may come from a file: the run without a batch size knows it.
-    world_size = _whole_number(arguments.gpus, "--gpus")
-    length = parse_config(flags, world_size, needs_files=False).data.seq_length
-    if tokens % length:
-        raise ConfigError(
-            f"--tokens-per-step: expected a multiple of the sequence length {length}, got {tokens}."
-        )
-    return tokens // length
-
-
 def _split_values(flags: Sequence[str]) -> list[str]:
-    """`--flag=value` as two words."""
+    """Splits `--flag=value` into two words."""
     words: list[str] = []
     for word in flags:
         flag, equals, value = word.partition("=")
@@ -212,7 +213,7 @@ def _split_values(flags: Sequence[str]) -> list[str]:
 
 
 def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
-    """Of the device that the plan is for: this machine's if it is measured, else an accelerator."""
+    """Returns the planned device's kind: this machine's if measured, otherwise an accelerator."""
     words = _split_values(flags)
     named = dict(pairwise(words)).get("--device", "auto")
     if named != "auto":
@@ -220,61 +221,26 @@ def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
     return DeviceConfig().kind if is_measured else kinds_of_accelerators()[0]
 
 
-def _machine(
-    rates: dict[str, float | None], measured: Measured | None, world_size: int
-) -> Machine | None:
-    """What each rank reaches: as given, and as measured for the rest. None: too little is known."""
-    if measured is None and any(rates[name] is None for name in _RATES):
-        given = [name for name in _RATES if rates[name] is not None]
-        if given:
-            lacking = [_flag(name) for name in _RATES if rates[name] is None]
+def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machine | None:
+    """Returns the given rates, and measured ones for the rest; None if too few are known."""
+    missing = ["--" + name.replace("_", "-") for name in _RATES if not getattr(arguments, name)]
+    if measured is None and missing:
+        if len(missing) < len(_RATES):
             raise ConfigError(
-                f"{_flag(given[0])}: expected {' and '.join(lacking)} beside it, or --measure, for "
-                "the time of a step, got none."
+                f"Expected {' and '.join(missing)}, or --measure, for the time of a step, got none."
             )
         return None
 
-    # What is not given is as measured; without that, only what is given is counted.
-    own = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured.machine
-    host = rates["host_bandwidth"]
+    # Without a measurement, only the given rates are counted.
+    default = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured.machine
+    host = arguments.host_bandwidth
     return Machine(
-        flops=rates["flops"] or own.flops,
-        device_bytes=rates["gpu_bandwidth"] or own.device_bytes,
-        link_bytes=rates["link"] or own.link_bytes,
-        # The machine's, which its ranks share.
-        host_bytes=own.host_bytes if host is None else host / world_size,
-        interconnect_bytes=rates["interconnect"] or own.interconnect_bytes,
-        collective_seconds=own.collective_seconds,
-        device_is_host=own.device_is_host,
+        flops=arguments.flops or default.flops,
+        device_bytes=arguments.gpu_bandwidth or default.device_bytes,
+        link_bytes=arguments.link or default.link_bytes,
+        # The ranks share the machine's bandwidth.
+        host_bytes=default.host_bytes if host is None else host / arguments.gpus,
+        interconnect_bytes=arguments.interconnect or default.interconnect_bytes,
+        collective_seconds=default.collective_seconds,
+        device_is_host=default.device_is_host,
     )
-
-
-def _rates(arguments: argparse.Namespace) -> dict[str, float | None]:
-    """The rates that are given, by the flag's name."""
-    found: dict[str, float | None] = {}
-    for name in ("link", "host_bandwidth", "gpu_bandwidth", "interconnect", "disk"):
-        text = getattr(arguments, name)
-        found[name] = None if text is None else parse_rate(text, _flag(name))
-    text = arguments.flops
-    found["flops"] = None if text is None else parse_flops(text, "--flops")
-
-    folder = arguments.measure_disk
-    if folder is not None and not (arguments.measure and Path(folder).is_dir()):
-        expected = "--measure and a folder that exists"
-        raise ConfigError(f"--measure-disk: expected {expected}, got {printable(folder, 80)!r}.")
-    return found
-
-
-def _size(arguments: argparse.Namespace, name: str) -> int | None:
-    text = getattr(arguments, name)
-    return None if text is None else parse_size(text, _flag(name))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _whole_number(text: str, flag: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**40):
-        raise ConfigError(f"{flag}: expected a whole number from 1, got {printable(text, 80)!r}.")
-    return int(text)

@@ -1,16 +1,15 @@
-"""`--measure`: what each rank of this machine reaches, while the others do the same, in seconds.
+"""`plan --measure`: measures the rates of each rank of this machine.
 
-    compute         forward and backward of one layer of each kind that the model has, and of its
-                    output projection with the loss, on fewer tokens where a microbatch would take
-                    too long
+    compute         forward and backward of one layer of each kind in the model, and of its output
+                    projection with the loss, on fewer tokens if a microbatch takes too long
     device pass     our AdamW over states on the device
-    host pass       the same in host memory, with the threads that a run takes
-    link            copies between the two, each way, pinned as a run pins them
-    interconnect    the engine's own all-gather and reduce-scatter between the ranks
-    disk            writes past the page cache, with the sync at their end
+    host pass       our AdamW in host memory, with the threads of a run
+    link            copies between device and host, each way, pinned as in a run
+    interconnect    the engine's all-gather and reduce-scatter between the ranks
+    disk            writes without the page cache, with the sync at their end
 
-A run's ranks share caches, memory, cores and links, so as many processes as the run has ranks
-measure at the same time, phase by phase.
+The ranks of a run share caches, memory, cores and links, so as many processes as ranks measure at
+the same time, step by step.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from megatron.core.transformer.spec import LayerSpec, ModelSpec
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import Machine
 
-_SECONDS = 0.25  # for each thing that is measured, and three repetitions at least
-_LONG = 1.0  # seconds, beside which it does not matter that something is the first of its kind
+_SECONDS = 0.25  # for each measurement, with at least three repetitions
+_LONG = 1.0  # seconds of a call for which a warm-up does not matter
 _LEAST_TOKENS = 64
 _PASS_NUMEL = 1 << 23  # elements: larger than caches
 _COPY_NBYTES = 1 << 25
@@ -61,14 +60,14 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class Measured(NamedTuple):
-    """What this machine reaches with so many ranks."""
+    """The rates of this machine with all ranks."""
 
     machine: Machine
-    disk_bytes: float | None  # of all ranks together; None: it was not measured
+    disk_bytes: float | None  # of all ranks together; None: not measured
 
 
 class Job(NamedTuple):
-    """What every process is told."""
+    """The settings of the measuring processes."""
 
     spec: ModelSpec
     vocab_size: int
@@ -84,14 +83,14 @@ class Job(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """Of one rank, a second."""
+    """Rates per second of one rank."""
 
     compute: float  # FLOP
-    device_pass: float  # bytes, as the others
+    device_pass: float  # bytes, as the following ones
     host_pass: float
     link: float
-    interconnect: float  # 0: there is one rank
-    collectives: float  # without bytes to speak of; 0: there is one rank
+    interconnect: float  # 0: one rank
+    collectives: float  # number of tiny collectives; 0: one rank
     disk: float  # 0: not measured
 
 
@@ -99,11 +98,11 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
     """Measures with as many processes as the run has ranks.
 
     Args:
-        folder: where a file may be written for a moment; None: the disk is not measured.
+        folder: a directory for a temporary file; None: the disk is not measured.
 
     Raises:
-        HostMemoryError: if this machine has no room for what is measured.
-        RuntimeError: from a process that failed, with what went wrong.
+        HostMemoryError: this machine has too little memory for the measurement.
+        RuntimeError: a process failed.
     """
     if run.device_kind == "cpu":
         need = HostNeed("a layer to measure", _layer_nbytes(run), is_pinned=False)
@@ -114,7 +113,7 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
 
 
 def job_of(run: PlannedRun, folder: str | None = None) -> Job:
-    """What each rank measures for a run."""
+    """Returns the settings for a run."""
     config = run.config
     optimizer = config.optimizer
     return Job(
@@ -133,7 +132,7 @@ def job_of(run: PlannedRun, folder: str | None = None) -> Job:
 
 
 def machine_of(rates: Sequence[MeasuredRates], device_kind: str) -> Machine:
-    """What every rank reaches: the slowest one is the one that a step waits for."""
+    """Returns the rates of the slowest rank, which a step waits for."""
     least = MeasuredRates(*(min(values) for values in zip(*rates, strict=True)))
     return Machine(
         flops=least.compute,
@@ -147,8 +146,8 @@ def machine_of(rates: Sequence[MeasuredRates], device_kind: str) -> Machine:
 
 
 def _layer_nbytes(run: PlannedRun) -> int:
-    """Of the largest layer, or the head: drawn in fp32, then in the compute dtype, with gradients
-    and, of the head, their sum in fp32.
+    """Returns the bytes of the largest layer or the head: in fp32 and in the compute dtype, with
+    gradients and, for the head, their sum in fp32.
     """
     numels = [sum(p.numel() for p in unit.parameters()) for unit in sharding_units(run.model)]
     numels.append(run.model.vocab_size * run.spec.hidden_size)
@@ -157,11 +156,11 @@ def _layer_nbytes(run: PlannedRun) -> int:
 
 
 def rates_of_rank(job: Job, device: Device) -> MeasuredRates:
-    """Measures on this rank. All ranks of the default process group call it together."""
+    """Measures on this rank. All ranks of the default process group must call it."""
     steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives, _disk]
     found = []
     for step in steps:
-        # Memory of one measurement must not be missing in the next.
+        # Frees the memory of the last measurement.
         gc.collect()
         dist.barrier()
         found.append(step(job, device))
@@ -182,14 +181,14 @@ def _on_processes(job: Job) -> list[MeasuredRates]:
         while len(found) < job.num_ranks:
             with suppress(queue.Empty):
                 found.append(results.get(timeout=0.2))
-            context.join(timeout=0)  # raises what a process has raised
+            context.join(timeout=0)  # raises a process's error
         while not context.join():
             pass
     return found
 
 
 def _serve(rank: int, job: Job, store: str, results: Any) -> None:
-    # As torchrun starts the ranks of a machine: each with one thread of torch's.
+    # As under torchrun, each rank has one torch thread.
     if job.num_ranks > 1 and job.device_kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     device = Device.for_rank(job.device_kind, rank, job.num_ranks)
@@ -209,7 +208,7 @@ def _serve(rank: int, job: Job, store: str, results: Any) -> None:
 
 
 def _timed(work: Callable[[], object], device: Device) -> float:
-    """Seconds of one call, the median of a few after a first one that does not count."""
+    """Returns the median seconds of a call, after a warm-up."""
     seconds: list[float] = []
     begin = time.perf_counter()
     while len(seconds) < 3 or time.perf_counter() - begin < _SECONDS:
@@ -224,19 +223,19 @@ def _timed(work: Callable[[], object], device: Device) -> float:
 
 
 def _compute(job: Job, device: Device) -> float:
-    """FLOP a second over a microbatch of the whole model."""
+    """Returns FLOP per second over a microbatch of the whole model."""
     kinds = Counter(job.spec.layers)
     seconds = sum(
         count * _layer_seconds(job, layer, device) for layer, count in kinds.items()
     ) + _loss_seconds(job, device)
     repeated = 4 / 3 if job.recompute_granularity == "full" else 1.0
     flops = num_floating_point_operations(job.spec, job.vocab_size, job.seq_length, job.size)
-    # A step's FLOP contain the repeated forward, so the rate does, too.
+    # A step's FLOP include the repeated forward.
     return flops * repeated / seconds
 
 
 def _layer_seconds(job: Job, layer: LayerSpec, device: Device) -> float:
-    """Forward and backward of one layer over a microbatch, as many tokens at a time as fit."""
+    """Returns the seconds of forward and backward of one layer over a microbatch."""
     spec = job.spec
     one = ModelSpec(
         **{name: getattr(spec, name) for name in vars(spec) if name != "layers"}, layers=(layer,)
@@ -268,7 +267,7 @@ def _layer_seconds(job: Job, layer: LayerSpec, device: Device) -> float:
 
 
 def _loss_seconds(job: Job, device: Device) -> float:
-    """The output projection and the loss, forward and backward, over a microbatch."""
+    """Returns the seconds of the output projection and the loss over a microbatch."""
     weight = nn.Parameter(
         torch.randn(
             job.vocab_size,
@@ -302,15 +301,15 @@ def _loss_seconds(job: Job, device: Device) -> float:
 def _seconds_of_microbatch(
     job: Job, device: Device, work: Callable[[int, int], Callable[[], object]]
 ) -> float:
-    """The seconds of a whole microbatch, from those of as many tokens as are quick enough.
+    """Returns the seconds of a whole microbatch, extrapolated from fewer tokens if it is slow.
 
-    Whole sequences if one is: attention's work grows with the square of their length.
+    Prefers whole sequences, since attention's work grows with the square of their length.
     """
     few = min(_LEAST_TOKENS, job.seq_length)
     probe = work(1, few)
     seconds = _slowest(probe, device)
     if seconds < _LONG:
-        # The first one has loaded libraries and taken memory.
+        # The first call loaded libraries and allocated memory.
         seconds = _slowest(probe, device)
 
     affordable = max(few, int(_SECONDS * few / seconds))
@@ -322,9 +321,7 @@ def _seconds_of_microbatch(
 
 
 def _slowest(work: Callable[[], object], device: Device) -> float:
-    """Seconds of one call on the slowest rank: all must decide alike what to measure next, or some
-    would be done while others still work.
-    """
+    """Returns the seconds of one call on the slowest rank, so that all ranks choose alike."""
     start = time.perf_counter()
     work()
     device.event().synchronize()
@@ -338,7 +335,7 @@ def _slowest(work: Callable[[], object], device: Device) -> float:
 
 
 def _device_pass(job: Job, device: Device) -> float:
-    """Bytes that our AdamW reads and writes a second on the device."""
+    """Returns the bytes per second of our AdamW on the device."""
     parameter = nn.Parameter(torch.zeros(_PASS_NUMEL, device=device.torch_device))
     parameter.grad = torch.zeros_like(parameter)
     exp_avg, exp_avg_sq = job.moment_dtypes
@@ -349,7 +346,7 @@ def _device_pass(job: Job, device: Device) -> float:
 
 
 def _host_pass(job: Job, device: Device) -> float:
-    """Bytes that the pass reads and writes a second in host memory."""
+    """Returns the bytes per second of our AdamW in host memory."""
     exp_avg, exp_avg_sq = job.moment_dtypes
     if exp_avg != exp_avg_sq or exp_avg not in (torch.float32, torch.bfloat16):
         exp_avg = exp_avg_sq = torch.float32  # others are not offloaded
@@ -380,7 +377,7 @@ def host_array(
 
 
 def _link(job: Job, device: Device) -> float:
-    """Bytes a second between host and device, in the slower direction."""
+    """Returns the bytes per second between host and device, in the slower direction."""
     del job
     on_host = host_array(_PASS_NUMEL, torch.float32, device, is_pinned=True).zero_()
     on_device = torch.zeros_like(on_host, device=device.torch_device)
@@ -390,7 +387,7 @@ def _link(job: Job, device: Device) -> float:
 
 
 def _interconnect(job: Job, device: Device) -> float:
-    """Bytes that a rank sends, or receives, a second, in all-gathers and reduce-scatters."""
+    """Returns the bytes per second that a rank sends or receives in collectives."""
     if job.num_ranks == 1:
         return 0.0
     numel = _COPY_NBYTES // job.compute_dtype.itemsize // job.num_ranks
@@ -399,14 +396,14 @@ def _interconnect(job: Job, device: Device) -> float:
 
 
 def _collectives(job: Job, device: Device) -> float:
-    """All-gathers and reduce-scatters of next to nothing a second."""
+    """Returns the number of tiny all-gathers and reduce-scatters per second."""
     if job.num_ranks == 1:
         return 0.0
     return 2 / _exchange_seconds(job, device, 1, count=20)
 
 
 def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> float:
-    """Of an all-gather and a reduce-scatter of `numel` elements a rank, as the engine does them."""
+    """Returns the seconds of an all-gather and a reduce-scatter of `numel` elements per rank."""
     group, dtype = dist.group.WORLD, job.compute_dtype
     assert group is not None, "of all ranks"
     own = torch.zeros(numel, dtype=dtype, device=device.torch_device)
@@ -417,7 +414,7 @@ def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> fl
         collectives.all_gather(whole, own, group)
         collectives.reduce_scatter(own, whole, group, how)
 
-    # A fixed number of times: all ranks must take part in every collective.
+    # A fixed number, because all ranks must join every collective.
     exchange()
     dist.barrier()
     start = time.perf_counter()
@@ -428,7 +425,7 @@ def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> fl
 
 
 def _disk(job: Job, device: Device) -> float:
-    """Bytes a second that this rank writes beside the others."""
+    """Returns the bytes per second that this rank writes while the others write."""
     del device
     if job.folder is None:
         return 0.0

@@ -1,8 +1,7 @@
-"""`PlannedRun`: the run that flags describe, with its model on meta, at any offload fraction."""
+"""`PlannedRun`: the memory of the run that flags describe, at any offload fraction."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,7 +30,7 @@ OFFLOADING = (
     "--overlap-optimizer-with-forward",
 )
 
-# What a run must be told and a plan need not: a folder of weights says nothing of a run.
+# Settings that a run requires and a plan does not.
 _DEFAULTS = {
     "--train-iters": "1",
     "--micro-batch-size": "1",
@@ -41,13 +40,13 @@ _DEFAULTS = {
 
 
 class InUse(NamedTuple):
-    """Bytes of whole weights and gradients on top of what is at rest.
+    """Bytes of whole weights and gradients, in addition to the states at rest.
 
     Attributes:
-        root_weights: of the module that contains the layers: embedding and head, which are whole
-            throughout a step.
+        root_weights: weights of the module that contains the layers: embedding and head, which are
+            whole during the step.
         in_backward: these, their gradients, and weights and gradients of two layers: one is
-            gathered, or reduced, while the other computes.
+            gathered or reduced while the other computes.
     """
 
     root_weights: int
@@ -55,13 +54,13 @@ class InUse(NamedTuple):
 
 
 class RunMemory(NamedTuple):
-    """What one rank takes at a fraction.
+    """The memory of one rank at an offload fraction.
 
     Attributes:
-        states: of weights, gradients and the optimizer's states, at rest.
-        activations: of one microbatch.
-        activations_on_host: of these, what --activation-offload keeps in host memory, and what it
-            takes there.
+        states: weights, gradients and the optimizer's states at rest.
+        activations: the activations of one microbatch.
+        activations_on_host: bytes of activations in host memory (--activation-offload).
+        activations_room: bytes of host memory for them.
         in_use: whole weights and gradients of modules.
     """
 
@@ -78,25 +77,23 @@ class RunMemory(NamedTuple):
 
     @property
     def device_nbytes(self) -> int:
-        """At the step's peak."""
+        """Bytes at the step's peak."""
         on_top = self.whole_layers + self.loss
         return self.states.device_nbytes + self.activations_on_device + on_top
 
     @property
     def peaks_at_loss(self) -> bool:
-        """Whether the peak is while losses are computed; else it is in the backward of layers,
-        which begins with the last one.
-        """
+        """Whether the peak is in the loss; otherwise it is in the backward of the last layer."""
         return self.in_use.root_weights + self.activations.loss > self.in_use.in_backward
 
     @property
     def whole_layers(self) -> int:
-        """Whole weights and gradients at the peak."""
+        """Bytes of whole weights and gradients at the peak."""
         return self.in_use.root_weights if self.peaks_at_loss else self.in_use.in_backward
 
     @property
     def loss(self) -> int:
-        """What the loss takes at the peak."""
+        """Bytes of the loss at the peak."""
         return self.activations.loss if self.peaks_at_loss else 0
 
     @property
@@ -105,24 +102,24 @@ class RunMemory(NamedTuple):
 
 
 class PlannedRun:
-    """See the module's docstring.
+    """A run with its model on meta.
 
     Attributes:
-        config: of the run as its flags have it.
-        offloaded: the same with the optimizer in host memory; None if these flags do not allow it.
-        refusal: why they do not.
-        world_size: its ranks, all of them on one machine.
-        model: on meta, with frozen what will be.
+        config: the config of the flags.
+        offloaded: the config with an offloaded optimizer; None if the flags do not allow it.
+        refusal: the reason why they do not.
+        world_size: the number of ranks, all on one machine.
+        model: the model on meta, with frozen parameters.
     """
 
     def __init__(self, argv: Sequence[str], world_size: int, device_kind: str) -> None:
         """
         Args:
-            argv: flags of the run.
-            device_kind: of the device that the plan is for.
+            argv: the flags of the run.
+            device_kind: the kind of the planned device.
 
         Raises:
-            ConfigError: as the run would.
+            ConfigError: as the run.
         """
         self._argv = [*argv]
         self.world_size = world_size
@@ -130,8 +127,8 @@ class PlannedRun:
         self.config = parse_config(argv, world_size, needs_files=False)
         if self.config.vision is not None:
             raise ConfigError(
-                "--vision-num-layers: expected a model of text alone, got one with a vision tower, "
-                "which the plan does not know."
+                "--vision-num-layers: expected a text model, got one with a vision tower, which "
+                "cannot be planned."
             )
 
         self.offloaded: RunConfig | None = self.config
@@ -152,22 +149,22 @@ class PlannedRun:
 
     @property
     def numel(self) -> int:
-        """Parameters, over all ranks."""
+        """The number of parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def num_microbatches(self) -> int:
-        """Of one step of a rank."""
+        """The microbatches of a rank in one step."""
         return self.config.num_microbatches(self.world_size)
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
+        """The tokens of a step over all ranks."""
         return self.config.global_batch_size * self.config.data.seq_length
 
     @property
     def fraction(self) -> float | None:
-        """In host memory, as the flags have it; None: the optimizer is not offloaded."""
+        """The offload fraction of the flags; None: the optimizer is not offloaded."""
         optimizer = self.config.optimizer
         return optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else None
 
@@ -183,47 +180,42 @@ class PlannedRun:
         )
 
     def states(self, config: RunConfig) -> StateSettings:
-        """What decides about the memory of weights, gradients and states."""
+        """Returns the settings that determine the memory of weights, gradients and states."""
         is_pinned = self.device_kind != "cpu"
         return config.engine().states(self.world_size, pins_memory=is_pinned)
 
     def at(self, fraction: float | None) -> RunConfig:
-        """The run with this fraction in host memory. None: without offloading."""
+        """Returns the config at an offload fraction; None: without offloading."""
         if fraction is None:
             return self.config
-        assert self.offloaded is not None, "asked for only where flags allow offloading"
+        assert self.offloaded is not None, "callers check that the flags allow offloading"
         optimizer = dataclasses.replace(
             self.offloaded.optimizer, optimizer_offload_fraction=fraction
         )
         return dataclasses.replace(self.offloaded, optimizer=optimizer)
 
     def with_other_gradients(self) -> PlannedRun | None:
-        """The same with main gradients in fp32 instead of 16 bits, or the other way round; None
-        where only fp32 is possible.
+        """Returns the run with main gradients in 16 bits instead of fp32, or the reverse; None if
+        only fp32 is possible.
         """
-        precision, parallel = self.config.training.compute_dtype, self.config.parallel
+        precision = self.config.training.compute_dtype
         if precision == "fp32":
             return None
-        dtype = "fp32" if parallel.main_grads_dtype != "fp32" else precision
+        dtype = "fp32" if self.config.parallel.main_grads_dtype != "fp32" else precision
         argv = [*self._argv, "--main-grads-dtype", dtype]
-        other = copy.copy(self)
         try:
-            other.config = parse_config(argv, self.world_size, needs_files=False)
+            return PlannedRun(argv, self.world_size, self.device_kind)
         except ConfigError:
             return None
-        other._argv, other._memory, other.offloaded = argv, {}, other.config
-        if not self.config.optimizer.optimizer_cpu_offload:
-            other.offloaded, other.refusal = _offloaded(argv, self.world_size)
-        return other
 
     def plan(self, fraction: float | None) -> OffloadPlan | None:
-        """Which groups are in host memory then."""
+        """Returns the offload plan at a fraction."""
         config = self.at(fraction)
         by_module = bool(config.parallel.use_megatron_fsdp)
         return plan_offload(self.model, config.optimizer, by_module=by_module)
 
     def memory(self, fraction: float | None) -> RunMemory:
-        """What the first rank, which has as much as any other, takes at a fraction."""
+        """Returns the memory of the first rank, which is the largest, at a fraction."""
         key = (fraction is None, fraction or 0.0)
         if key not in self._memory:
             self._memory[key] = self._counted(fraction)
@@ -231,8 +223,8 @@ class PlannedRun:
 
     @cached_property
     def fractions(self) -> list[float]:
-        """The fractions at which one more group goes to the host, in two digits where these tell
-        groups apart, and the last is 1; empty where nothing can be offloaded.
+        """The fractions at which one more group is offloaded, in two digits where possible. The
+        last is 1. Empty if no group can be offloaded.
         """
         if self.offloaded is None:
             return []
@@ -289,14 +281,12 @@ class PlannedRun:
             of_layers = sum(weights)
         # Sums of several microbatches wait for their reduction; those of one do not.
         deferred = partial if self.num_microbatches > 1 else 0
-        # A gradient as autograd makes it, before it is copied to where those of its module lie.
+        # A gradient of autograd, before it is copied to its module's buffer.
         of_backward = root_gradients + _largest_two(gradients) + largest + deferred
         return InUse(root_weights, root_weights + of_layers + of_backward)
 
     def _tensors_in_use(self, config: RunConfig) -> InUse:
-        """The same of PyTorch FSDP2, whose gradients are reduced in fp32; nothing without
-        sharding.
-        """
+        """Returns the bytes for PyTorch FSDP2, which reduces gradients in fp32; 0 otherwise."""
         if not config.parallel.use_torch_fsdp2:
             return InUse(0, 0)
         itemsize = self.states(config).compute_dtype.itemsize
@@ -306,8 +296,8 @@ class PlannedRun:
 
 
 def _offloaded(argv: Sequence[str], world_size: int) -> tuple[RunConfig | None, str]:
-    """The run with its optimizer in host memory, with every overlap that its engine has; or None,
-    and why these flags do not allow it.
+    """Returns the run's config with an offloaded optimizer and all overlaps of its engine, or None
+    and the reason why its flags do not allow that.
     """
     refusal = ""
     for flags in (OFFLOADING, OFFLOADING[:-1]):
@@ -319,7 +309,7 @@ def _offloaded(argv: Sequence[str], world_size: int) -> tuple[RunConfig | None, 
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:
-    """The flags of a run of a folder's model, with what a plan need not be told filled in."""
+    """Returns the flags of a run of a model directory, with defaults for required settings."""
     given = {word.partition("=")[0] for word in argv if word.startswith("--")}
     filled = [*argv]
     for flag, value in _DEFAULTS.items():
@@ -332,7 +322,7 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
     if given.isdisjoint(("--tokenizer-type", "--tokenizer-model")) and folder:
         expect_model_folder(folder)
         if not has_tokenizer(folder):
-            # The rows of the embedding are in config.json, and a plan tokenizes nothing.
+            # config.json has the rows of the embedding.
             filled += ["--tokenizer-type", "NullTokenizer"]
     return filled
 
@@ -342,9 +332,7 @@ def _largest_two(numbers: Sequence[int]) -> int:
 
 
 def _shortest(low: float, high: float) -> float:
-    """The decimal above `low` and at most `high` with the fewest digits, two or more; the largest
-    of these.
-    """
+    """Returns the largest decimal in (low, high] with the fewest digits, at least two."""
     for digits in range(2, 17):
         scale = 10.0**digits
         rounded = int(high * scale) / scale

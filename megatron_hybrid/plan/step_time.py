@@ -1,14 +1,13 @@
-"""How long a training step takes: from what it moves and computes, and a machine's rates.
+"""The time of a training step, from its operations and transfers and a machine's rates.
 
-    forward     layer by layer; gathers run beside it, and so does the host's pass over the last
-                step's gradients in the first microbatch's forward, which is all that can hide it:
-                the pass begins when the norm is known
-    backward    gathers and reductions beside it; in the last microbatch's, gradients go down
-    step        the device's pass over what is not in host memory; then, unless the next forward
-                begins at once, everything that is still under way on the host
+    forward     gathers overlap with it; in the first microbatch, so does the host's pass over the
+                last step's gradients, which cannot start before their norm is known
+    backward    gathers and reductions overlap with it; in the last microbatch, so do gradient
+                copies to the host
+    step        the device's pass over the states on the device; then the remaining work of the
+                host, unless it overlaps with the next forward
 
-Where the device is the host's own cores nothing runs beside anything else, and times add up.
-Standard library only.
+On a CPU device nothing overlaps, and times add up. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 
 class Overlap(enum.Enum):
-    """What runs beside the computation of an offloaded optimizer's work."""
+    """The parts of an offloaded optimizer's work that overlap with the computation."""
 
     NONE = "nothing"
     TRANSFERS = "transfers"  # --overlap-cpu-optimizer-d2h-h2d
@@ -28,17 +27,16 @@ class Overlap(enum.Enum):
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank reaches, a second, while the other ranks of its machine do the same.
+    """Rates per second of one rank while all ranks of its machine work.
 
     Attributes:
-        flops: in forward and backward.
-        device_bytes: read and written by the optimizer's pass on the device.
-        link_bytes: between device and host, each way.
-        host_bytes: read and written by the optimizer's pass in host memory.
-        interconnect_bytes: that a rank sends, or receives, in collectives; None: these are not
-            counted.
-        collective_seconds: what a collective takes besides its bytes.
-        device_is_host: whether the device is the host's own cores, so that nothing is hidden.
+        flops: FLOP of forward and backward.
+        device_bytes: bytes that the optimizer's pass on the device reads and writes.
+        link_bytes: bytes copied between device and host, each way.
+        host_bytes: bytes that the optimizer's pass in host memory reads and writes.
+        interconnect_bytes: bytes that a rank sends or receives in collectives; None: not counted.
+        collective_seconds: the latency of a collective.
+        device_is_host: whether the device is the CPU, so that nothing overlaps.
     """
 
     flops: float
@@ -55,17 +53,15 @@ class Work:
     """One step of one rank.
 
     Attributes:
-        forward_flops, backward_flops: of one microbatch.
+        forward_flops, backward_flops: FLOP of one microbatch.
         host_pass: bytes that the optimizer reads and writes in host memory.
-        device_pass: the same on the device.
-        down, up: bytes of gradients on their way to the host, and of weights back.
+        device_pass: bytes that it reads and writes on the device.
+        down, up: bytes of gradients copied to the host, and of weights copied back.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
             microbatch.
-        gathered_once, reduced_once: the same once a step.
-        exchanged: bytes of tokens that travel to experts and back in each microbatch, for which the
-            computation waits.
-        collectives_forward, collectives_backward, exchanges: how many of each there are in a
-            microbatch.
+        gathered_once, reduced_once: bytes that it receives or sends once a step.
+        exchanged: bytes of tokens sent to experts and back in each microbatch, which never overlap.
+        collectives_forward, collectives_backward, exchanges: numbers per microbatch.
     """
 
     forward_flops: float
@@ -89,15 +85,14 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step, and what they consist of.
+    """The seconds of a step.
 
     Attributes:
         compute: forward and backward of all microbatches.
-        device_pass, host_pass, down, up, collectives: how long each takes by itself.
-        exposed_host: what the computation waits for the host's pass, and for weights on their way
-            up where these take longer.
-        exposed_link: what it waits for gradients on their way down.
-        exposed_collectives: what it waits for other ranks' weights and gradients.
+        device_pass, host_pass, down, up, collectives: the time of each without overlap.
+        exposed_host: the computation's wait for the host's pass, or for weight copies if longer.
+        exposed_link: the computation's wait for gradient copies.
+        exposed_collectives: the computation's wait for other ranks.
     """
 
     compute: float
@@ -116,7 +111,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the step's seconds add up from, by name."""
+        """The parts of the step's seconds, by name."""
         is_of_link = self.up > self.host_pass
         return {
             "compute": self.compute,
@@ -128,21 +123,21 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The part that takes most of the step."""
+        """The longest part."""
         parts = self.parts
         return max(parts, key=lambda name: parts[name])
 
     @property
     def hides_offloading(self) -> bool:
-        """Whether the computation waits for nothing that is there only because of offloading."""
+        """Whether the computation never waits because of offloading."""
         return self.exposed_host == 0.0 and self.exposed_link == 0.0
 
 
 def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> StepTime:
-    """The time of a step.
+    """Returns the time of a step.
 
     Args:
-        compute: seconds of forward and backward of the whole step, where they were measured.
+        compute: measured seconds of forward and backward of the whole step.
     """
     flops = (work.forward_flops + work.backward_flops) * work.num_microbatches
     compute = flops / machine.flops if compute is None else compute
@@ -177,16 +172,15 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
 def _exposed_offload(
     overlap: Overlap, host_pass: float, down: float, up: float, first: float, last: float
 ) -> tuple[float, float]:
-    """What the computation waits for the host's pass and weights on their way up, and for gradients
-    on their way down.
+    """Returns the computation's waits for the host's pass or weight copies, and for gradients.
 
     Args:
-        first: seconds of the first forward, with what it waits for in collectives.
-        last: of the last backward, likewise.
+        first: seconds of the first forward, with its waits for collectives.
+        last: seconds of the last backward, with its waits for collectives.
     """
     if overlap is Overlap.NONE:
         return host_pass, down + up
-    # A group's weights go up while the next one is updated.
+    # A group's weights are copied while the next one is updated.
     after_the_norm = max(host_pass, up)
     if overlap is Overlap.FORWARD:
         after_the_norm = max(0.0, after_the_norm - first)
@@ -194,17 +188,17 @@ def _exposed_offload(
 
 
 class _Collectives(NamedTuple):
-    """Seconds of collectives by themselves, in what they run beside.
+    """Seconds of collectives without overlap.
 
-    Weights that are gathered once a step are so in the first forward, and gradients that are
-    reduced once in the last backward.
+    Weights that are gathered once a step are gathered in the first forward. Gradients that are
+    reduced once are reduced in the last backward.
     """
 
     forward: float
     backward: float
     first_forward: float
     last_backward: float
-    exchange: float  # of tokens, of all microbatches
+    exchange: float  # of tokens in all microbatches
 
     @classmethod
     def of(cls, work: Work, machine: Machine) -> _Collectives:
@@ -225,14 +219,14 @@ class _Collectives(NamedTuple):
         )
 
     def seconds(self, num_microbatches: int) -> float:
-        """Of a step."""
+        """Returns the seconds of a step."""
         others = (num_microbatches - 1) * (self.forward + self.backward)
         return others + self.first_forward + self.last_backward + self.exchange
 
     def exposed(
         self, num_microbatches: int, forward: float, backward: float, *, device_is_host: bool
     ) -> float:
-        """What the computation waits for them in a step."""
+        """Returns the computation's waits for them in a step."""
         if device_is_host:
             return self.seconds(num_microbatches)
         others = max(0.0, self.forward - forward) + max(0.0, self.backward - backward)

@@ -18,7 +18,7 @@ _EXPLAINED = {
 
 
 def format_answer(answer: Answer) -> str:
-    """Paragraphs of aligned lines."""
+    """Returns paragraphs of aligned lines."""
     parts = [_header(answer), _memory(answer), _fractions(answer), _step(answer)]
     parts += [_other_gradients(answer), _checkpoint(answer)]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -63,12 +63,12 @@ def _memory(answer: Answer) -> list[str]:
 
 
 def _fractions(answer: Answer) -> list[str]:
-    found, limits = answer.fractions, answer.limits
+    limits = answer.limits
     rows = []
     if limits.device is not None or limits.host is not None:
-        rows.append(("smallest offload fraction that fits", _fraction(found.fits)))
+        rows.append(("smallest offload fraction that fits", _fraction(answer.smallest_fitting)))
     if answer.machine is not None:
-        rows.append(("largest one that costs nothing", _fraction(found.hidden)))
+        rows.append(("largest one that costs nothing", _fraction(answer.largest_hidden)))
     return [*_aligned(rows)]
 
 
@@ -88,7 +88,7 @@ def _step(answer: Answer) -> list[str]:
 
 
 def _other_gradients(answer: Answer) -> list[str]:
-    """What the other dtype of main gradients would take, in one line."""
+    """Returns a line about the run with the other dtype of main gradients."""
     if answer.other_main_grads is None:
         return []
     start, other = f"with --main-grads-dtype {answer.other_main_grads}: ", answer.other
@@ -118,7 +118,7 @@ def _fraction(value: float | None) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> Iterator[str]:
-    """Columns, numbers to the right."""
+    """Yields rows with aligned columns, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

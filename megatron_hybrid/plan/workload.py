@@ -1,4 +1,4 @@
-"""What a rank computes and moves in one step: the run in the terms of `step_time`."""
+"""The operations and transfers of a rank in one step, for `step_time`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hybrid.plan.step_time import Overlap, Work
 
 
 class _Part(NamedTuple):
-    """Elements that one optimizer pass goes over on this rank, and their dtypes."""
+    """Elements of one optimizer pass on this rank, and their dtypes."""
 
     numel: int
     is_on_host: bool
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
 
 
 def work_of(run: PlannedRun, fraction: float | None) -> Work:
-    """One step of a rank at a fraction."""
+    """Returns one step of a rank at an offload fraction."""
     config = run.at(fraction)
     parts = _parts(run, fraction)
     host = [part for part in parts if part.is_on_host]
@@ -38,7 +38,7 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         num_microbatches=run.num_microbatches,
         host_pass=sum(_pass_bytes(part, config.optimizer) for part in host),
         device_pass=sum(
-            # The norm reads the gradients once more, those of the host's part too.
+            # The norm reads all gradients once more, including the host's.
             part.numel * part.grad.itemsize
             + (0 if part.is_on_host else _pass_bytes(part, config.optimizer) + _cast_bytes(part))
             for part in parts
@@ -51,7 +51,7 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
 
 
 def flops_of_microbatch(run: PlannedRun) -> int:
-    """Of forward and backward, as Megatron counts them."""
+    """Returns the FLOP of forward and backward, as Megatron counts them."""
     return num_floating_point_operations(
         run.spec,
         run.model.vocab_size,
@@ -61,9 +61,7 @@ def flops_of_microbatch(run: PlannedRun) -> int:
 
 
 def checkpoint_nbytes(run: PlannedRun) -> int:
-    """Of a checkpoint of the run, over all ranks: main weights, and the states of those that are
-    trained.
-    """
+    """Returns a checkpoint's size over all ranks: main weights, and states of trained ones."""
     optimizer, total = run.config.optimizer, 0
     main = DTYPES[optimizer.main_params_dtype].itemsize
     for parameter in run.model.parameters():
@@ -102,14 +100,14 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
 
 
 def _state_bytes(optimizer: OptimizerConfig) -> int:
-    """Of an element's states besides its main weight."""
+    """Returns the bytes of an element's optimizer states."""
     if optimizer.optimizer == "sgd":
         return torch.float32.itemsize if optimizer.sgd_momentum else 0
     return DTYPES[optimizer.exp_avg_dtype].itemsize + DTYPES[optimizer.exp_avg_sq_dtype].itemsize
 
 
 def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:
-    """That one pass reads and writes."""
+    """Returns the bytes that one pass reads and writes."""
     read_and_written = 2 * (part.main.itemsize + _state_bytes(optimizer))
     # On the host the pass also writes the new compute weight.
     written = part.weight.itemsize if part.is_on_host else 0
@@ -117,7 +115,7 @@ def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:
 
 
 def _cast_bytes(part: _Part) -> int:
-    """Of making compute weights of main weights on the device."""
+    """Returns the bytes of casting main weights to compute weights on the device."""
     is_apart = part.main != part.weight
     return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
 
@@ -129,7 +127,7 @@ def _overlap(optimizer: OptimizerConfig) -> Overlap:
 
 
 def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
-    """Bytes that this rank receives or sends in collectives, and how many these are."""
+    """Returns the bytes and the numbers of this rank's collectives."""
     states, config = run.memory(fraction).states, run.at(fraction)
     moved: dict[str, Any] = Counter()
     for unit, _, memory in states.groups:
@@ -163,7 +161,7 @@ def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
 
 
 def _exchanged(run: PlannedRun) -> float:
-    """Bytes of tokens on their way to experts on other ranks and back, and of their gradients."""
+    """Returns the bytes of tokens exchanged with experts on other ranks, and of gradients."""
     size = run.config.parallel.expert_model_parallel_size
     choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
     batch = run.microbatch

@@ -1,7 +1,7 @@
-"""A run's page: one HTML file, made from `page.html.jinja`, that needs no other file or network.
+"""A run's page: one HTML file, rendered from `page.html.jinja`, that needs no other file.
 
-Its policy only allows its style and its script, by their digests, so markup in the run's files
-could not load or execute anything.
+Its policy only allows its style and its script, by their digests, so that markup in the run's
+files cannot load or execute anything.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from megatron.core.log import printable
-from megatron.training.health.events import METRICS_FILE, read_events
+from megatron.core.dist_checkpointing.format.names import iteration_of
+from megatron.core.log import counted, printable
+from megatron.training.health.events import METRICS_FILE, EventKind
 from megatron_hybrid.charts import figures
 from megatron_hybrid.report.curves import (
     MARK_SHAPES,
@@ -36,21 +38,24 @@ from megatron_hybrid.report.curves import (
     curve_of,
     figure_of,
 )
-from megatron_hybrid.report.events import checkpoint_row, event_rows, start_rows
-from megatron_hybrid.report.metrics_file import TRAIN, Columns, MetricsReader
+from megatron_hybrid.report.metrics import TRAIN, Columns, MetricsReader
 from megatron_hybrid.run_history import (
     Event,
     Session,
     checkpoint_folders,
     date_text,
     duration_text,
+    is_kind,
+    is_relaunch,
+    publication_of,
+    read_history,
     split_sessions,
 )
 
 _RECENT = 50  # iterations, for the present speed
 _GIB = 2.0**30
 _MOST_CHARACTERS = 1000  # of a text from a file
-_NONE = "\N{EN DASH}"  # in place of an unknown value
+_NONE = "\N{EN DASH}"  # an unknown value
 _MARKS = {
     SAVE: "save",
     RESTART: "resumed",
@@ -125,19 +130,102 @@ _SECTIONS = {
     ],
 }
 _ALWAYS = ("Learning", "Speed and memory")  # without charts, these show the reason
+_TABLES: dict[str, list[str]] = {}  # the columns in charts, by table of the metrics file
+for _line in (line for charts in _SECTIONS.values() for chart in charts for line in chart.lines):
+    _TABLES.setdefault(_line.table, []).append(_line.column)
 
 
-def _tables() -> dict[str, list[str]]:
-    """The columns that charts show, by table of the metrics file."""
-    tables: dict[str, list[str]] = {}
-    for charts in _SECTIONS.values():
-        for line in (line for chart in charts for line in chart.lines):
-            tables.setdefault(line.table, []).append(line.column)
-    return tables
+class EventRow(NamedTuple):
+    """A row of the table of events."""
+
+    time: float | None  # Unix seconds
+    what: str
+    iteration: int | None
+    rank: int | None
+    detail: str
+    mark: str  # the kind of mark in charts; empty: none
+
+
+# The name of a kind of events, its mark, and its detail. Other kinds are shown in charts.
+_KINDS = {
+    EventKind.START: ("start", "", "{world_size}process {pid} on {host}"),
+    EventKind.RESUME: ("resume", RESTART, "from {folder}, loaded in {duration}"),
+    EventKind.DAMAGED: ("damaged checkpoint", TROUBLE, "{folder}: {reason}"),
+    EventKind.SET_ASIDE: ("set aside", "", "{what}"),
+    EventKind.SAVE_PUBLISHED: ("save", SAVE, "{folder}, took {duration}"),
+    EventKind.SAVE_FAILED: ("save failed", TROUBLE, "{reason}"),
+    EventKind.SAVE_SKIPPED: ("save left out", TROUBLE, "{reason}"),
+    EventKind.SKIP: ("skipped iteration", SKIP, "no step was taken; gradient norm {grad_norm}"),
+    EventKind.NAN: ("nan iteration", SKIP, "the loss was not finite, on ranks {ranks}"),
+    EventKind.SIGNAL: ("signal", TROUBLE, "{signal}"),
+    EventKind.LOST: ("rank lost", TROUBLE, "{cause}"),
+    EventKind.HANG: ("hang", TROUBLE, "{cause}"),
+    EventKind.INJECT: ("injected fault", TROUBLE, "{spec}, in {phase}"),
+    EventKind.EXIT: ("exit", TROUBLE, "{code} ({name}): {reason}"),
+}
+
+
+def event_rows(events: Sequence[Event]) -> list[EventRow]:
+    """Returns the rows of the table of events, in order."""
+    return [_event_row(event, kind) for event in events for kind in _KINDS if is_kind(event, kind)]
+
+
+def _event_row(event: Event, kind: EventKind) -> EventRow:
+    what, mark, detail = _KINDS[kind]
+    texts = defaultdict(str, {key: str(each) for key, each in event.items() if each is not None})
+    size = event.get("world_size")
+    texts["world_size"] = "" if size is None else f"{counted(size, 'rank')}, "
+    texts["folder"] = PurePath(texts["checkpoint"]).name
+    texts["duration"] = _seconds(event) or ""
+    ranks = event.get("ranks") if isinstance(event.get("ranks"), list) else None
+    texts["ranks"] = " ".join(map(str, ranks or []))
+    texts["grad_norm"] = str(event.get("grad_norm", "not finite"))
+
+    iteration, rank = event.get("iteration"), event.get("rank")
+    if kind in (EventKind.LOST, EventKind.HANG) and ranks is not None:
+        # The rank in the event is the one that wrote it.
+        rank = ranks[0] if len(ranks) == 1 and type(ranks[0]) is int else None
+    if kind is EventKind.DAMAGED:
+        iteration = iteration_of(texts["folder"])
+    if kind is EventKind.RESUME and not texts["folder"]:
+        detail = "from the beginning"
+    is_first_start = kind is EventKind.RESUME and not iteration
+    if is_first_start or (kind is EventKind.EXIT and event.get("code") == 0):
+        mark = ""
+    return EventRow(event.get("time"), what, iteration, rank, detail.format_map(texts), mark)
+
+
+def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[tuple[object, ...]]:
+    """Returns a row for each start: time, starter, ranks, first and last iteration, end.
+
+    Args:
+        is_running: Whether the last one has not ended.
+    """
+    rows: list[tuple[object, ...]] = []
+    for number, session in enumerate(sessions):
+        if session.events:
+            time = (session.start or session.events[0]).get("time")
+            started_by = "launcher" if is_relaunch(sessions, number) else "hand"
+            iterations = [event["iteration"] for event in session.events if "iteration" in event]
+            is_current = is_running and session is sessions[-1]
+            end = "running" if is_current else session.cause()
+            last = max(iterations, default=None)
+            rows.append((time, started_by, session.world_size, session.resumed_at, last, end))
+    return rows
+
+
+def checkpoint_row(iteration: int, path: Path, events: Sequence[Event]) -> tuple[object, ...]:
+    """Returns a published checkpoint's iteration, time, duration of the save, and name."""
+    save = publication_of(events, iteration)
+    return iteration, save.get("time"), _seconds(save), path.name
+
+
+def _seconds(event: Event) -> str | None:
+    return f"{event['seconds']:.2f} s" if "seconds" in event else None
 
 
 class RunPage:
-    """Makes pages of a run, and keeps the metrics that it has read."""
+    """Renders the pages of a run, and keeps the metrics that it has read."""
 
     def __init__(self, folder: Path, refresh_seconds: float) -> None:
         """
@@ -146,19 +234,19 @@ class RunPage:
         """
         self._folder = folder
         self._refresh_seconds = refresh_seconds
-        self._reader = MetricsReader(folder / METRICS_FILE, _tables())
+        self._metrics = MetricsReader(_TABLES)
 
     def html(self, status: Mapping[str, Any], lines: Iterable[str], now: float) -> str:
-        """The page of this moment. OSError if the events cannot be read.
+        """Returns the page. OSError if the events cannot be read.
 
         Args:
-            status, lines: As data and as text, from `run_status`.
+            status, lines: Results of `run_status` and `lines_of`.
             now: Unix seconds.
         """
-        events = read_events(self._folder)
+        events = read_history(self._folder)
         sessions = split_sessions(events)
         note = self._read_metrics(sessions)
-        metrics = {name: self._reader.columns(name) for name in self._reader.tables}
+        metrics = self._metrics.columns()
         checkpoints = checkpoint_folders(self._folder, events)
         is_running = status["state"] in ("running", "saving")
         start = next((each.start for each in reversed(sessions) if each.start), {})
@@ -186,36 +274,33 @@ class RunPage:
         )
 
     def _read_metrics(self, sessions: Sequence[Session]) -> str:
-        """Reads new metrics; returns a note if metrics are missing or old."""
+        """Reads new metrics. Returns a note if they are missing or old."""
         start = next((each.start for each in reversed(sessions) if "metrics" in each.start), {})
-        path = _metrics_path(self._folder, start)
-        if path != self._reader.path:
-            self._reader = MetricsReader(path, self._reader.tables)
         writes_none = "metrics" in start and start["metrics"] is None
         try:
-            self._reader.read()
+            self._metrics.read(_metrics_path(self._folder, start))
         except (FileNotFoundError, NotADirectoryError):
             if writes_none:
                 return "The run writes no metrics: it was started with --metrics-jsonl none."
-            return f"No metrics yet: there is no {METRICS_FILE} beside the run's events."
+            return f"No metrics yet: there is no {METRICS_FILE} next to the run's events."
         except OSError as error:
             return f"The metrics could not be read: {error}"
         if writes_none:
-            return "The last start writes no metrics (--metrics-jsonl none): these are older ones."
-        return "The metrics file is so long that its beginning is left out." * self._reader.is_cut
+            return "The last start writes no metrics (--metrics-jsonl none): these are older."
+        return ""
 
 
 def _metrics_path(folder: Path, start: Event) -> Path:
-    """The file named by the last start, or the default if the run was copied from elsewhere."""
+    """Returns the file named by the last start, or the default if the run was copied."""
     logged = start.get("metrics")
-    with suppress(OSError, ValueError):  # of text that is no path
+    with suppress(OSError, ValueError):  # text that is no path
         if isinstance(logged, str) and Path(logged).is_absolute() and Path(logged).exists():
             return Path(logged)
     return folder / METRICS_FILE
 
 
 def _tiles(metrics: Mapping[str, Columns]) -> list[tuple[str, str, str]]:
-    """The name, the value and a note of every figure that is known."""
+    """Returns the name, the value and a note of every known figure."""
     train = metrics[TRAIN]
     losses = {"Loss": train, "Validation loss": metrics[VALIDATION]}
     known = {name: columns.last("loss") for name, columns in losses.items()}
@@ -237,7 +322,7 @@ def _tiles(metrics: Mapping[str, Columns]) -> list[tuple[str, str, str]]:
 def _sections(
     metrics: Mapping[str, Columns], marks: Sequence[Mark]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The title and the figures of each section."""
+    """Returns the title and the figures of each section."""
     iterations = _iterations_of(metrics)
     sections = []
     for title, charts in _SECTIONS.items():
@@ -265,7 +350,7 @@ def _curves(chart: Chart, metrics: Mapping[str, Columns]) -> list[Curve]:
 
 
 def _iterations_of(metrics: Mapping[str, Columns]) -> tuple[int, int]:
-    """The first and the last known iteration; (0, 1) without any."""
+    """Returns the first and the last known iteration; (0, 1) without any."""
     known = [columns.iterations for columns in metrics.values() if len(columns.iterations)]
     first = min((int(each[0]) for each in known), default=0)
     last = max((int(each[-1]) for each in known), default=1)
@@ -274,7 +359,7 @@ def _iterations_of(metrics: Mapping[str, Columns]) -> tuple[int, int]:
 
 
 def _shown(value: object) -> object:
-    """Text from files as one harmless line of bounded length. The template escapes it."""
+    """Returns text from files as one line of bounded length, which the template escapes."""
     if isinstance(value, Markup):
         return value
     return _NONE if value is None else printable(str(value), _MOST_CHARACTERS)

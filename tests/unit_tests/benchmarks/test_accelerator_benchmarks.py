@@ -39,13 +39,13 @@ def test_lanes_gives_the_rates_that_the_planner_takes(kind: str) -> None:
     flags = result.facts["planner_flags"]
     assert list(flags) == ["--link", "--host-bandwidth", "--gpu-bandwidth"]
 
-    from megatron_hybrid.plan.quantities import parse_rate
+    from megatron_hybrid.plan.quantities import rate
 
     medians = {f"{one.group}: {one.side}": one.median for one in result.measurements}
     slower = min(medians[f"copies: {way}, pinned"] for way in ("h2d", "d2h"))
-    assert parse_rate(flags["--link"], "--link") == pytest.approx(slower * 1e9, rel=0.01)
+    assert rate(flags["--link"]) == pytest.approx(slower * 1e9, rel=0.01)
     on_host = max(rate for name, rate in medians.items() if ": host, " in name)
-    assert parse_rate(flags["--host-bandwidth"], "") == pytest.approx(on_host * 1e9, rel=0.01)
+    assert rate(flags["--host-bandwidth"]) == pytest.approx(on_host * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

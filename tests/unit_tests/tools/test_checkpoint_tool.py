@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,14 +85,10 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp: Path, run: Run):
+def test_list_shows_the_state_of_each_checkpoint(root, torch_dcp, run):
     shutil.copytree(torch_dcp, root / "iter_0000020")
-    for name in (
-        "iter_0000030.abc.saving",
-        "iter_0000005.abc.deleting",
-        "iter_0000031",
-        "tensorboard",
-    ):
+    others = ("iter_0000030.abc.saving", "iter_0000005.abc.deleting", "iter_0000031", "tensorboard")
+    for name in others:
         (root / name).mkdir()
     marker = read_marker(open_store(root), "iter_0000010")
     for iteration in (40, 50, 60, 70):
@@ -120,199 +114,98 @@ def test_list_tells_published_from_unfinished_and_damaged(root: Path, torch_dcp:
     assert rows["iter_0000010"]["num_bytes"] == sum(path.stat().st_size for path in files)
     assert rows["iter_0000010"]["world_size"] == 3
     assert "__1_0.distcp" in rows["iter_0000050"]["problem"]
-    assert "published.json" in rows["iter_0000060"]["problem"]
-    assert rows["iter_0000070"]["problem"].startswith("saved as iteration 10: no run"), (
-        "it is a copy"
-    )
+    assert "iteration 10" in rows["iter_0000070"]["problem"], "it is a copy"
     assert [name for name, row in rows.items() if row["is_latest"]] == ["iter_0000010"]
-    code, printed = run("list", root)
-    assert code == 0
-    assert len(printed.splitlines()) == len(rows)
-    assert "iter_0000010   fsdp_dtensor published" in printed
-    assert printed.count("<- latest") == 1
+    assert len(run("list", root)[1].splitlines()) == len(rows)
 
 
-def test_show_tells_what_is_in_a_checkpoint_and_who_wrote_it(root: Path, run: Run):
-    code, printed = run("show", root / "iter_0000010")
-    lines = printed.splitlines()
+def test_show_describes_tensors_and_their_writers(root, run):
+    code, printed = run("show", root / "iter_0000010", "--chunks")
     assert code == 0
-    assert (
-        "iter_0000010, format fsdp_dtensor, iteration 10, world_size 3, save_id a-save" in lines[0]
-    )
-    assert [" ".join(line.split()) for line in lines[1:4]] == [
-        "model.embedding.weight float32 [9, 4] 144 B 3 chunks, ranks 0-2",
-        "model.layers.0.weight bfloat16 [6, 5] 60 B 1 chunks, rank 1",
-        "optimizer.state.layers.0.weight.step float32 [] 4 B 1 chunks, rank 2",
-    ]
-    assert "plain data" in lines[4]
-    assert lines[5] == "3 tensors of 208 B, 1 pieces of plain data"
-    _, printed = run("show", root / "iter_0000010", "--chunks", "--key", "*.embedding.*")
-    assert "    [3:7, 0:4]  rank 1: __1_0.distcp, " in printed
-    assert "layers" not in printed
+    for words in ("3 chunks, ranks 0-2", "1 chunks, rank 1", "[3:7, 0:4]  rank 1: __1_0.distcp, "):
+        assert words in printed
     report = run.json("show", root / "iter_0000010", "--key", "model.l*")
     (row,) = report["tensors"]
     assert (row["key"], row["dtype"], row["shape"]) == ("model.layers.0.weight", "bfloat16", [6, 5])
     (chunk,) = row["chunks"]
-    assert (chunk["offsets"], chunk["sizes"], chunk["rank"], chunk["file"]) == (
-        [0, 0],
-        [6, 5],
-        1,
-        "__1_0.distcp",
-    )
-    assert report["plain"] == []
-    assert report["train_state"] == TRAIN_STATE
+    found = (chunk["offsets"], chunk["sizes"], chunk["rank"], chunk["file"])
+    assert found == ([0, 0], [6, 5], 1, "__1_0.distcp")
+    assert (report["plain"], report["train_state"]) == ([], TRAIN_STATE)
 
 
-def test_show_reads_what_pytorch_wrote(torch_dcp: Path, run: Run):
-    code, printed = run("show", torch_dcp)
-    assert code == 0
-    assert "format torch_dcp, no run's state: --finetune loads its weights\n" in printed
-    assert run.json("show", torch_dcp)["is_run"] is False
-    assert "model.embedding.weight  float32   [9, 4]" in printed
-    assert "rank 0" in printed
+def test_show_reads_what_pytorch_wrote(torch_dcp, run):
+    report = run.json("show", torch_dcp)
+    assert (report["format"], report["is_run"]) == ("torch_dcp", False)
+    assert [tensor["key"] for tensor in report["tensors"]] == ["model.embedding.weight"]
+    assert "rank 0" in run("show", torch_dcp)[1]
 
 
-def test_verify_finds_a_whole_checkpoint_intact(root: Path, run: Run):
-    code, printed = run("verify", root / "iter_0000010")
-    assert code == 0
-    assert "iter_0000010: intact, " in printed
+def test_verify_finds_an_intact_checkpoint(root, run):
+    assert run("verify", root / "iter_0000010")[0] == 0
     report = run.json("verify", root / "iter_0000010")
-    assert report["is_intact"]
-    assert report["problems"] == []
-    assert report["num_bytes"] == sum(
-        path.stat().st_size for path in (root / "iter_0000010").glob("*.distcp")
-    )
+    assert (report["is_intact"], report["problems"]) == (True, [])
+    data = (root / "iter_0000010").glob("*.distcp")
+    assert report["num_bytes"] == sum(path.stat().st_size for path in data)
 
 
-def test_verify_lists_all_that_is_wrong(root: Path, run: Run):
-    folder = root / "iter_0000010"
-    flip(folder / "__0_0.distcp", 4096)
-    flip(folder / "__2_0.distcp", 4097)
-    (folder / "train_state.json").unlink()
-    code, printed = run("verify", folder)
-    assert code == 1
-    assert "digests of 'model.embedding.weight' at (0, 0)" in printed
-    assert "digests of 'model.embedding.weight' at (7, 0)" in printed
-    assert "train_state.json" in printed
-    report = run.json("verify", folder)
-    assert not report["is_intact"]
-    assert len(report["problems"]) == len(printed.splitlines()) - 1 == 4
+def test_verify_finds_any_damaged_file(root, run):
+    for path in (root / "iter_0000010").iterdir():
+        content = path.read_bytes()
+        for damaged in (content[:-1], None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            code, printed = run("verify", root / "iter_0000010")
+            assert (code, path.name in printed) == (1, True), path
+        path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("published.json", "index.json", ".metadata", "manifest_1.json", "train_state.json"),
-        "__1_0.distcp",
-    ],
-)
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_verify_finds_any_damaged_file(root: Path, run: Run, file: str, damage: str):
-    path = root / "iter_0000010" / file
-    if damage == "flip":
-        flip(path, path.stat().st_size // 2)
-    elif damage == "truncate":
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        path.unlink()
-    code, printed = run("verify", root / "iter_0000010")
-    assert code == 1
-    assert file in printed
-
-
-def test_verify_says_of_the_other_format_that_it_has_no_digests(torch_dcp: Path, run: Run):
-    code, line = run("verify", torch_dcp)
-    assert code == 2
-    assert "got one of the format torch_dcp, which has none" in line
-
-
-def test_diff_names_each_difference_and_ends_as_diff_does(root: Path, tmp_path: Path, run: Run):
+def test_diff_shows_each_difference_and_exits_as_diff(root, tmp_path, run):
     changed = {key: (tensor.clone(), cuts) for key, (tensor, cuts) in TENSORS.items()}
     changed["model.embedding.weight"][0][8, 3] += 2.0
     del changed["model.layers.0.weight"]
     changed["model.more"] = (torch.ones(2), row_cuts((2,), 1, 1))
-    write_checkpoint(
-        tmp_path / "b", changed, {"optimizer.param_groups": [{"lr": 0.2}]}, world_size=3
-    )
+    plain = {"optimizer.param_groups": [{"lr": 0.2}]}
+    write_checkpoint(tmp_path / "b", changed, plain, world_size=3)
     code, printed = run("diff", root / "iter_0000010", tmp_path / "b")
     assert code == 1
-    assert [line.split("  ", 1)[1].strip() for line in printed.splitlines()[:-1]] == [
-        "1 elements differ, by 2 at most",
-        "only in A",
-        "bit-equal",
-        "differs in values: [{'lr': 0.1}] and [{'lr': 0.2}]",
-        "only in B",
-    ]
     assert printed.splitlines()[-1] == "1 of 5 keys are equal"
     rows = run.json("diff", root / "iter_0000010", tmp_path / "b")["keys"]
-    assert rows[0]["outcome"] == "values"
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes == ["values", "only in A", "equal", "values", "only in B"]
     assert rows[0]["max_difference"] == pytest.approx(2.0)
     assert run("diff", root / "iter_0000010", tmp_path / "b", "--key", "*.step")[0] == 0
     assert run("diff", root / "iter_0000010", root / "iter_0000010")[0] == 0
 
 
-def test_diff_reads_what_pytorch_wrote(root: Path, torch_dcp: Path, run: Run):
-    code, printed = run("diff", root / "iter_0000010", torch_dcp)
-    assert code == 1
-    assert "model.embedding.weight                bit-equal" in printed
-
-
-def test_a_difference_that_is_no_number_is_json(tmp_path: Path, run: Run):
+def test_a_difference_that_is_no_number_is_json(tmp_path, run):
     for name, value in (("a", 1.0), ("b", float("nan"))):
         tensor = torch.tensor([value])
         write_checkpoint(tmp_path / name, {"model.w": (tensor, whole(tensor))}, {}, world_size=1)
     assert run.json("diff", tmp_path / "a", tmp_path / "b")["keys"][0]["max_difference"] == "inf"
 
 
-def test_list_and_show_say_of_which_checkpoint_no_run_can_go_on(
-    tmp_path: Path, torch_dcp: Path, run: Run
-):
+def test_a_checkpoint_with_a_runs_state_is_known_and_keeps_its_iteration(tmp_path, torch_dcp, run):
     step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
     state = RecoverInfo(step_info, schedule.state()).to_plain()
-    write_checkpoint(
-        tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state
-    )
+    runs = tmp_path / "runs"
+    write_checkpoint(runs / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
     torch.save({"model.weight": torch.ones(3)}, tmp_path / "weights.pt")
-    assert run("convert", tmp_path / "weights.pt", tmp_path / "runs" / "iter_0000020")[0] == 0
-    shutil.copytree(torch_dcp, tmp_path / "runs" / "iter_0000030")
-    rows = run.json("list", tmp_path / "runs")
-    assert [(row["state"], row["is_run"]) for row in rows] == [
-        ("published", True),
-        ("published", False),
-        ("published", False),
-    ]
-    lines = run("list", tmp_path / "runs")[1].splitlines()
-    assert ["no run's state: --finetune loads its weights" in line for line in lines] == [
-        False,
-        True,
-        True,
-    ]
+    assert run("convert", tmp_path / "weights.pt", runs / "iter_0000020")[0] == 0
+    shutil.copytree(torch_dcp, runs / "iter_0000030")
+    assert [row["is_run"] for row in run.json("list", runs)] == [True, False, False]
     for name, is_run in (("iter_0000010", True), ("iter_0000020", False)):
-        assert run.json("show", tmp_path / "runs" / name)["is_run"] is is_run
-        assert ("no run's state" in run("show", tmp_path / "runs" / name)[1]) is not is_run
+        assert run.json("show", runs / name)["is_run"] is is_run
 
-
-def test_a_runs_state_is_converted_to_the_checkpoint_of_its_iteration_alone(
-    tmp_path: Path, run: Run
-):
-    """A run could not go on from another."""
-    step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
-    state = RecoverInfo(step_info, schedule.state()).to_plain()
-    write_checkpoint(
-        tmp_path / "runs" / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state
-    )
-    assert run("convert", tmp_path / "runs" / "iter_0000010", tmp_path / "all.pt")[0] == 0
+    assert run("convert", runs / "iter_0000010", tmp_path / "all.pt")[0] == 0
     code, line = run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000300")
-    assert code == 2
-    assert "Expected iter_0000010 for" in line
+    assert (code, "iter_0000010" in line) == (2, True)
     assert not (tmp_path / "in").exists()
     assert run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000010")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
-def test_convert_moves_a_checkpoint_out_and_in_again(
-    root: Path, tmp_path: Path, run: Run, name: str
-):
+def test_convert_moves_a_checkpoint_out_and_in_again(root, tmp_path, run, name):
     code, printed = run("convert", root / "iter_0000010", tmp_path / name)
     assert (code, printed) == (0, f"{tmp_path / name}: 3 tensors of 208 B\n")
     path = tmp_path / name
@@ -329,7 +222,7 @@ def test_convert_moves_a_checkpoint_out_and_in_again(
     assert [row["state"] for row in run.json("list", tmp_path / "in")] == ["published"]
 
 
-def test_vanilla_dcp_loads_what_was_converted(tmp_path: Path, run: Run):
+def test_vanilla_dcp_loads_what_was_converted(tmp_path, run):
     model = torch.nn.Linear(5, 3)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     assert (
@@ -346,16 +239,10 @@ def test_vanilla_dcp_loads_what_was_converted(tmp_path: Path, run: Run):
     assert report["train_state"] == {"format_version": 1, "progress": {"iteration": 1}}
 
 
-def test_convert_takes_what_pytorch_wrote(torch_dcp: Path, tmp_path: Path, run: Run):
-    assert run("convert", torch_dcp, tmp_path / "all.pt")[0] == 0
-    state = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert torch.equal(state["model.embedding.weight"], TENSORS["model.embedding.weight"][0])
-
-
-def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
+def test_convert_overwrites_nothing(root, tmp_path, run):
     (tmp_path / "all.pt").write_text("mine")
     code, line = run("convert", root / "iter_0000010", tmp_path / "all.pt")
-    assert (code, line) == (2, f"checkpoint: Expected no file yet at {tmp_path}/all.pt, got one.")
+    assert (code, f"{tmp_path}/all.pt" in line) == (2, True)
     assert (tmp_path / "all.pt").read_text() == "mine"
     assert run("convert", root / "iter_0000010", tmp_path / "new.pt")[0] == 0
     code, line = run("convert", tmp_path / "new.pt", root / "iter_0000010")
@@ -366,45 +253,30 @@ def test_convert_overwrites_nothing(root: Path, tmp_path: Path, run: Run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "{0}/none"], "Expected a folder of checkpoints at {0}/none, got none"),
-        (["show", "{0}/none"], "Expected a checkpoint in {0}/none"),
-        (["show", "{0}"], "Expected a checkpoint in {0}"),
-        (["verify", "{0}/none"], "Expected a checkpoint in {0}/none, got no such folder"),
-        (["diff", "{0}/iter_0000010", "{0}/none"], "Expected a checkpoint in {0}/none"),
-        (["convert", "{0}/none", "{0}/x.pt"], "Expected a checkpoint in {0}/none"),
+        ("list {0}/none", "Expected a directory of checkpoints at {0}/none, got none"),
+        ("show {0}/none", "Expected a checkpoint in {0}/none"),
+        ("show {0}", "Expected a checkpoint in {0}"),
+        ("verify {0}/none", "Expected a checkpoint in {0}/none"),
+        ("diff {0}/iter_0000010 {0}/none", "Expected a checkpoint in {0}/none"),
+        ("convert {0}/none {0}/x.pt", "Expected a checkpoint in {0}/none"),
+        ("convert {0}/none {0}/iter_0000020", "Expected a file to convert to iter_0000020"),
+        ("convert {0}/iter_0000010 {0}/iter_0000020", "Expected a file to convert to"),
+        ("convert {0}/iter_0000010 {0}/x.pt --prefix m.", "Expected --prefix for a checkpoint"),
         (
-            ["convert", "{0}/none", "{0}/iter_0000020"],
-            "Expected a file to convert to iter_0000020, got {0}/none",
-        ),
-        (
-            ["convert", "{0}/iter_0000010", "{0}/iter_0000020"],
-            "Expected a file to convert to iter_0000020, got",
-        ),
-        (
-            ["convert", "{0}/iter_0000010", "{0}/x.pt", "--prefix", "m."],
-            "Expected --prefix for a checkpoint",
-        ),
-        (
-            ["convert", "{0}/latest_checkpointed_iteration.txt", "{0}/iter_0000020"],
+            "convert {0}/latest_checkpointed_iteration.txt {0}/iter_0000020",
             "Expected what torch.save writes",
         ),
     ],
 )
-def test_what_cannot_be_done_is_one_line(root: Path, run: Run, arguments: list[str], message: str):
+def test_errors_are_one_line(root, run, arguments, message):
     before = sorted(path.name for path in root.iterdir())
-    code, line = run(*(argument.format(root) for argument in arguments))
+    code, line = run(*arguments.format(root).split())
     assert code == 2
     assert message.format(root) in line
     assert sorted(path.name for path in root.iterdir()) == before
 
 
-def test_the_tool_is_a_program_that_needs_no_process_group(root: Path):
-    program = [sys.executable, "-m", "tools.checkpoint", "verify", root / "iter_0000010", "--json"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(done.stdout)["is_intact"]
-
-
-def test_a_store_behind_a_url_is_used_as_well(root: Path, tmp_path: Path, run: Run):
+def test_a_store_behind_a_url_is_used_as_well(root, tmp_path, run):
     files, url = fsspec.filesystem("memory"), "memory://checkpoint_tool"
     assert run("convert", root / "iter_0000010", tmp_path / "all.pt")[0] == 0
     try:
@@ -416,3 +288,9 @@ def test_a_store_behind_a_url_is_used_as_well(root: Path, tmp_path: Path, run: R
         assert [row["state"] for row in run.json("list", url)] == ["draft"]
     finally:
         files.rm("/checkpoint_tool", recursive=True)
+
+
+def test_verify_says_of_the_other_format_that_it_has_no_digests(torch_dcp, run):
+    code, line = run("verify", torch_dcp)
+    assert code == 2
+    assert "got one of the format torch_dcp, which has none" in line

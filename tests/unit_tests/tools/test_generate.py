@@ -55,38 +55,26 @@ def sample(prompt: list[int], **settings) -> list[int]:
     return generate.sample(settings.pop("model", Counting(8)), prompt, **{**defaults, **settings})
 
 
-def test_the_likeliest_token_is_taken_at_temperature_zero_and_the_end_ends_it():
+def test_sampling_ends_at_the_end_token_and_shows_the_model_its_context():
     assert sample([0]) == [1, 2, 3, 4]
     assert sample([4]) == [5, 6]
-
-
-def test_the_model_sees_no_more_than_its_context():
     model = Counting(8)
     sample([0, 1], model=model, num_new_tokens=3)
     assert model.lengths == [2, 3, 3]
 
 
-def test_padding_of_the_vocabulary_is_never_drawn():
-    assert sample([3], num_tokens=4, temperature=50.0, num_new_tokens=50, eod=99)
-    assert max(sample([3], num_tokens=4, temperature=50.0, num_new_tokens=50, eod=99)) < 4
-
-
-def test_top_k_limits_the_choice_and_the_seed_repeats_it():
-    hot = {"temperature": 50.0, "num_new_tokens": 30, "eod": 99}
-    assert sample([0], top_k=1, **hot) == [i % 8 for i in range(1, 31)]
-    assert sample([0], **hot) == sample([0], **hot)
+def test_top_k_limits_the_choice_and_padding_is_never_drawn():
+    hot = {"temperature": 50.0, "num_new_tokens": 50, "eod": 99}
+    assert sample([0], top_k=1, **hot) == [i % 8 for i in range(1, 51)]
+    assert sample([0], **hot) == sample([0], **hot), "the seed repeats it"
     assert len(set(sample([0], **hot))) > 3
+    assert max(sample([3], num_tokens=4, **hot)) < 4
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-9])
-def test_the_lowest_temperatures_take_the_likeliest_token(temperature):
+def test_the_lowest_temperatures_choose_the_most_likely_token(temperature):
     assert sample([0], temperature=temperature) == [1, 2, 3, 4]
     assert sample([0], temperature=temperature, top_k=3) == [1, 2, 3, 4]
-
-
-def test_an_infinite_temperature_draws_all_tokens_alike():
-    found = sample([0], temperature=float("inf"), num_new_tokens=400, eod=99)
-    assert min(found.count(token) for token in range(8)) > 25
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -101,11 +89,14 @@ def test_logits_that_are_not_finite_are_an_error_rather_than_text(temperature):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--prompt", "caf\udce9"), ("--prompt", "\ud800"), ("--seed", str(1 << 64)), ("--seed", "0x")],
+    [
+        ("--prompt", "caf\udce9"),
+        ("--seed", str(1 << 64)),
+        ("--top-k", "-3"),
+        ("--temperature", "nan"),
+    ],
 )
-def test_words_that_are_no_text_and_seeds_beyond_64_bits_are_named_with_their_flag(
-    capsys, flag, value
-):
+def test_bad_values_are_errors_with_their_flag(capsys, flag, value):
     with pytest.raises(SystemExit) as end:
         generate.main(["--load", "nowhere", "--prompt", "fine", flag, value])
     assert end.value.code == 2
@@ -125,23 +116,6 @@ def _train(argv: list[str]) -> None:
     pretrain_gpt.run(argv)
 
 
-def test_a_checkpoint_of_two_ranks_writes_text_in_one_process(tmp_path, capsys):
-    run_ranks(2, _train, [*SETTINGS, "--bf16", "--save", str(tmp_path)])
-    asked = ["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "5"]
-    assert generate.main(asked) == 0
-    first = capsys.readouterr().out
-    assert "--- prompt: 'ab'\nab" in first
-    assert generate.main(asked) == 0
-    assert capsys.readouterr().out == first
-
-
-@pytest.mark.parametrize("flags", [[], ["--ckpt-step", "3"]])
-def test_a_folder_without_the_checkpoint_is_one_line(tmp_path, capsys, flags):
-    assert generate.main(["--load", str(tmp_path / "none"), *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("generate.py: Expected")
-
-
 def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     # In the format without digests, so that what is in the file can be changed.
     run_ranks(1, _train, [*SETTINGS, "--ckpt-format", "torch_dcp", "--save", str(tmp_path)])
@@ -151,39 +125,31 @@ def test_the_data_and_the_device_of_the_training_may_be_gone(tmp_path, capsys):
     state_file.write_text(json.dumps(state))
     assert generate.main(["--load", str(tmp_path), "--prompt", "ab", "--max-new-tokens", "2"]) == 0
     assert "--- prompt: 'ab'" in capsys.readouterr().out
-    for value in ("16", True, 0, 2.5):
-        state_file.write_text(
-            json.dumps({**state, "config": state["config"] | {"seq_length": value}})
-        )
+    for value in ("16", 0):
+        changed = {**state, "config": state["config"] | {"seq_length": value}}
+        state_file.write_text(json.dumps(changed))
         assert generate.main(["--load", str(tmp_path)]) == 2
-        assert f"to be an integer >= 1, got {value!r}." in capsys.readouterr().err
+        assert f"got {value!r}." in capsys.readouterr().err
     del state["config"]
     state_file.write_text(json.dumps(state))
     assert generate.main(["--load", str(tmp_path)]) == 2
     assert "Expected the run's configuration" in capsys.readouterr().err
 
 
-def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what_they_are(
-    tmp_path, capsys
-):
+def test_weights_without_a_run_write_the_same_text_with_a_config_file(tmp_path, capsys):
     run_ranks(1, _train, [*SETTINGS, "--save", str(tmp_path / "run")])
     asked = ["--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
     assert generate.main(["--load", str(tmp_path / "run"), *asked]) == 0
     written = capsys.readouterr().out
     model, _, _ = generate.load_model(str(tmp_path / "run"), None)
 
-    # By our own tool, and by PyTorch's.
-    tool = checkpoint.main(
-        ["convert", str(tmp_path / "run" / "iter_0000002"), str(tmp_path / "all.pt")]
-    )
-    weights = {
-        key: value
-        for key, value in torch.load(tmp_path / "all.pt").items()
-        if key.startswith("model.")
-    }
+    # By our tool, and by PyTorch.
+    saved, imported = tmp_path / "run" / "iter_0000002", tmp_path / "imported" / "iter_0000001"
+    assert checkpoint.main(["convert", str(saved), str(tmp_path / "all.pt")]) == 0
+    tensors = torch.load(tmp_path / "all.pt")
+    weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
     torch.save(weights, tmp_path / "weights.pt")
-    imported = tmp_path / "imported" / "iter_0000001"
-    assert tool == checkpoint.main(["convert", str(tmp_path / "weights.pt"), str(imported)]) == 0
+    assert checkpoint.main(["convert", str(tmp_path / "weights.pt"), str(imported)]) == 0
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
     capsys.readouterr()
 
@@ -191,24 +157,17 @@ def test_weights_without_a_run_write_what_they_wrote_in_it_once_a_file_says_what
     settings.write_text("\n".join(f"{flag[2:]}: {value}" for flag, value in MODEL.items()))
     for load in (imported.parent, imported, tmp_path / "plain"):
         assert generate.main(["--load", str(load), *asked]) == 2
-        assert (
-            "name a YAML file with the settings of the model and its tokenizer by --config"
-            in capsys.readouterr().err
-        )
+        assert "--config" in capsys.readouterr().err
         assert generate.main(["--load", str(load), "--config", str(settings), *asked]) == 0
         assert capsys.readouterr().out == written
-    assert (
-        generate.main(["--load", str(imported), "--ckpt-step", "1", "--config", str(settings)]) == 2
-    )
-    assert "Expected a folder of checkpoints with --ckpt-step" in capsys.readouterr().err
+    step = ["--ckpt-step", "1", "--config", str(settings)]
+    assert generate.main(["--load", str(imported), *step]) == 2
+    assert "Expected a directory of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_greedy_tokens_are_those_of_transformers_whose_tokenizer_begins_texts(
-    tmp_path, capsys, family
-):
+def test_greedy_tokens_are_those_of_transformers_with_a_prefix(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    folder = save_model(tmp_path / "model", family)
+    folder = save_model(tmp_path / "model", "gemma3_text")
     begin_texts(folder)
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
@@ -237,12 +196,3 @@ def test_greedy_tokens_are_those_of_transformers_whose_tokenizer_begins_texts(
             differs.append(found[0, inputs.shape[1] - 1 :].tolist() != new)
     assert any(differs), "it matters"
     assert written.startswith("texts start with")
-
-
-@pytest.mark.parametrize(
-    "flags", [["--top-k", "-3"], ["--temperature", "-1"], ["--temperature", "nan"]]
-)
-def test_a_choice_that_makes_no_sense_is_refused(flags, capsys):
-    with pytest.raises(SystemExit):
-        generate.main(["--load", "anywhere", *flags])
-    assert f"{flags[0]}: expected a number >= 0" in capsys.readouterr().err

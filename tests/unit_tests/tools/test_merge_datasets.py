@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,7 @@ def parts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_parts_are_merged_in_the_order_of_their_names(
-    parts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_merged_in_the_order_of_their_names(parts, capsys):
     output = parts.parent / "corpus"
     assert main(["--input", str(parts), "--output-prefix", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}: 2 datasets, 3 documents, 3 sequences, 5 tokens\n"
@@ -54,9 +51,7 @@ def write_chats(prefix: Path, masks: list[list[int]], first_token: int = 0) -> N
     write(Path(mask_prefix(prefix)), masks, np.uint8)
 
 
-def test_masks_of_conversations_are_merged_along_with_their_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_masks_of_conversations_are_merged_along_with_their_tokens(tmp_path, capsys):
     folder, output = tmp_path / "parts", tmp_path / "all_chat_document"
     # Sorted by name, a mask may come between the tokens of two conversations.
     write_chats(folder / "a", [[0, 1, 1], [0, 1]])
@@ -70,9 +65,7 @@ def test_masks_of_conversations_are_merged_along_with_their_tokens(
     assert [each.tolist() for each in files.mask] == [[0, 1, 1], [0, 1], [0, 0, 0, 1]]
 
 
-def test_text_that_replaces_conversations_does_not_keep_their_mask(
-    parts: Path, tmp_path: Path
-) -> None:
+def test_text_that_replaces_conversations_does_not_keep_their_mask(parts, tmp_path):
     output = tmp_path / "all"
     write_chats(output, [[0, 1], [1], [0, 1]])
     assert main(["--input", str(parts), "--output-prefix", str(output)]) == 0
@@ -80,9 +73,7 @@ def test_text_that_replaces_conversations_does_not_keep_their_mask(
     assert AnswerFiles(output).mask is None
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_old_conversations_with_their_own_mask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_at_the_end_leaves_earlier_files_alone(tmp_path, monkeypatch):
     folder, output = tmp_path / "parts", tmp_path / "all"
     write_chats(folder / "a", [[0, 0, 1]], first_token=50)
     write_chats(output, [[0, 1, 1]])
@@ -105,17 +96,17 @@ def test_a_disk_that_is_full_at_the_end_leaves_old_conversations_with_their_own_
     [
         (lambda folder: (folder / "b_text_document.idx").unlink(), "corpus", "other half, got no"),
         (lambda folder: write(folder / "c", [[1]], np.int32), "corpus", "got int32"),
-        (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx beside"),
+        (lambda folder: (folder / "c.bin").touch(), "corpus", "expected .*c.idx next to"),
         (lambda _: None, "parts/a_text_document", "--output-prefix: expected another name"),
         (lambda _: None, "parts/a_text_document.bin", "--output-prefix: expected another name"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
-        (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "folder that exists"),
+        (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "existing directory"),
         (lambda folder: write_chats(folder / "c", [[0, 1]]), "corpus", "no mask for .*a_text_doc"),
         (lambda folder: write(folder / "c_chat_document", [[1]]), "corpus", "its answers.*--chat"),
         (
             lambda folder: write(folder / "c_mask", [[1]], np.uint8),
             "corpus",
-            "c.bin beside its m",
+            "c.bin next to its m",
         ),
         (
             lambda folder: (
@@ -135,13 +126,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_old_conversations_with_their_own_
         ),
     ],
 )
-def test_what_cannot_be_merged_is_one_line_and_leaves_nothing(
-    parts: Path,
-    spoil: Callable[[Path], object],
-    output: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_are_one_line_and_leave_no_files(parts, spoil, output, message, capsys):
     spoil(parts)
     before = sorted(parts.parent.rglob("*"))
     assert main(["--input", str(parts), "--output-prefix", str(parts.parent / output)]) == 1

@@ -17,12 +17,6 @@ MACHINE = Machine(flops=100.0, device_bytes=1000.0, link_bytes=10.0, host_bytes=
 WORK = Work(forward_flops=100.0, backward_flops=200.0, num_microbatches=4)
 
 
-def test_what_is_computed_alone_takes_the_time_of_its_operations():
-    time = step_time(WORK, MACHINE)
-    assert (time.seconds, time.compute, time.bound) == (12.0, 12.0, "compute")
-    assert time.hides_offloading
-
-
 def test_the_hosts_pass_hides_behind_the_first_forward_alone():
     # A forward takes a second, and there are four of them.
     assert step_time(replace(WORK, host_pass=50.0), MACHINE).exposed_host == 0.0
@@ -77,11 +71,6 @@ def test_a_host_that_is_the_device_hides_nothing():
     work = replace(WORK, host_pass=50.0, down=10.0, up=10.0, reduced=10.0, device_pass=1000.0)
     shared = replace(MACHINE, device_is_host=True, interconnect_bytes=10.0)
     assert step_time(work, shared).seconds == 12.0 + 1.0 + 2.0 + 4.0 + 1.0
-
-
-def test_measured_seconds_take_the_place_of_operations():
-    time = step_time(replace(WORK, host_pass=150.0), MACHINE, compute=24.0)
-    assert (time.compute, time.exposed_host) == (24.0, 1.0)
 
 
 AMOUNTS = st.floats(0.0, 1e6)
@@ -154,3 +143,8 @@ def test_what_the_gpu_page_expects_is_what_the_planner_computes():
     assert f"{plan.numel / 1e9:.2f} billion elements" in page
     assert f"{plan.tokens_per_step:,}" in page
     assert f"{flops_of_microbatch(plan) * plan.num_microbatches / 1e15:.2f} PFLOP" in page
+
+
+def test_measured_seconds_take_the_place_of_operations():
+    time = step_time(replace(WORK, host_pass=150.0), MACHINE, compute=24.0)
+    assert (time.compute, time.exposed_host) == (24.0, 1.0)

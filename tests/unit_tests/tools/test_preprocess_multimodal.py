@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +52,7 @@ def preprocess(folder: Path, lines: list[str], *flags: object, name: str = "out"
     )
 
 
-def test_samples_keep_their_order_whatever_the_number_of_workers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_keep_their_order_whatever_the_number_of_workers(folder, capsys):
     lines = [line(f"{number % 3}.png", f"Picture {number}.") for number in range(50)]
     lines.insert(7, "")
     lines.insert(9, line(None))
@@ -77,56 +73,41 @@ def test_samples_keep_their_order_whatever_the_number_of_workers(
     assert np.array_equal(found.pixels, expected.pixels)
 
 
-BROKEN: dict[str, tuple[str, str]] = {
-    "no JSON": ("{", "expected a JSON object, got"),
-    "too many levels": ("[" * 100_000, "expected a JSON object, got more than 32 levels"),
-    "no conversation": ("3", "expected a JSON object, got 3"),
-    "a picture that is not there": (line("none.png"), "none.png: expected a picture"),
-    "no picture": (line("in.jsonl"), "in.jsonl: expected a picture"),
-    "too long a picture": (line("long.png"), "long.png: expected at most 200 times as long"),
-    "no answer": (
-        json.dumps({"messages": [{"role": "user", "content": "hi"}]}),
-        "expected text of the assistant",
-    ),
-    "places": (
-        json.dumps({"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}),
-        "expected a place <image> for each image (1)",
-    ),
-    "spelt out": (line("0.png", "<|image_pad|>"), "expected <|image_pad|> once for each image (1)"),
+PLACES = {"images": ["0.png"], "conversations": [{"from": "human", "value": "hi"}]}
+BROKEN = {
+    "{": "expected a JSON object, got",
+    "[" * 100_000: "more than 32 levels",
+    line("none.png"): "none.png",
+    line("in.jsonl"): "in.jsonl",
+    json.dumps(PLACES): "expected a place <image>",
+    line("0.png", "<|image_pad|>"): "<|image_pad|> once for each image",
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_line_is_an_error_that_names_file_and_line_and_leaves_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    Image.new("RGB", (1, 300)).save(folder / "long.png")
-    bad, told = BROKEN[name]
-    assert preprocess(folder, [line("0.png"), bad]) == 1
-    error = capsys.readouterr().err
-    assert f"{folder / 'in.jsonl'}, line 2: " in error
-    assert told in error
-    assert error.count("\n") == 1
-    assert not list(folder.glob("out*"))
+def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(folder, capsys):
+    for bad, told in BROKEN.items():
+        assert preprocess(folder, [line("0.png"), bad]) == 1
+        error = capsys.readouterr().err
+        assert f"{folder / 'in.jsonl'}, line 2: " in error
+        assert told in error
+        assert error.count("\n") == 1
+        assert not list(folder.glob("out*"))
 
 
-def test_bad_lines_are_skipped_and_counted_where_that_is_wanted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = [*(bad for bad, _ in BROKEN.values()), *["{"] * 5]
+def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(folder, capsys):
+    bad = [*BROKEN, *["{"] * 5]
     lines = [line("0.png"), *bad, line("1.png"), *[line(None)] * (9 * len(bad) - 2)]
     assert preprocess(folder, lines, "--skip-bad-samples", "--workers", 2) == 0
     told = capsys.readouterr()
     assert f"out: {9 * len(bad)} samples, 2 images, " in told.out
     assert f"{len(BROKEN) + 5} skipped" in told.out
-    assert told.err.count("skipped: ") == 11, "ten are named"
+    assert told.err.count("skipped: ") == 11, "ten are printed"
     assert f"skipped: {len(BROKEN) + 5 - 10} more" in told.err
-    assert f"skipped: {folder / 'in.jsonl'}, line 2: expected a JSON object" in told.err
-    assert preprocess(folder, ["{"], "--skip-bad-samples", name="none") == 1
-    assert "at least one sample, got none and 1 bad line" in capsys.readouterr().err
+    assert preprocess(folder, [], name="none") == 1
+    assert "at least one sample" in capsys.readouterr().err
 
 
-def test_pictures_are_read_from_paths_and_uris(folder: Path) -> None:
+def test_pictures_are_read_from_paths_and_uris(folder):
     content = base64.b64encode((folder / "0.png").read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A cat."}]
@@ -149,14 +130,12 @@ def test_pictures_are_read_from_paths_and_uris(folder: Path) -> None:
         ("data:image/png;base64,AAAA", "data:: expected a picture"),
     ],
 )
-def test_uris_that_name_no_picture_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], picture: str, told: str
-) -> None:
+def test_uris_that_name_no_picture_are_refused(folder, capsys, picture, told):
     assert preprocess(folder, [line(picture)]) == 1
     assert told in capsys.readouterr().err
 
 
-def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
+def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder):
     processing = ImageProcessing(patch_size=4, min_pixels=64)
     maker = preprocess_multimodal.SampleMaker(str(folder), processing)
     turns = [{"from": "human", "value": "<image>a"}, {"from": "gpt", "value": "b"}]
@@ -168,49 +147,17 @@ def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder: Path) -> None:
     assert num_bad > 100
 
 
-def test_bytes_that_are_no_utf_8_are_a_bad_line_and_marks_are_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = line("0.png").encode()
-    path = folder / "bytes.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([good] * 10 + [good.replace(b"cat", b"\xff")]))
-    assert preprocess(folder, [], "--input", path) == 1
-    told = capsys.readouterr().err
-    assert "bytes.jsonl, line 11: " in told
-    assert "UTF-8" in told
-    assert preprocess(folder, [], "--input", path, "--skip-bad-samples") == 0
-    assert len(ImageTextFiles(folder / "out")) == 10
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--workers", "0"], "--workers: expected at least 1"),
+        (["--workers", "0"], "--workers: expected an integer >= 1"),
         (["--patch-size", "0"], "--patch-size: expected an integer >= 1"),
         (["--max-pixels", "10"], "--max-pixels: expected at least --min-pixels 64"),
         (["--image-mean", "0.5,0.5"], "--image-mean: expected three numbers"),
         (["--processor", "nowhere"], "--processor: expected the config"),
-        (["--input", "nowhere.jsonl"], "--input: expected regular files and folders that exist"),
+        (["--input", "nowhere.jsonl"], "--input: expected existing files"),
     ],
 )
-def test_flags_that_do_not_fit_are_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], told: str
-) -> None:
+def test_flags_that_do_not_fit_are_one_line(folder, capsys, flags, told):
     assert preprocess(folder, [line("0.png")], *flags) == 1
     assert told in capsys.readouterr().err
-
-
-def test_the_tool_is_a_program(folder: Path) -> None:
-    (folder / "in.jsonl").write_text(line("0.png"))
-    done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "tools" / "preprocess_multimodal.py"),
-            *("--input", folder / "in.jsonl", "--output-prefix", folder / "out"),
-            *("--tokenizer-model", folder, "--image-folder", folder),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "out: 1 samples, 1 images" in done.stdout
-    assert len(ImageTextFiles(folder / "out")) == 1

@@ -14,7 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.health.events import EVENTS_FILE, METRICS_FILE
+from megatron.training.health.events import (
+    EVENTS_FILE,
+    HEARTBEAT_FILE,
+    METRICS_FILE,
+    EventKind,
+)
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.jsonl import JsonLines
 from megatron_hybrid import run_status
@@ -115,25 +120,11 @@ def rich(run: Run) -> Run:
 def test_the_page_has_every_section_with_its_numbers(run):
     page = page_of(rich(run))
     for words in (
-        "Learning", "Loss", "train 1.667", "validation 2.750", "Gradient norm", "Learning rate",
-        "Speed and memory", "Tokens per second", "all devices 5000", "Time per iteration",
-        "time 400.0 ms", "Memory of rank 0, at most so far", "host 1.000 GiB",
-        "Lanes of offloading, per step", "Optimizer: lanes at work", "host update 2.500 ms",
-        "Optimizer: waited for", "Balance of experts", "worst layer 0.4000",
-        "Busiest expert", "Idle experts", "Events", "Starts", "Checkpoints", "iter_0000100",
-        "Settings", "num-layers 2", "swiglu true", "pretrain_gpt.py",
+        "train 1.667", "validation 2.750", "Gradient norm", "all devices 5000", "time 400.0 ms",
+        "host 1.000 GiB", "host update 2.500 ms", "worst layer 0.4000", "Events", "Starts",
+        "iter_0000100", "num-layers 2", "swiglu true", "pretrain_gpt.py", "restarts 1 by",
     ):  # fmt: skip
         assert words in page.text, words
-
-
-def test_the_page_tells_the_five_lines(run):
-    run = rich(run)
-    page = page_of(run)
-    status = run_status.run_status(run.folder, now=time.time())
-    for line in run_status.lines_of(status):
-        name, _, text = line.partition(": ")
-        # The age of things is of another moment.
-        assert f"{name} {text[:20]}" in page.text
 
 
 def test_what_happened_is_in_the_table_latest_first_and_on_the_curves(run):
@@ -151,63 +142,24 @@ def test_what_happened_is_in_the_table_latest_first_and_on_the_curves(run):
     assert marks["mark save"] == charts + 1
 
 
-def test_an_iteration_that_is_made_again_is_drawn_as_it_was_made_last(run):
-    run.start()
-    run.metrics([1, 2, 3])
-    run.metrics([2], loss=9.5)
-    text = page_text(run.folder)
-    data = re.findall(r'<script type="application/json">(.*?)</script>', text)
-    loss = json.loads(data[0])["lines"][0]
-    assert loss["at"] == [1, 2], "iteration 3 is yet to be made again"
-    assert loss["text"][1] == "9.500"
-    assert "Loss 9.500" in Page(text).text, "how the run is doing now, not before it resumed"
-
-
-def test_sections_without_anything_say_why(run):
+def test_sections_without_content_are_left_out_or_have_a_note(run):
     run.start()
     text = page_of(run).text
-    for words in (
-        "No metrics yet: there is no metrics.jsonl beside the run's events.",
-        "No checkpoints in the run's folder",
-        "No settings: the event log does not have them.",
-    ):
+    for words in ("No metrics yet", "No checkpoints", "No settings"):
         assert words in text
     run.start(metrics=None)
     assert "it was started with --metrics-jsonl none" in page_of(run).text
     run.metrics([1])
-    assert "The last start writes no metrics" in page_of(run).text
+    text = page_of(run).text
+    assert "The last start writes no metrics" in text
+    for words in ("Validation loss", "Lanes of offloading", "Balance of experts"):
+        assert words not in text
     (run.folder / "iter_0000500").mkdir()
     (run.folder / EVENTS_FILE).unlink()
-    text = page_of(run).text
-    assert "No events: the run has written no event log" in text
-    assert "No starts" in text
+    assert "No events" in page_of(run).text
 
 
-def test_a_dense_run_on_the_device_has_no_sections_of_lanes_and_experts(run):
-    run.start()
-    run.metrics(range(1, 9))
-    text = page_of(run).text
-    assert "Speed and memory" in text
-    for words in (
-        "Validation loss",
-        "Lanes of offloading",
-        "Balance of experts",
-        "Auxiliary losses",
-        "Loss scale",
-    ):
-        assert words not in text
-
-
-def test_a_figure_says_whether_it_is_the_last_or_a_median(run):
-    run.start()
-    run.metrics(range(1, 100), elapsed_ms=200.0)
-    run.metrics([100], elapsed_ms=900.0)
-    text = page_of(run).text
-    assert "Time per iteration 200.0 ms median of the last 50" in text
-    assert "Loss 2.500 last" in text
-
-
-def test_a_lost_rank_is_told_by_its_own_number_and_not_by_its_witness(run):
+def test_the_rank_of_an_event_is_the_lost_rank_rather_than_its_witness(run):
     run.start()
     run.write("lost", ranks=[3], cause="it was killed")
     run.write("hang", ranks=[1, 2], cause="they sleep")
@@ -215,7 +167,7 @@ def test_a_lost_rank_is_told_by_its_own_number_and_not_by_its_witness(run):
     assert (ranks["rank lost"], ranks["hang"]) == ("3", "\u2013")
 
 
-def test_the_page_says_who_has_made_each_start(run):
+def test_starts_are_by_the_launcher_or_by_hand(run):
     for restart in (0, 1, 0):
         run.start(restart=restart)
         run.exit(ExitCode.FAILED, "an error", 7)
@@ -223,7 +175,7 @@ def test_the_page_says_who_has_made_each_start(run):
     assert re.findall(r">(hand|launcher)<", starts) == ["hand", "launcher", "hand"]
 
 
-def test_metrics_are_where_the_last_start_says_or_else_beside_the_events(run, tmp_path):
+def test_metrics_are_read_from_the_file_in_the_last_start_or_else_next_to_the_events(run, tmp_path):
     elsewhere = tmp_path / "elsewhere.jsonl"
     JsonLines(elsewhere).append({"kind": "train", "iteration": 1, "loss": 7.25})
     run.start(metrics=str(elsewhere))
@@ -250,7 +202,7 @@ def test_the_page_needs_and_allows_nothing_from_outside(run):
     assert "unsafe" not in policy
 
 
-def test_the_page_refreshes_itself_while_the_run_may_go_on(run):
+def test_the_page_reloads_itself_while_the_run_may_continue(run):
     here = {"pid": os.getpid(), "host": socket.gethostname()}
     run.now = time.time()
     run.start(max_restarts=1, **here)
@@ -274,47 +226,53 @@ def test_a_run_that_ended_long_ago_with_restarts_left_is_over(run):
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</script><b>", "'&amp;",
     "\x1b]0;x\x07", "\ud800", "\u202e", "x" * 10_000, 10**500, -1, 1e308, None, True, [["<i>"]],
-    {"<u>": "<u>"}, "http://example.org/", "iter_0000001", "metrics.jsonl",
+    {"<u>": "<u>"}, "http://example.org/", "iter_0000001", "metrics.jsonl", "FINISHED", "LOST_RANK",
+    "a\nb", "s3://a/b", "\0",
 ]  # fmt: skip
-NAMES = ["start", "resume", "damaged", "set_aside", "step", "save_begun", "save_published",
-         "save_failed", "save_skipped", "evaluation", "skip", "nan", "signal", "lost", "hang",
-         "inject", "exit", "<b>"]  # fmt: skip
-KEYS = ["time", "rank", "restart", "iteration", "checkpoint", "reason", "what", "settings", "pid",
-        "command", "metrics", "cause", "ranks", "seconds", "world_size", "code", "name", "spec",
-        "grad_norm", "max_restarts", "host", "signal", "phase"]  # fmt: skip
+NAMES = [*EventKind, "<b>", None, 3, []]
+KEYS = (
+    "time rank restart iteration train_iters checkpoint reason what settings pid command metrics "
+    "cause ranks seconds world_size code name spec grad_norm max_restarts host signal phase loss "
+    "ms_per_iteration"
+).split()
 FIELDS = ["iteration", "loss", "grad_norm", "elapsed_ms", "split", "host_ms", "expert_load_cv"]
-ANYTHING = st.sampled_from(HOSTILE) | st.integers(0, 500) | st.floats(allow_nan=True)
+ANYTHING = st.sampled_from(HOSTILE) | st.integers(-3, 500) | st.floats(allow_nan=True)
+FIELDS_OF_EVENTS = st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=8)
+RECORDS = st.dictionaries(st.sampled_from(FIELDS), ANYTHING)
+KNOWN = set(
+    "html head meta title style body header h1 h2 h3 span div b small progress dl dt dd p figure "
+    "figcaption i svg line text path circle g table thead tbody tr th td code script".split()
+)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60, deadline=None)
 @given(
-    events=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.dictionaries(st.sampled_from(KEYS), ANYTHING)),
-        min_size=1, max_size=8,
-    ),
+    events=st.lists(st.tuples(st.sampled_from(NAMES), FIELDS_OF_EVENTS), min_size=1, max_size=8),
+    heartbeat=st.none() | FIELDS_OF_EVENTS,
     records=st.lists(
-        st.tuples(
-            st.sampled_from(["train", "eval", "timing", "<b>"]),
-            st.dictionaries(st.sampled_from(FIELDS), ANYTHING),
-        ),
-        max_size=8,
+        st.tuples(st.sampled_from(["train", "eval", "timing", "<b>"]), RECORDS), max_size=8
     ),
     torn=st.integers(0, 40),
-)  # fmt: skip
-def test_whatever_stands_in_the_files_is_text_and_never_markup(
-    tmp_path_factory, events, records, torn
+)
+def test_files_with_any_content_are_five_short_lines_and_a_page_without_their_markup(
+    tmp_path_factory, events, heartbeat, records, torn
 ):
     folder = tmp_path_factory.mktemp("run")
     written = [{"event": kind, **fields} for kind, fields in events]
     (folder / EVENTS_FILE).write_text("".join(json.dumps(each) + "\n" for each in written))
+    if heartbeat is not None:
+        (folder / HEARTBEAT_FILE).write_text(json.dumps(heartbeat))
     lines = "".join(json.dumps({"kind": kind, **fields}) + "\n" for kind, fields in records)
     (folder / METRICS_FILE).write_text(lines[: max(0, len(lines) - torn)])
+
+    status = run_status.run_status(folder, now=BEGIN)
+    lines = run_status.lines_of(status)
+    assert len(lines) == 5
+    assert all(line.isprintable() and len(line) < 1100 for line in lines)
+    assert 0 <= json.loads(json.dumps(status))["exit_code"] <= 255
+
     page = Page(page_text(folder))
-    known = {"html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "span",
-             "div", "b", "small", "progress", "dl", "dt", "dd", "p", "figure", "figcaption", "i",
-             "svg", "line", "text", "path", "circle", "g", "table", "thead", "tbody", "tr", "th",
-             "td", "code", "script"}  # fmt: skip
-    assert page.tags.keys() <= known
+    assert page.tags.keys() <= KNOWN
     assert page.tags["script"] == page.tags["figure"] + 1
     assert not {name for _, name, _ in page.attributes} & {"src", "href", "onerror"}
     assert "\x1b" not in page.text
@@ -322,18 +280,18 @@ def test_whatever_stands_in_the_files_is_text_and_never_markup(
 
 def test_only_a_page_is_overwritten(run, capsys):
     run.start()
-    for path in (run.folder / EVENTS_FILE, run.folder / "heartbeat"):
-        with pytest.raises(SystemExit):
-            run_status.main([str(run.folder), "--html", str(path)])
-        assert str(path) in capsys.readouterr().err
-        assert (run.folder / EVENTS_FILE).stat().st_size > 0
+    path = run.folder / EVENTS_FILE
+    with pytest.raises(SystemExit):
+        run_status.main([str(run.folder), "--html", str(path)])
+    assert str(path) in capsys.readouterr().err
+    assert path.stat().st_size > 0
     missing = run.folder / "missing" / "report.html"
     assert run_status.main([str(run.folder), "--html", str(missing)]) == run_status.EXIT_NO_RUN
     (line,) = capsys.readouterr().err.splitlines()
     assert "No such file or directory" in line
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "x", "1e9"])
+@pytest.mark.parametrize("seconds", ["0", "nan", "x", "1e9"])
 def test_only_a_plausible_interval_is_watched(run, capsys, seconds):
     run.start()
     with pytest.raises(SystemExit):
@@ -379,8 +337,3 @@ def test_the_page_of_a_long_run_is_small(run):
     )
     (run.folder / METRICS_FILE).write_text(lines)
     assert len(page_text(run.folder)) < 300_000
-
-
-def test_times_are_local(run):
-    run.start()
-    assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGIN)) in page_of(run).text

@@ -67,9 +67,7 @@ WHOLE = {key: tensor for key, (tensor, _) in TENSORS.items()}
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
-def test_torch_load_reads_every_tensor_bit_equal(
-    root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
-):
+def test_torch_load_reads_every_tensor_bit_equal(root, monkeypatch, piece_bytes):
     monkeypatch.setattr(formats, "_PIECE_BYTES", piece_bytes)
     steps: list[int] = []
     export_torch_save(published(root, 10), root / "all.pt", steps.append)
@@ -84,7 +82,7 @@ def test_torch_load_reads_every_tensor_bit_equal(
         assert raw_bytes(state[key]) == raw_bytes(tensor)
 
 
-def test_tensors_in_plain_data_reach_the_file(tmp_path: Path):
+def test_tensors_in_plain_data_reach_the_file(tmp_path):
     plain = {"rng.0.all": {"cpu": torch.arange(5), "none": [torch.tensor(2.0).expand(3)]}}
     write_checkpoint(
         tmp_path / NAME, {"model.w": (torch.ones(3), whole(torch.ones(3)))}, plain, world_size=1
@@ -96,16 +94,8 @@ def test_tensors_in_plain_data_reach_the_file(tmp_path: Path):
     assert torch.equal(state["model.w"], torch.ones(3))
 
 
-def test_the_safetensors_library_reads_every_tensor_bit_equal(root: Path):
-    export_safetensors(published(root, 10), root / "all.safetensors", ignore)
-    state = safetensors.torch.load_file(root / "all.safetensors")
-    assert state.keys() == WHOLE.keys()
-    for key, tensor in WHOLE.items():
-        assert (state[key].dtype, raw_bytes(state[key])) == (tensor.dtype, raw_bytes(tensor))
-
-
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_there_and_back_is_the_same_checkpoint_in_one_data_file(root: Path, suffix: str):
+def test_there_and_back_is_the_same_checkpoint_in_one_data_file(root, suffix):
     path = root / f"all{suffix}"
     (export_torch_save if suffix == ".pt" else export_safetensors)(
         published(root, 10), path, ignore
@@ -121,7 +111,7 @@ def test_there_and_back_is_the_same_checkpoint_in_one_data_file(root: Path, suff
     assert not list(root.glob("*.saving"))
 
 
-def test_what_dcp_to_torch_save_makes_of_it_comes_back_as_well(root: Path):
+def test_what_dcp_to_torch_save_makes_of_it_comes_back_as_well(root):
     dcp_to_torch_save(root / NAME, root / "nested.pt")
     assert "layers.0.weight" in torch.load(root / "nested.pt")["model"]
     content = read_file(root / "nested.pt")
@@ -130,18 +120,7 @@ def test_what_dcp_to_torch_save_makes_of_it_comes_back_as_well(root: Path):
     assert_holds(published(root, 20), WHOLE, PLAIN)
 
 
-def test_the_state_dict_of_a_model_gets_a_prefix(tmp_path: Path):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    publish_content(open_store(tmp_path), 0, read_file(tmp_path / "model.pt", "model."), {}, ignore)
-    assert_holds(
-        published(tmp_path, 0),
-        {f"model.{name}": value for name, value in model.state_dict().items()},
-        {},
-    )
-
-
-def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path):
+def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path):
     memory = torch.arange(12.0).reshape(3, 4)
     state = {
         "model.turned": memory.t(),
@@ -153,19 +132,7 @@ def test_memory_that_is_shared_or_turned_is_stored_as_it_is_seen(tmp_path: Path)
     assert_holds(published(tmp_path, 1), state, {"plain": {"a": (1, [2])}})
 
 
-def test_a_checkpoint_that_is_there_is_not_overwritten(root: Path):
-    torch.save({"model.w": torch.ones(2)}, root / "x.pt")
-    before = (root / NAME / data_file(0)).read_bytes()
-    with pytest.raises(
-        CheckpointError, match=r"Expected no checkpoint yet at .*iter_0000010, got one"
-    ):
-        publish_content(open_store(root), 10, read_file(root / "x.pt"), {}, ignore)
-    assert (root / NAME / data_file(0)).read_bytes() == before
-
-
-def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -173,17 +140,14 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(
     for place in ("publish", "open_data"):
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, place, full)
-            with pytest.raises(
-                CheckpointError, match=r"Expected to write .*iter_0000010, got .*No space left"
-            ):
-                publish_content(
-                    open_store(tmp_path / "root"), 10, read_file(tmp_path / "x.pt"), {}, ignore
-                )
+            content, store = read_file(tmp_path / "x.pt"), open_store(tmp_path / "root")
+            with pytest.raises(CheckpointError, match=r"iter_0000010, got .*No space left"):
+                publish_content(store, 10, content, {}, ignore)
         assert list((tmp_path / "root").iterdir()) == []
 
 
 @pytest.mark.parametrize("export", [export_torch_save, export_safetensors])
-def test_nothing_is_left_of_a_file_whose_checkpoint_is_damaged(root: Path, export: Any):
+def test_nothing_is_left_of_a_file_whose_checkpoint_is_damaged(root, export):
     path = root / NAME / data_file(2)
     content = bytearray(path.read_bytes())
     content[4096] ^= 1
@@ -202,15 +166,13 @@ def test_nothing_is_left_of_a_file_whose_checkpoint_is_damaged(root: Path, expor
         (float("nan"), "nan"),
     ],
 )
-def test_plain_data_that_json_cannot_hold_is_named(tmp_path: Path, value: Any, got: str):
+def test_plain_data_that_json_cannot_hold_is_named(tmp_path, value, got):
     write_checkpoint(tmp_path / NAME, {}, {"rng.0.odd": value}, world_size=1)
-    with pytest.raises(
-        CheckpointError, match=f"data that JSON can hold under 'rng.0.odd', got .*{got}"
-    ):
+    with pytest.raises(CheckpointError, match=f"'rng.0.odd', got .*{got}"):
         export_safetensors(published(tmp_path, 10), tmp_path / "x.safetensors", ignore)
 
 
-def test_tuples_are_lists_in_safetensors(tmp_path: Path):
+def test_tuples_are_lists_in_safetensors(tmp_path):
     write_checkpoint(tmp_path / NAME, {}, {"optimizer.betas": [(0.9, 0.95)]}, world_size=1)
     export_safetensors(published(tmp_path, 10), tmp_path / "x.safetensors", ignore)
     assert read_file(tmp_path / "x.safetensors").plain == {"optimizer.betas": [[0.9, 0.95]]}
@@ -226,12 +188,9 @@ class Malicious:
         return (Path.touch, (self.path,))
 
 
-def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
+def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path):
     torch.save({"model.w": Malicious(tmp_path / "ran")}, tmp_path / "x.pt")
-    with pytest.raises(
-        CheckpointError,
-        match=r"tensors and plain data in .*x.pt, got .*getattr",
-    ):
+    with pytest.raises(CheckpointError, match=r"x.pt, got .*getattr"):
         read_file(tmp_path / "x.pt")
     assert not (tmp_path / "ran").exists()
 
@@ -239,47 +198,36 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path: Path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([torch.ones(2)], "Expected a dict in .*, got list"),
-        ({"train_state": 5}, "Expected a dict 'train_state' in .*, got int"),
-        (
-            {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},
-            "Expected each key once in .*, got several of 'a.b'",
-        ),
-        (
-            {"s": torch.ones(2, 2).to_sparse()},
-            "dense tensors .*in .*x.pt, got .*sparse",
-        ),
-        ({"p": {"c": 1j}}, "tensors and plain data in .*x.pt, got .*complex"),
-        (
-            {"p": {"c": torch.ones(1).untyped_storage()}},
-            "tensors and plain data in .*x.pt, got a TypedStorage",
-        ),
+        ([torch.ones(2)], "got list"),
+        ({"train_state": 5}, "'train_state' in .*, got int"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "got several of 'a.b'"),
+        ({"s": torch.ones(2, 2).to_sparse()}, "x.pt, got .*sparse"),
+        ({"p": {"c": 1j}}, "x.pt, got .*complex"),
+        ({"p": {"c": torch.ones(1).untyped_storage()}}, "x.pt, got a TypedStorage"),
     ],
 )
-def test_what_no_checkpoint_holds_is_refused(tmp_path: Path, state: Any, message: str):
+def test_what_no_checkpoint_holds_is_refused(tmp_path, state, message):
     torch.save(state, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=message):
         read_file(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str):
+def test_a_file_of_something_else_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"0123456789abcdef")
     with pytest.raises(CheckpointError, match=name):
         read_file(tmp_path / name)
 
 
-def test_metadata_of_others_that_is_no_json_is_named(tmp_path: Path):
+def test_metadata_of_others_that_is_no_json_is_named(tmp_path):
     safetensors.torch.save_file(
         {"w": torch.ones(1)}, tmp_path / "x.safetensors", {"format": "pt", "title": "A model"}
     )
-    with pytest.raises(
-        CheckpointError, match=r"Expected JSON in the metadata 'title' of .*, got 'A model'"
-    ):
+    with pytest.raises(CheckpointError, match="'title' of "):
         read_file(tmp_path / "x.safetensors")
 
 
-def test_an_unfinished_remote_checkpoint_is_none(tmp_path: Path):
+def test_an_unfinished_remote_checkpoint_is_none(tmp_path):
     write_checkpoint(tmp_path / NAME, {}, {}, world_size=1)
     for file in ("published.json", "manifest_0.json"):
         (tmp_path / NAME / file).unlink()

@@ -43,9 +43,7 @@ def test_intervals_are_sets_of_moments(first, second):
 
 
 @given(phases=intervals, waits=intervals, busy=intervals, other=intervals)
-def test_a_hidden_share_is_the_part_of_a_lanes_busy_time_during_which_the_computation_computes(
-    phases, waits, busy, other
-):
+def test_a_hidden_share_is_busy_time_during_computation(phases, waits, busy, other):
     whole = (4, 20)
 
     def slices(row: str, kind: str, name: str, spans) -> list[Slice]:

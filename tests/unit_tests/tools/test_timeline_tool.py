@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from megatron.core.trace_file import (
 )
 from megatron_hybrid import timeline
 from megatron_hybrid.charts import blended
-from megatron_hybrid.command_line import COMMANDS
 from megatron_hybrid.timeline_picture import draw
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,7 +78,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return captured.err
 
 
-def test_shares_are_printed(recording: Path, capsys: pytest.CaptureFixture[str]):
+def test_shares_are_printed(recording, capsys):
     lines = shown(capsys, recording).splitlines()
     assert lines[0].startswith("iteration 21, rank 0 of 2, a machine, 2 cores, 2023-11-14 22:13:20")
     assert lines[1] == "100.0 ms: computing 60.0%, waiting 20.0%"
@@ -91,7 +88,7 @@ def test_shares_are_printed(recording: Path, capsys: pytest.CaptureFixture[str])
     assert table["other ranks"] == ["10.0"]
 
 
-def test_json_says_the_same(recording: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_says_the_same(recording, capsys):
     found = json.loads(shown(capsys, recording, "--json", "--rank", 1, "--iteration", 20))
     assert (found["rank"], found["iteration"], found["recorded_iterations"]) == (1, 20, [20, 21])
     assert found["computing_seconds"] == pytest.approx(0.06)
@@ -101,41 +98,30 @@ def test_json_says_the_same(recording: Path, capsys: pytest.CaptureFixture[str])
     assert found["phases_seconds"]["forward"] == pytest.approx(0.04)
 
 
-def test_a_run_its_timelines_a_recording_and_files_are_paths(
-    recording: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_its_timelines_a_recording_and_files_are_paths(recording, capsys):
     expected = shown(capsys, recording, "--rank", 1)
     files = sorted(recording.iterdir())
     for paths in ([recording.parents[1]], [recording.parent], files, files[1:]):
         assert shown(capsys, *paths, "--rank", 1) == expected
 
 
-def test_of_several_recordings_the_newest_is_shown(
-    recording: Path, capsys: pytest.CaptureFixture[str]
-):
-    later = write(recording.with_name("iterations_20-21.2"), 5)
-    assert "rank 5 of 2" in shown(capsys, later.parents[1])
-
-
-def test_what_is_not_there_is_refused_in_one_line(
-    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert "--rank: expected one of 0, 1, got 7." in refused(capsys, recording, "--rank", 7)
-    assert "--iteration: expected one of 20, 21, got 3." in refused(
-        capsys, recording, "--iteration", 3
-    )
-    assert "without trace_rank0.json" in refused(capsys, tmp_path)
-    assert "No such file" in refused(capsys, tmp_path / "nowhere")
+def test_errors_are_one_line(recording, tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
-    assert "Expected a file that --profile-lanes has written" in refused(
-        capsys, tmp_path / "other.json"
-    )
-    assert "named .svg or .png" in refused(capsys, recording, "--output", tmp_path / "a.pdf")
+    for argv, message in (
+        ([recording, "--rank", 7], "0, 1, got 7"),
+        ([recording, "--iteration", 3], "20, 21, got 3"),
+        ([tmp_path], "trace_rank0.json"),
+        ([tmp_path / "nowhere"], "No such file"),
+        ([tmp_path / "other.json"], "other.json"),
+        ([recording, "--output", tmp_path / "a.pdf"], "a.pdf"),
+        ([recording, "--merge", tmp_path / "all.json", "--json"], "--merge"),
+        ([recording, write(tmp_path / "x", 1), "--merge", tmp_path / "all.json"], "0, 1, 1"),
+    ):
+        assert message in refused(capsys, *argv)
+    assert not (tmp_path / "all.json").exists()
 
 
-def test_merged_ranks_are_one_trace(
-    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_merged_ranks_are_one_trace(recording, tmp_path, capsys):
     merged = tmp_path / "all.json"
     assert "2 ranks in" in shown(capsys, recording, "--merge", merged)
     events = json.loads(merged.read_text())["traceEvents"]
@@ -143,21 +129,8 @@ def test_merged_ranks_are_one_trace(
     assert "1 rank in" in shown(capsys, recording / "trace_rank1.json", "--merge", merged)
 
 
-def test_only_whole_recordings_are_merged(
-    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    other, merged = write(tmp_path / "other", 1), tmp_path / "all.json"
-    message = refused(capsys, recording, other, "--merge", merged)
-    assert "0, 1, 1" in message
-    message = refused(capsys, recording, "--merge", merged, "--json", "--rank", 0)
-    assert "--merge" in message
-    assert not merged.exists()
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_picture_shows_rows_shares_and_what_it_is_of(
-    recording: Path, tmp_path: Path, theme: str, capsys: pytest.CaptureFixture[str]
-):
+def test_the_picture_shows_rows_shares_and_what_it_is_of(recording, tmp_path, theme, capsys):
     path = tmp_path / "step.svg"
     shown(capsys, recording, "--output", path, "--theme", theme)
     texts = texts_of(path)
@@ -171,9 +144,7 @@ def test_the_picture_shows_rows_shares_and_what_it_is_of(
     assert (tmp_path / "again.svg").read_bytes() == path.read_bytes()
 
 
-def test_names_in_a_file_are_text_of_the_picture_and_never_markup(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_names_in_a_file_are_text_of_the_picture_and_never_markup(tmp_path, capsys):
     trace = trace_of(0, (20,))
     hostile = "<a>&\x00\ud800"
     slices = [one._replace(name=hostile) if one.row == GATHER else one for one in trace.slices]
@@ -189,7 +160,7 @@ def texts_of(path: Path) -> set[str]:
     return {element.text or "" for element in elements}
 
 
-def test_exposed_work_is_hatched_and_paler_than_hidden_work(tmp_path: Path):
+def test_exposed_work_is_hatched_and_paler_than_hidden_work(tmp_path):
     path = tmp_path / "step.svg"
     draw(trace_of(0, (20,)), 20, path)
     rects = list(ET.fromstring(path.read_text()).iter("{http://www.w3.org/2000/svg}rect"))
@@ -200,9 +171,7 @@ def test_exposed_work_is_hatched_and_paler_than_hidden_work(tmp_path: Path):
     assert widths[1] / sum(widths) == pytest.approx(5 / 30, abs=0.01)
 
 
-def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(tmp_path, capsys):
     slices = (
         Slice(COMPUTE, ITERATION, "iteration 1", 0.0, 1e-6, 1),
         Slice(DISK, WORK, "write", 0.0, 0.0, 1),
@@ -218,12 +187,6 @@ def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(
     assert len(colors) > 10, "and text on it"
 
 
-def test_the_program_has_its_command_and_its_script(recording: Path):
-    assert COMMANDS["timeline"].module == "timeline"
-    script = subprocess.run(
-        [sys.executable, ROOT / "tools" / "timeline.py", recording, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(script.stdout)["iteration"] == 21
+def test_of_several_recordings_the_newest_is_shown(recording, capsys):
+    later = write(recording.with_name("iterations_20-21.2"), 5)
+    assert "rank 5 of 2" in shown(capsys, later.parents[1])
