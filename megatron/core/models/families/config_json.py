@@ -10,20 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.deepseek import DEEPSEEK_V3
+from megatron.core.models.families.dense import (
+    ARCEE,
+    GEMMA3,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
 from megatron.core.models.families.fields import num_heads_of
-from megatron.core.models.families.gemma import GEMMA3
-from megatron.core.models.families.glm import GLM4_MOE
-from megatron.core.models.families.gpt_oss import GPT_OSS
-from megatron.core.models.families.llama import ARCEE, LLAMA
-from megatron.core.models.families.olmo import OLMOE
+from megatron.core.models.families.mixtures import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    OLMOE,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from megatron.core.models.families.quantization import refuse_quantized_config
-from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
-from megatron.core.models.families.qwen_moe import QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
-from megatron.core.models.families.smollm import SMOLLM3
 from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
-from megatron.core.models.families.stablelm import STABLELM
-from megatron.core.models.families.starcoder import STARCODER2
 from megatron.core.models.families.table import Family
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig

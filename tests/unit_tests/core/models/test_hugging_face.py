@@ -102,11 +102,6 @@ def test_names_are_those_of_the_sections_of_fused_weights():
     }
 
 
-def test_a_tied_output_layer_has_no_name():
-    assert RowMap("lm_head.weight") not in hf_rows(GPTModel(LLAMA, 32)).values()
-    assert hf_config(ModelDescription(LLAMA, 32))["tie_word_embeddings"]
-
-
 def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architecture():
     config = changed(
         kv_channels=6, rotary_base=500.0, norm_epsilon=1e-3, max_position_embeddings=77

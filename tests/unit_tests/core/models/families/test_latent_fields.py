@@ -16,7 +16,7 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import LatentAttentionSpec, YarnScaling
-from tests.unit_tests.core.models.families.helpers.published_mixtures import (
+from tests.unit_tests.core.models.families.helpers.published import (
     DEEPSEEK_V3,
     MOONLIGHT_16B_A3B,
 )
@@ -132,20 +132,6 @@ def test_what_latent_attention_does_not_have_is_refused_by_name(
         read_config(MOONLIGHT_16B_A3B | changes, "c.json")
 
 
-@pytest.mark.parametrize("field", ["q_lora_rank", "kv_lora_rank", "v_head_dim"])
-def test_a_size_must_be_there(field: str) -> None:
-    content = {name: value for name, value in DEEPSEEK_V3.items() if name != field}
-    with pytest.raises(ConfigError, match=f"^Expected {field} in c.json, got none"):
-        read_config(content, "c.json")
-
-
-def test_latent_attention_without_experts_has_no_architecture() -> None:
-    config = TransformerConfig(1, 64, 4, normalization="RMSNorm", multi_latent_attention=True)
-    for one in (config, dataclasses.replace(config, hf_architecture="deepseek_v3")):
-        with pytest.raises(ConfigError, match=r"^--multi-latent-attention: expected --num-exp"):
-            hf_config(ModelDescription(one, 64))
-
-
 @pytest.mark.parametrize(("given", "expected"), [({}, True), ({"rope_interleave": None}, False)])
 def test_neighbours_are_rotated_unless_the_file_says_otherwise_and_null_does(
     given: dict[str, Any], expected: bool
@@ -154,3 +140,10 @@ def test_neighbours_are_rotated_unless_the_file_says_otherwise_and_null_does(
     rotary = mixer_of(content | given).rotary
     assert rotary is not None
     assert rotary.is_interleaved is expected
+
+
+def test_latent_attention_without_experts_has_no_architecture() -> None:
+    config = TransformerConfig(1, 64, 4, normalization="RMSNorm", multi_latent_attention=True)
+    for one in (config, dataclasses.replace(config, hf_architecture="deepseek_v3")):
+        with pytest.raises(ConfigError, match=r"^--multi-latent-attention: expected --num-exp"):
+            hf_config(ModelDescription(one, 64))

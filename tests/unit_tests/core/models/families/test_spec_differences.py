@@ -87,30 +87,6 @@ def spec_of(**changes: Any) -> ModelSpec:
     return model_spec(dataclasses.replace(CONFIG, **changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"num_layers": 4}, Difference("--num-layers", "num_layers", 2, 4)),
-        (
-            {"linear_attention_freq": "[0,0]"},
-            Difference(
-                "--linear-attention-freq", "mixer of layer 0", "gated delta net", "attention"
-            ),
-        ),
-        ({"post_norm": False}, Difference("--post-norm", "post_norm", True, False)),
-        (
-            {"rotary_percent": 0.5},
-            Difference("--rotary-percent", "rotary.share of layer 1", 1.0, 0.5),
-        ),
-        ({"ffn_hidden_size": 8}, Difference("--ffn-hidden-size", "feed_forward.size", 64, 8)),
-    ],
-)
-def test_a_difference_is_named_once_with_its_layer(
-    changes: dict[str, Any], expected: Difference
-) -> None:
-    assert compared(**changes) == [expected]
-
-
 def test_defaults_that_follow_from_another_flag_go_without_saying() -> None:
     assert [one.flag for one in compared(kv_channels=8)] == ["--kv-channels"]
     assert [one.flag for one in compared(swiglu=True, activation_func=None)] == ["--swiglu"]

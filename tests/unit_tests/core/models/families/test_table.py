@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.models.families.config_json import FAMILIES, family_of
-from megatron.core.models.families.gemma import GEMMA3
+from megatron.core.models.families.dense import QWEN3_5
 from megatron.core.models.families.layer_fields import pattern_of
-from megatron.core.models.families.qwen import QWEN3_5
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_pattern import layer_pattern
@@ -61,15 +60,6 @@ def test_a_delta_net_has_three_of_its_six_sections_in_one() -> None:
     assert place(f"{within}.out_norm.weight") == RowMap(f"{prefix}.norm.weight")
 
 
-def test_gemma_calls_the_norm_behind_attention_what_others_call_the_one_before_the_mlp() -> None:
-    assert {
-        own: GEMMA3.norms[own] for own in ("post_self_attn_layernorm", "pre_mlp_layernorm")
-    } == {
-        "post_self_attn_layernorm": "post_attention_layernorm",
-        "pre_mlp_layernorm": "pre_feedforward_layernorm",
-    }
-
-
 def test_families_are_told_apart_by_their_name_in_the_file() -> None:
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
 
@@ -84,9 +74,3 @@ def test_the_text_of_a_pattern_stands_for_its_layers(
     wanted = tuple(kind == 1 for kind in kinds)
     text = pattern_of(wanted, every_nth=every_nth)
     assert layer_pattern("", text, len(kinds), every_nth=every_nth) == wanted
-
-
-def test_a_regular_pattern_is_a_number() -> None:
-    assert pattern_of((True, True, False) * 4, every_nth=False) == "3"
-    assert pattern_of((False, False, True) * 4, every_nth=True) == "3"
-    assert pattern_of((True, False, False), every_nth=False) == "[1,0,0]"
