@@ -10,7 +10,6 @@ from megatron.core.options import (
     Option,
     check_needs,
     check_options,
-    expect,
     given_options,
     option,
     options_of,
@@ -68,10 +67,6 @@ def test_a_value_that_a_field_does_not_admit_is_named_in_one_line(values, messag
     assert str(error.value) == message
 
 
-def test_values_within_bounds_are_taken():
-    assert Example(count=9, rate=0.25, paths=("a", "b")).count == 9
-
-
 @pytest.mark.parametrize(
     ("name", "given", "converted"),
     [
@@ -113,12 +108,6 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
 def test_text_that_is_not_of_the_fields_type_is_refused(name, given):
     with pytest.raises(ConfigError, match=FIELDS[name].flag):
         FIELDS[name].convert(given)
-
-
-def test_expect_speaks_in_the_same_form():
-    expect(True, "--a", "anything", 1)
-    with pytest.raises(ConfigError, match=r"^--a: expected b, got 'c'\.$"):
-        expect(False, "--a", "b", "c")
 
 
 def test_resolve_default_fills_only_what_is_open():
