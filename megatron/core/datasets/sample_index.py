@@ -37,13 +37,11 @@ import json
 import logging
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +50,13 @@ import xxhash
 from megatron.core.datasets.data_files import DataFile, IndexedDatasetError, MappedFile
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
-from megatron.core.files import failures_named, published, sync_folder, sync_stream
+from megatron.core.files import published
 
 logger = logging.getLogger(__name__)
 
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FORMAT = 1  # raised when the same description would give other numbers
-_PARTIAL = ".partial"  # suffix of an index that is being built
 _SECONDS_UNTIL_STALE = 3600
 _CHUNK = 1 << 18  # documents, or samples, handled at a time: it bounds the memory of a build
 
@@ -202,7 +199,7 @@ class SampleIndex:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._map()
                 if found is None:
-                    self._remove_others_partial_files()
+                    self._remove_leftovers()
                     self._build()
                     found = self._map()
         except OSError as error:
@@ -251,18 +248,13 @@ class SampleIndex:
         begun = time.monotonic()
         with published(self.path.with_suffix(".json")) as stream:
             stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
-        partial = self.path.with_suffix(_PARTIAL)
-        try:
-            with failures_named(self.path), _open_partial(partial) as stream:
-                self._write(stream)
-            # Without working locks, another node may have given this file its name.
-            with contextlib.suppress(FileNotFoundError):
-                partial.replace(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        sync_folder(self.folder)
+        with published(self.path) as stream:
+            stream.write(self._header())
+            for epoch in range(self.num_epochs):
+                for starts in self.stream.sample_starts(
+                    epoch, self.seq_length, self.samples_per_epoch
+                ):
+                    stream.write(starts.tobytes())
 
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
@@ -273,69 +265,35 @@ class SampleIndex:
             time.monotonic() - begun,
         )
 
-    def _write(self, stream: BinaryIO) -> None:
-        stream.write(self._header())
-        for epoch in range(self.num_epochs):
-            for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
-                stream.write(starts.tobytes())
-        stream.truncate()
-        sync_stream(stream)
-
-    def _remove_others_partial_files(self) -> None:
-        """Removes files that killed builds of other indices have left: their lock is free, and no
-        process, on a node with separate locks perhaps, has written to them for an hour.
-        """
-        own = self.path.with_suffix(_PARTIAL)
+    def _remove_leftovers(self) -> None:
+        """Removes what killed builds have left: files that nobody has written to for an hour."""
         # The file system's clock, which may differ from this node's.
         lock = self.path.with_suffix(".lock")
         os.utime(lock)
         now = lock.stat().st_mtime
-        for path in self.folder.glob(f"{'[0-9a-f]' * 32}{_PARTIAL}"):
+        for path in self.folder.glob(f"{'[0-9a-f]' * 32}.npy.*.tmp"):
             with contextlib.suppress(OSError):
-                is_old = now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE
-                if path != own and is_old:
-                    with _locked(path.with_suffix(".lock"), waits=False):
-                        path.unlink()
-
-
-def _open_partial(path: Path) -> BinaryIO:
-    """Opens the file that an index is built in, which a killed build may have left.
-
-    It is neither truncated nor replaced by another file: nodes whose locks do not reach each other
-    then write the same bytes to the same file, which harms neither.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Expected a regular file to write", str(path))
-    return os.fdopen(descriptor, "r+b")
+                if now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE:
+                    path.unlink()
 
 
 @contextmanager
-def _locked(path: Path, *, waits: bool = True) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among the processes of this node.
 
-    Args:
-        waits: for another process that holds it; otherwise BlockingIOError.
-
-    The file stays: removing it would let a process that waits and one that comes later lock two
-    different files. A file system without locks costs only work: every process builds the index and
-    publishes it whole.
+    The file stays: if it were removed, a process that waits and one that comes later could lock two
+    different files. Without locks in the file system every process builds the index.
 
     Raises:
-        OSError: the file cannot be opened, or something else stands there. Links are not followed.
+        OSError: the file cannot be opened, or is something else. Links are not followed.
     """
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "Expected a regular file to lock", str(path))
-
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in _NO_LOCKS or not waits:
+            if error.errno not in _NO_LOCKS:
                 raise
             logger.warning(
                 "%s cannot be locked (%s); processes may each build the sample index.", path, error

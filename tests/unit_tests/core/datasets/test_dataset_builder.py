@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
-import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.builder import build_gpt_datasets, split_documents, without_prefix
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.sample_dataset import SampleDataset
 
@@ -162,15 +160,6 @@ def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> 
         build_gpt_datasets(config, (5, 5, 0), vocab_size=2000, seed=1)
 
 
-def test_lengths_are_summed_up_once(prefixes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    summed = []
-    num_tokens = IndexedDataset.num_tokens
-    monkeypatch.setattr(IndexedDataset, "num_tokens", lambda *a: summed.append(a) or num_tokens(*a))
-    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],), split="1,0,0")
-    build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1)
-    assert len(summed) == 1
-
-
 def test_splits_and_seeds_have_orders_of_their_own(
     tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
@@ -208,13 +197,6 @@ def test_mock_data_are_built_without_files() -> None:
     assert not torch.equal(train[0]["tokens"], valid[0]["tokens"])
 
 
-def test_an_index_that_is_none_is_refused(prefixes: list[str]) -> None:
-    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],))
-    Path(prefixes[0] + ".idx").write_text("not an index")
-    with pytest.raises(IndexedDatasetError, match=r"part0.idx: expected an index that begins with"):
-        build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1)
-
-
 def test_many_data_sets_raise_the_limit_of_open_files(
     tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
@@ -232,14 +214,3 @@ def test_many_data_sets_raise_the_limit_of_open_files(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert _tokens(train) == set(range(20))
-
-
-def test_a_limit_of_open_files_that_cannot_be_raised_is_named(
-    prefixes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(IndexedDatasetError, match=r"Too many open files.*ulimit -n"):
-        IndexedDataset(prefixes[0])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.data_files import DataFile
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
@@ -142,42 +141,11 @@ def test_an_index_that_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
     assert [each.tolist() for each in IndexedDataset(tmp_path / "tokens")] == [[1]]
 
 
-def test_an_index_that_fails_while_it_is_read_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = as_there(tmp_path / "other", [[4], [5]], [2])
-    builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
-    read = DataFile.read
-
-    def read_a_little(file: DataFile, offset: int, num_bytes: int) -> bytes:
-        if file.path.suffix == ".bin" and offset:
-            raise IndexedDatasetError("cut while it was in use")
-        return read(file, offset, num_bytes)
-
-    monkeypatch.setattr("megatron.core.datasets.indexed_dataset._PIECE_BYTES", 4)
-    monkeypatch.setattr(DataFile, "read", read_a_little)
-    with pytest.raises(IndexedDatasetError, match="cut while"):
-        builder.add_index(other)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.bin", "other.idx"]
-    with pytest.raises(RuntimeError, match="finalized or aborted"):
-        builder.finalize()
-
-
 def test_an_index_elsewhere_than_beside_its_tokens_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
     with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, beside its \.bin"):
         builder.finalize(tmp_path / "other.idx")
     builder.abort()
-
-
-def test_the_index_may_be_named_by_another_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    builder = IndexedDatasetBuilder("tokens.bin", np.int32)
-    builder.add_document([1, 2])
-    builder.finalize(tmp_path / "folder" / ".." / "tokens.idx")
-    assert IndexedDataset("tokens")[0].tolist() == [1, 2]
 
 
 def test_arguments_of_megatron_core_are_taken_or_refused(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_keys_depend_on_every_part_its_type_and_its_place() -> None:
     assert len({derive_key(*part) for part in parts}) == len(parts)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 13, 100, 257, 300])
+@pytest.mark.parametrize("size", [2, 3, 5, 13, 100, 257])
 def test_every_position_goes_everywhere_equally_often(size: int) -> None:
-    num_keys = 200 * size if size <= 13 else 6000
+    num_keys = 200 * size if size <= 13 else 1500
     counts = np.zeros((size, size))
     for key in range(num_keys):
         counts[np.arange(size), RandomPermutation(size, derive_key(key))(np.arange(size))] += 1
@@ -91,7 +91,7 @@ def test_every_position_goes_everywhere_equally_often(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1000, 100_003, 50_000_000])
 def test_neighbours_do_not_stay_near_each_other(size: int) -> None:
-    for key in range(20):
+    for key in range(10):
         permuted = RandomPermutation(size, derive_key("neighbours", key))(
             np.arange(min(size, 100_000))
         )

@@ -105,13 +105,6 @@ def test_loading_draws_nothing_from_the_global_generator(num_workers: int) -> No
         assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
 
 
-def test_a_plain_loader_would_draw_from_the_global_generator() -> None:
-    """What the test above guards against exists."""
-    before = torch.get_rng_state()
-    list(torch.utils.data.DataLoader([1, 2], num_workers=0))
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_data_worker_ignores_the_signals_to_its_job_and_the_end_of_its_rank(capfd):
     """A traceback of a worker's own is still printed."""
     pid = os.fork()
