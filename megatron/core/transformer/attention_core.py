@@ -25,19 +25,20 @@ fp32 for one block of queries at a time, and again in backward.
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
 from megatron.core.products import is_slow
 from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
 
@@ -58,20 +59,69 @@ _SINK_CHANNELS = 8
 _LARGEST_LOGIT = 2.0**100
 
 
-def run_core(
-    core: Callable[..., Tensor],
-    mixed: tuple[Tensor, ...],
-    documents: Documents | None,
-    *,
-    recomputes: bool,
-) -> Tensor:
-    """`core` of queries, keys and values, which backward computes again where `recomputes` says so:
-    then no more than these three is kept.
+class Attention(nn.Module, abc.ABC):
+    """Attention of every position to itself and those before it, or to all positions.
+
+    Args:
+        core_spec: the arithmetic once each head has its query, key and value.
+        dropout: probability to leave out a weight in training.
+        recomputes_core: a training forward keeps queries, keys and values only, and backward
+            computes the attention again.
+
+    Attributes:
+        sinks: [num_heads], the sinks' logits, if they are learned.
     """
-    if not recomputes or not torch.is_grad_enabled():
-        return core(*mixed, documents)
-    context: Tensor = checkpoint(core, *mixed, documents, use_reentrant=False)
-    return context
+
+    def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
+        super().__init__()
+        self._core_spec = core_spec
+        self._dropout = dropout
+        self.recomputes_core = recomputes_core
+        self.sinks: nn.Parameter | None = None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attends within each sequence.
+
+        Args:
+            hidden: [batch, seq, hidden].
+            rotary: the angles of the positions; None leaves queries and keys unrotated.
+            documents: of the batch, which is one row then.
+
+        Returns:
+            [batch, seq, hidden], same dtype.
+        """
+        mixed, beside = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), beside)
+
+    @abc.abstractmethod
+    def inputs(
+        self, hidden: Tensor, rotary: RotaryAngles | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns what the core mixes: queries [batch, heads, seq, head_dim], keys and values
+        [batch, groups, seq, dim]. And what the output reads besides.
+        """
+
+    @abc.abstractmethod
+    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+        """Returns the output for the core's result: [batch, seq, hidden]."""
+
+    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
+            return self._core_attention(*mixed, documents)
+        context: Tensor = checkpoint(self._core_attention, *mixed, documents, use_reentrant=False)
+        return context
+
+    def _core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> Tensor:
+        dropout = self._dropout if self.training else 0.0
+        return attend(query, key, value, self._core_spec, self.sinks, dropout, documents)
 
 
 def attend(

@@ -160,17 +160,6 @@ def test_waits_of_lanes_that_are_threads_are_not_the_computations():
     assert (got.waited_d2h, got.waited_host, got.waited_h2d) == (0.0, 2.0, 0.0)
 
 
-def test_work_that_fails_raises_what_it_raised():
-    step = TimingRecorder(CPU, has_lanes=True).begin()
-
-    def fail() -> None:
-        raise ValueError("of the work")
-
-    with pytest.raises(ValueError, match="of the work"):
-        step.timed(HOST, fail)()
-    assert step.is_complete
-
-
 # The optimizer
 
 
@@ -225,7 +214,7 @@ def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[st
     initial = weights(make()[0])
     for fraction in (0.0, 0.5, 1.0):
         results = []
-        for records, seed in ((False, None), (True, None), (True, 1), (True, 2)):
+        for records, seed in ((False, None), (True, None), (True, 1)):
             model, optimizer = make(fraction, records_timings=records, **settings)
             with nullcontext() if seed is None else delays(seed):
                 train(model, optimizer)

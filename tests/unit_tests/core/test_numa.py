@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import platform
 from pathlib import Path
@@ -103,14 +102,6 @@ def test_machines_of_other_kinds_are_asked_nothing(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert not prefer_node(8192, 100, 1)
     assert system.calls == []
-
-
-def test_this_system_takes_or_refuses_its_first_node_and_the_memory_works_either_way():
-    memory = mmap.mmap(-1, 1 << 20)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    assert prefer_node(address, 1 << 20, 0) in (True, False)
-    memory[:] = b"\x01" * (1 << 20)
-    assert not prefer_node(address, 1 << 20, 1023), "no machine has it"
 
 
 def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monkeypatch):

@@ -4,17 +4,15 @@ is none.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
 from megatron.core.device import Device
 from megatron.core.lane_timings import D2H, HOST, NoTimings, TimingRecorder
-from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
+from megatron.core.lanes import InlineLane, RelayedEvent, relay
 from megatron.core.spans import ClockSpan, Interval, Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
@@ -176,25 +174,6 @@ def test_without_a_timeline_nothing_is_made():
     closed = Timeline(CPU)
     assert closed.awaited(event, GATHER) is event
     assert closed.waiting(GATHER) is NO_TIMELINE.waiting(GATHER)
-
-
-def test_delays_show_as_gaps_before_the_work_of_the_lane_that_they_are_injected_into():
-    timeline, lane = Timeline(CPU), CPU.lane("delayed")
-    timeline.begin_iteration(1)
-    with delays(7):
-        events = [lane.enqueue(timeline.timed(GATHER, str(n), lambda: None)) for n in range(5)]
-        timeline.awaited(events[-1], GATHER).wait()
-    timeline.end_iteration()
-    slices = timeline.slices(0.0)
-    generator = random.Random("7:delayed")
-    pauses = [generator.random() * 0.004 for _ in range(5)]
-    work = [one for one in slices if one.kind == WORK]
-    for (before, after), pause in zip(pairwise(work), pauses[1:], strict=True):
-        assert after.begin - before.end >= 0.99 * pause
-    (wait,) = (one for one in slices if one.kind == WAIT)
-    assert wait.end >= work[-1].end
-    assert wait.end - wait.begin > 0.5 * sum(pauses)
-    lane.close()
 
 
 # The recorder of sums

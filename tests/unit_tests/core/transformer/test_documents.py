@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -39,6 +38,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta net": DELTA_NET,
     "recomputed": {"recompute_granularity": "full", **DELTA_NET},
     "recomputed core": {"recompute_granularity": "selective"},
+    "latents and experts": {
+        "multi_latent_attention": True,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 16,
+    },
 }
 # Of two rows; lengths of one appear more than once, and are shorter than the convolution's reach.
 LENGTHS = (9, 2, 5, 1, 7, 7, 2, 1)
@@ -87,29 +94,6 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
             one.grad, expected[parameter], rtol=1e-4, atol=1e-5, msg=parameter
         )
     assert not torch.allclose(model(tokens, labels), losses, atol=1e-3), "boundaries matter"
-
-
-def test_mixtures_and_latent_attention_pack_too() -> None:
-    latent = {
-        "multi_latent_attention": True,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
-        "num_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 16,
-    }
-    model = build(**latent).eval()
-    texts = tokens_of(LENGTHS)
-    separate = torch.cat([model(text[None, :-1], text[None, 1:])[0] for text in texts])
-    tokens, labels = (
-        torch.cat([text[part] for text in texts]).view(2, ROW)
-        for part in (slice(None, -1), slice(1, None))
-    )
-    packed = model(tokens, labels, documents=Documents(LENGTHS))
-    torch.testing.assert_close(packed.flatten(), separate, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 4])
@@ -186,10 +170,3 @@ def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
     for lengths in ((), (3, 0)):
         with pytest.raises(ValueError, match="at least one position each"):
             Documents(lengths)
-
-
-def test_documents_are_values_of_the_host() -> None:
-    documents = Documents((3, 2), (2,))
-    assert dataclasses.astuple(documents) == ((3, 2), (2,))
-    assert documents.starts(torch.device("cpu")).tolist() == [0, 3]
-    assert documents.bounds(torch.device("cpu")).tolist() == [0, 3, 5]

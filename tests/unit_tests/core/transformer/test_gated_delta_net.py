@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.drivers import Driver
 from megatron.core.fp32_module import Fp32Module
@@ -23,7 +22,6 @@ from megatron.core.optimizer.torch_optimizer import parameter_groups
 from megatron.core.transformer import gated_delta_net
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.documents import Documents
-from megatron.core.transformer.fused_weight import fused_weights
 from megatron.core.transformer.gated_delta_net import Decay, GatedDeltaNet, GatedRMSNorm
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 
@@ -159,44 +157,6 @@ def test_weights_on_meta_materialize_and_only_matrices_decay() -> None:
     ]
 
 
-def test_the_projections_sections_are_declared() -> None:
-    (fused,) = fused_weights(_net()).values()
-    assert fused.sections == (
-        ("query", 16),
-        ("key", 16),
-        ("value", 72),
-        ("z", 72),
-        ("beta", 6),
-        ("alpha", 6),
-    )
-
-
-def test_recomputation_gives_the_same_bits() -> None:
-    net = _net()
-    hidden = torch.randn(2, 40, HIDDEN, requires_grad=True)
-    inputs = [hidden, *net.parameters()]
-    expected = torch.autograd.grad(net(hidden).square().sum(), inputs)
-    output = checkpoint(net, hidden, use_reentrant=False)
-    for a, b in zip(torch.autograd.grad(output.square().sum(), inputs), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_bf16_weights_train_beside_decays_in_fp32() -> None:
-    net, rounded = _net(), _net().bfloat16()
-    rounded.decay.float()
-    rounded.decay.load_state_dict(net.decay.state_dict())
-    hidden = torch.randn(2, 100, HIDDEN)
-    output, expected = rounded(hidden.bfloat16()), net(hidden)
-    output.float().square().mean().backward()
-    assert output.dtype == torch.bfloat16
-    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
-    assert {name: p.grad.dtype for name, p in rounded.named_parameters()} == {
-        name: torch.float32 if name.startswith("decay.") else torch.bfloat16
-        for name, _ in net.named_parameters()
-    }
-    assert all(p.grad.abs().max() > 0 for p in rounded.parameters())
-
-
 def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     betas: list[Tensor] = []
 
@@ -212,16 +172,6 @@ def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPa
     (beta,) = betas
     assert torch.equal(beta, net.in_proj(hidden)[..., rows].float().sigmoid())
     assert not torch.equal(beta, beta.bfloat16().float())
-
-
-def test_no_position_sees_a_later_one() -> None:
-    net = _net()
-    hidden = torch.randn(1, 90, HIDDEN)
-    changed = hidden.clone()
-    changed[:, 70] += 1
-    before, after = net(hidden), net(changed)
-    torch.testing.assert_close(after[:, :70], before[:, :70])
-    assert not torch.allclose(after[:, 70:], before[:, 70:], atol=1e-3)
 
 
 class FakeKernel:
@@ -360,11 +310,3 @@ def test_one_line_says_why_it_is_not_used(
             net(torch.randn(1, 5, HIDDEN).bfloat16())
     [message] = caplog.messages
     assert reason in message
-
-
-def test_it_is_not_imported_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(gated_delta_net, "_fla_kernel", fail)
-    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -80,10 +79,6 @@ def test_options_reach_the_spec() -> None:
     assert (mixer.head_dim, mixer.query_size, mixer.value_size) == (12, 48, 40)
 
 
-def test_latents_are_normalized_as_everything_else_unless_an_epsilon_is_given() -> None:
-    assert _mixer(qk_layernorm=True).latent_norm == NormSpec(NormKind.LAYER_NORM, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("mscale", "all_dim", "attention_factor", "scaled"),
     [
@@ -104,14 +99,6 @@ def test_mscale_scales_the_rotation_and_the_scores(
     assert mixer.scale == pytest.approx(wanted / math.sqrt(192))
 
 
-def test_given_factors_take_the_place_of_mscale() -> None:
-    given = {"yarn_attention_factor": 1.3, "softmax_scale": 0.2}
-    mixer = _mixer(**YARN, mscale=2.0, mscale_all_dim=3.0, **given)
-    assert mixer.rotary is not None
-    assert isinstance(mixer.rotary.scaling, YarnScaling)
-    assert (mixer.rotary.scaling.attention_factor, mixer.scale) == (1.3, 0.2)
-
-
 def test_layers_may_be_unrotated_or_delta_nets() -> None:
     config = TransformerConfig(**{**LATENT, "num_layers": 4}, no_rope_freq="2")
     mixers = [layer.mixer for layer in model_spec(config).layers]
@@ -119,12 +106,6 @@ def test_layers_may_be_unrotated_or_delta_nets() -> None:
     mixed = model_spec(TransformerConfig(**LATENT, linear_attention_freq="2"))
     kinds = [type(layer.mixer) for layer in mixed.layers]
     assert kinds == [GatedDeltaNetSpec, LatentAttentionSpec]
-
-
-def test_a_config_can_be_rebuilt_from_its_own_values_and_replaced() -> None:
-    config = TransformerConfig(**LATENT, q_lora_rank=8)
-    assert TransformerConfig(**dataclasses.asdict(config)) == config
-    assert dataclasses.replace(config, qk_head_dim=16).head_dim == 16 + 64
 
 
 @pytest.mark.parametrize(

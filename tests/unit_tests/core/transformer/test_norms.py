@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.norms import LayerNorm, RMSNorm, build_norm
-from megatron.core.transformer.spec import NormKind, NormSpec
+from megatron.core.transformer.norms import LayerNorm, RMSNorm
 
 
 def _reference(norm: RMSNorm | LayerNorm, x: Tensor) -> Tensor:
@@ -51,27 +50,6 @@ def test_bf16_input_is_rounded_only_once(
     # rounds several times.
     error = (y.double() - expected).abs() / expected.abs().clamp_min(1e-2)
     assert error.max() <= 2.0**-8 * 1.01
-
-
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
-def test_reset_parameters_restores_the_identity_scale(
-    kind: type[RMSNorm] | type[LayerNorm],
-) -> None:
-    norm = _random_norm(kind)
-    norm.reset_parameters()
-    fresh = kind(64, 1e-5)
-    assert all(
-        torch.equal(a, b) for a, b in zip(norm.parameters(), fresh.parameters(), strict=True)
-    )
-    assert norm.weight.eq(1).all()
-
-
-def test_build_norm_takes_kind_and_epsilon_from_the_spec() -> None:
-    rms = build_norm(NormSpec(NormKind.RMS_NORM, 1e-3), 16)
-    layer = build_norm(NormSpec(NormKind.LAYER_NORM, 1e-5), 8)
-    assert isinstance(rms, RMSNorm)
-    assert isinstance(layer, LayerNorm)
-    assert (rms.eps, rms.size, layer.eps, layer.size) == (1e-3, 16, 1e-5, 8)
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])

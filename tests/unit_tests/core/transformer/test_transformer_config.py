@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.options import ConfigError, options_of
+from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 
@@ -28,17 +28,6 @@ def test_swiglu_takes_two_thirds_of_the_width_in_multiples_of_64() -> None:
     assert TransformerConfig(2, 4096, 32, swiglu=True).ffn_hidden_size == 10880
 
 
-def test_given_values_are_kept() -> None:
-    config = TransformerConfig(
-        **REQUIRED,
-        kv_channels=24,
-        ffn_hidden_size=100,
-        group_query_attention=True,
-        num_query_groups=2,
-    )
-    assert (config.head_dim, config.num_key_value_heads, config.ffn_size) == (24, 2, 100)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -56,20 +45,6 @@ def test_a_config_can_be_rebuilt_from_its_own_values(changes: dict[str, Any]) ->
 def test_output_projections_start_smaller_with_depth() -> None:
     spec = model_spec(TransformerConfig(8, 128, 8, init_method_std=0.02))
     assert spec.output_init_std == pytest.approx(0.02 / 4)
-
-
-def test_without_their_number_all_query_heads_share_one_group_as_in_megatron() -> None:
-    config = TransformerConfig(**REQUIRED, group_query_attention=True)
-    assert (config.num_query_groups, config.num_key_value_heads) == (1, 1)
-
-
-def test_flags_are_megatrons() -> None:
-    fields = {field.name: field for field in options_of(TransformerConfig)}
-    assert fields["add_bias_linear"].off_flag == "--disable-bias-linear"
-    assert fields["norm_epsilon"].flag == "--norm-epsilon"
-    assert fields["qk_layernorm"].flag == "--qk-layernorm"
-    assert len(fields) == len(dataclasses.fields(TransformerConfig))
-    assert all(field.option.help for field in fields.values())
 
 
 @pytest.mark.parametrize(
@@ -234,6 +209,11 @@ def test_what_cannot_be_honoured_is_refused_by_flag(changes: dict[str, Any], mes
     with pytest.raises(ConfigError) as error:
         TransformerConfig(**{**REQUIRED, **changes})
     assert str(error.value).startswith(message)
+
+
+def test_without_their_number_all_query_heads_share_one_group_as_in_megatron() -> None:
+    config = TransformerConfig(**REQUIRED, group_query_attention=True)
+    assert (config.num_query_groups, config.num_key_value_heads) == (1, 1)
 
 
 def test_an_odd_head_is_accepted_without_rotation() -> None:

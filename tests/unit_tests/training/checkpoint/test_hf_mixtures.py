@@ -28,7 +28,7 @@ from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_mesh
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families import config_json
-from megatron.core.models.families.qwen_moe import QWEN3_MOE
+from megatron.core.models.families.mixtures import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import build_model
 from megatron.core.options import ConfigError
