@@ -15,7 +15,6 @@ from megatron.core.files import (
     open_regular,
     published,
     read_regular,
-    temporary_path,
 )
 
 
@@ -98,10 +97,6 @@ def test_a_note_can_be_left_where_syncing_fails(tmp_path, monkeypatch):
     with published(tmp_path / "file", Sync.NOTHING) as stream:
         stream.write(b"content")
     assert (tmp_path / "file").read_bytes() == b"content"
-
-
-def test_two_writers_never_share_a_temporary_name(tmp_path):
-    assert temporary_path(tmp_path / "file") != temporary_path(tmp_path / "file")
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path):

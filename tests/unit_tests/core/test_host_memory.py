@@ -298,47 +298,42 @@ def read_limits(tmp_path: Path, membership: str, files: dict[str, object]) -> Ho
     return HostLimits.read(proc, write(tmp_path / "cgroup", files))
 
 
-def test_the_machine_and_the_cgroup_are_read_page_cache_counted_as_available(tmp_path):
-    limits = read_limits(
-        tmp_path,
-        "0::/job",
-        {
-            "job/memory.max": 1000,
-            "job/memory.current": 700,
-            "job/memory.stat": "anon 500\ninactive_file 200",
-        },
-    )
-    assert limits == HostLimits(5 * 1024, 500)
+NO_LIMIT = 0x7FFFFFFFFFFFF000
+VERSION_1 = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
 
 
-def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
-    files = {
-        "slice/memory.max": 1000,
-        "slice/memory.current": 900,
-        "slice/job/memory.max": 500,
-        "slice/job/memory.current": 100,
-        "slice/job/step/memory.max": "max",
-        "slice/job/step/memory.current": 100,
-    }
-    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 100
-    files["slice/memory.max"] = 2000
-    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 400
-
-
-def test_the_first_version_of_cgroups_is_read_too(tmp_path):
-    membership = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
-    files = {
-        "memory/job/memory.limit_in_bytes": 800,
-        "memory/job/memory.usage_in_bytes": 600,
-        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
-        "memory/memory.limit_in_bytes": 0x7FFFFFFFFFFFF000,
-        "memory/memory.usage_in_bytes": 900,
-    }
-    assert read_limits(tmp_path, membership, files).cgroup_available == 250
-    files["memory/job/memory.limit_in_bytes"] = 0x7FFFFFFFFFFFF000
-    assert read_limits(tmp_path, membership, files).cgroup_available is None
-
-
-def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path):
-    files = {"memory.max": 100, "memory.current": 150}
-    assert read_limits(tmp_path, "0::/", files).cgroup_available == 0
+@pytest.mark.parametrize(
+    ("membership", "files", "available"),
+    [
+        ("0::/", {"memory.max": 100, "memory.current": 150}, 0),
+        (
+            "0::/job",
+            {"job/memory.max": 1000, "job/memory.current": 700}
+            | {"job/memory.stat": "anon 500\ninactive_file 200"},
+            500,
+        ),
+        (
+            "0::/slice/job/step",
+            {"slice/memory.max": 2000, "slice/memory.current": 900, "slice/job/memory.max": 500}
+            | {"slice/job/memory.current": 100, "slice/job/step/memory.max": "max"},
+            400,
+        ),
+        (
+            VERSION_1,
+            {"memory/job/memory.limit_in_bytes": 800, "memory/job/memory.usage_in_bytes": 600}
+            | {"memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50"}
+            | {"memory/memory.limit_in_bytes": NO_LIMIT, "memory/memory.usage_in_bytes": 900},
+            250,
+        ),
+        (
+            VERSION_1,
+            {"memory/memory.limit_in_bytes": NO_LIMIT, "memory/memory.usage_in_bytes": 900},
+            None,
+        ),
+    ],
+    ids=["over its limit", "page cache", "parents", "version 1", "version 1 without a limit"],
+)
+def test_the_tightest_cgroup_counts_and_page_cache_is_available(
+    tmp_path, membership, files, available
+):
+    assert read_limits(tmp_path, membership, files) == HostLimits(5 * 1024, available)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,6 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_context,
 )
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.lane_timings import (
     D2H,
@@ -34,10 +31,9 @@ from megatron.core.lane_timings import (
     TimingRecorder,
 )
 from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.helpers.clock import Clock
 
 CPU = Device("cpu")
 BF16 = torch.bfloat16
@@ -47,25 +43,6 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "lanes": {},
     "all": ALL,
 }
-
-
-# The recorder, by a clock of its own
-
-
-class Clock:
-    """Goes on by a number of seconds whenever a piece of work asks for that."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, seconds: float) -> Callable[[], None]:
-        def work() -> None:
-            self.now += seconds
-
-        return work
 
 
 def done(work: Callable[[], object]) -> RelayedEvent:
@@ -230,75 +207,6 @@ def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[st
         assert not any(
             torch.equal(*pair) for pair in zip(results[0], initial, strict=True) if pair[0].numel()
         )
-
-
-INJECTED = 0.02  # seconds
-
-
-@contextmanager
-def slow(owner: type, name: str, after: threading.Event | None = None) -> Iterator[None]:
-    """Makes a method take INJECTED seconds more; `after` an event, if there is one."""
-    original = getattr(owner, name)
-
-    def slowed(*args: Any) -> Any:
-        if after is not None:
-            assert after.wait(60)
-        time.sleep(INJECTED)
-        return original(*args)
-
-    setattr(owner, name, slowed)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@on_ranks(1)
-def test_the_computation_is_seen_to_wait_for_the_lane_that_is_slow() -> None:
-    """Each lane in turn is slow: the computation is seen to wait for that one, and not for the one
-    before.
-    """
-    is_waiting = threading.Event()
-    original = FsdpParameterGroup.wait_unsharded
-
-    def wait_unsharded(group: FsdpParameterGroup) -> None:
-        is_waiting.set()
-        original(group)
-
-    FsdpParameterGroup.wait_unsharded = wait_unsharded
-    try:
-        found = {}
-        slowed: dict[str, tuple[type, str, threading.Event | None]] = {
-            D2H: (FsdpBucket, "fetch", None),
-            HOST: (HostAdam, "run", is_waiting),
-            H2D: (FsdpBucket, "send", is_waiting),
-        }
-        for lane, (owner, name, after) in slowed.items():
-            model, optimizer = make(records_timings=True, overlap_step_with_forward=True)
-            train(model, optimizer, 1)
-            optimizer.synchronize()
-            is_waiting.clear()
-            with slow(owner, name, after):
-                train(model, optimizer, 1)
-                is_waiting.clear()
-                model.eval()
-                with torch.no_grad():
-                    model(torch.ones(1, 6, dtype=BF16))
-                optimizer.synchronize()
-            train(model, optimizer, 1)
-            found[lane] = optimizer.timings()
-    finally:
-        FsdpParameterGroup.wait_unsharded = original
-    for lane, timings in found.items():
-        assert timings.num_steps == 2
-        num_buckets = 3
-        assert getattr(timings, f"waited_{lane}") > INJECTED / 4, (lane, timings)
-        if lane != D2H:
-            assert timings._asdict()[lane] >= num_buckets * INJECTED / 2, (
-                "of the mean over two steps"
-            )
-    assert found[HOST].waited_h2d < found[HOST].waited_host
-    assert found[H2D].waited_host < found[H2D].waited_h2d
 
 
 @on_ranks(2)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 import platform
 from pathlib import Path
 
@@ -85,16 +83,6 @@ def test_the_kernel_is_told_the_range_and_the_node_as_a_bit(monkeypatch):
         (237, 8192, 100, 1, 1 << 1, 65, 0),
         (237, 8192, 100, 1, 1 << 70, 129, 0),
     ]
-
-
-@pytest.mark.parametrize("error", [1, 38])  # EPERM, ENOSYS
-def test_a_system_that_refuses_is_a_line_for_debugging(monkeypatch, caplog, error):
-    System(monkeypatch, error)
-    with caplog.at_level(logging.DEBUG):
-        assert not prefer_node(8192, 100, 1)
-    [record] = caplog.records
-    assert record.levelno == logging.DEBUG
-    assert os.strerror(error) in record.getMessage()
 
 
 def test_machines_of_other_kinds_are_asked_nothing(monkeypatch):

@@ -13,7 +13,6 @@ from megatron.core.options import (
     given_options,
     option,
     options_of,
-    resolve_default,
     shown,
 )
 
@@ -108,18 +107,6 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
 def test_text_that_is_not_of_the_fields_type_is_refused(name, given):
     with pytest.raises(ConfigError, match=FIELDS[name].flag):
         FIELDS[name].convert(given)
-
-
-def test_resolve_default_fills_only_what_is_open():
-    @dataclass(frozen=True)
-    class Derived:
-        width: int = option(2, "width")
-        area: int | None = option(None, "area")
-
-    open_one, given = Derived(), Derived(area=5)
-    resolve_default(open_one, "area", 4)
-    resolve_default(given, "area", 4)
-    assert (open_one.area, given.area) == (4, 5)
 
 
 def _doubled() -> list[object]:

@@ -11,29 +11,13 @@ from collections.abc import Callable
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.lane_timings import D2H, HOST, NoTimings, TimingRecorder
-from megatron.core.lanes import InlineLane, RelayedEvent, relay
+from megatron.core.lane_timings import D2H, HOST, TimingRecorder
 from megatron.core.spans import ClockSpan, Interval, Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
+from tests.unit_tests.core.helpers.clock import Clock
 
 CPU = Device("cpu")
-
-
-class Clock:
-    """Goes on by a number of seconds whenever a piece of work asks for that."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, seconds: float) -> Callable[[], None]:
-        def work() -> None:
-            self.now += seconds
-
-        return work
 
 
 def recorded(timeline: Timeline, clock: Callable[[], float]) -> list[Slice]:
@@ -176,35 +160,6 @@ def test_without_a_timeline_nothing_is_made():
     assert closed.waiting(GATHER) is NO_TIMELINE.waiting(GATHER)
 
 
-# The recorder of sums
-
-
-def done(work: Callable[[], object]) -> RelayedEvent:
-    lane = InlineLane(CPU)
-    return relay(lane, lambda: lane.enqueue(work))
-
-
-def test_the_spans_that_are_added_up_are_those_of_the_timeline():
-    clock = Clock()
-    recorder, timeline = TimingRecorder(CPU, has_lanes=True, clock=clock), Timeline(CPU, clock)
-    recorder.record_to(timeline, "activations ")
-    step = recorder.begin()
-    timeline.begin_iteration(4)
-    step.timed(D2H, clock.taking(1.0), 64, "layers.1")()
-    with step.waiting(HOST):
-        clock.now += 2.0
-    timeline.end_iteration()
-    step.timed(D2H, clock.taking(4.0), 64, "not recorded")()
-    recorder.end()
-    own = [one for one in recorded(timeline, clock) if one.kind != ITERATION]
-    assert own == [
-        Slice("activations d2h", WORK, "layers.1", 0.0, 1.0, 4, 64),
-        Slice(COMPUTE, WAIT, "wait for activations host", 1.0, 3.0, 4),
-    ]
-    timings = recorder.collect()
-    assert (timings.d2h, timings.waited_host) == (5.0, 2.0)
-
-
 def test_without_lanes_work_is_a_wait_of_the_computation():
     clock = Clock()
     recorder, timeline = TimingRecorder(CPU, has_lanes=False, clock=clock), Timeline(CPU, clock)
@@ -215,8 +170,3 @@ def test_without_lanes_work_is_a_wait_of_the_computation():
     _, wait, work = recorded(timeline, clock)
     assert (work.row, wait.name) == (HOST, "wait for host")
     assert (work.begin, work.end) == (wait.begin, wait.end)
-
-
-def test_a_recorder_without_spans_cannot_show_any():
-    with pytest.raises(RuntimeError, match="records_timings=True"):
-        NoTimings().record_to(Timeline(CPU))

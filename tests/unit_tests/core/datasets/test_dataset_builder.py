@@ -14,7 +14,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.builder import build_gpt_datasets, split_documents, without_prefix
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, TooFewTokensError
+from megatron.core.datasets.gpt_dataset import TooFewTokensError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.datasets.sample_dataset import SampleDataset
@@ -36,15 +36,6 @@ def prefixes(tmp_path: Path, write_tokens: WriteTokens) -> list[str]:
         ).prefix
         for part in range(2)
     ]
-
-
-def test_splits_are_disjoint_ranges_of_documents(prefixes: list[str]) -> None:
-    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[0],), split="8,1,1")
-    train, valid, test = build_gpt_datasets(config, (200, 20, 20), vocab_size=2000, seed=1)
-    assert isinstance(train, GPTDataset)
-    assert _tokens(train) == set(range(80))
-    assert _tokens(valid) == set(range(80, 90))
-    assert _tokens(test) == set(range(90, 100))
 
 
 def test_split_boundaries_are_rounded_cumulative_shares() -> None:
@@ -158,34 +149,6 @@ def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> 
     )
     with pytest.raises(TooFewTokensError, match=message):
         build_gpt_datasets(config, (5, 5, 0), vocab_size=2000, seed=1)
-
-
-def test_splits_and_seeds_have_orders_of_their_own(
-    tmp_path: Path, write_tokens: WriteTokens
-) -> None:
-    prefix = write_tokens(tmp_path / "twice", [[number % 50] * 10 for number in range(100)]).prefix
-    config = GPTDatasetConfig(seq_length=9, data_path=(prefix,), split="1,1,0")
-
-    def orders(seed: int) -> list[list[int]]:
-        built = build_gpt_datasets(config, (50, 50, 0), vocab_size=2000, seed=seed)
-        return [
-            [int(dataset[i]["tokens"][0]) for i in range(50)]
-            for dataset in built
-            if dataset is not None
-        ]
-
-    train, valid = orders(1)
-    assert train != valid
-    assert orders(1) == [train, valid]
-    assert orders(2)[0] != train
-
-
-def test_a_vocabulary_smaller_than_the_data_is_refused(prefixes: list[str]) -> None:
-    config = GPTDatasetConfig(seq_length=9, data_path=(prefixes[1],), split="1,0,0")
-    train = build_gpt_datasets(config, (5, 0, 0), vocab_size=1000, seed=1).train
-    assert train is not None
-    with pytest.raises(ValueError, match=r"part1: expected token ids in range\(1000\)"):
-        train[0]
 
 
 def test_mock_data_are_built_without_files() -> None:

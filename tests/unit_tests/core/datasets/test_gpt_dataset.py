@@ -208,17 +208,6 @@ def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, d
     assert _windows(again) == windows
 
 
-def test_a_failed_build_leaves_nothing_to_be_mistaken_for_an_index(
-    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sample_index.EpochStream, "sample_starts", lambda *_: iter([1 / 0]))
-    with pytest.raises(ZeroDivisionError):
-        GPTDataset(
-            corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
-        )
-    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock", ".json"}
-
-
 def _build(corpus: IndexedDataset, folder: Path, seq_length: int = 8) -> GPTDataset:
     return GPTDataset(
         corpus, range(len(corpus)), 50, seq_length=seq_length, seed=3, cache_path=folder

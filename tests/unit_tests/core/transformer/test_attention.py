@@ -155,18 +155,3 @@ def test_learned_sinks_start_as_weights_do() -> None:
     assert attention.sinks is not None
     assert attention.sinks.mean().item() == pytest.approx(0.0, abs=0.01)
     assert attention.sinks.std().item() == pytest.approx(0.1, rel=0.1)
-
-
-def test_neighbours_are_turned_as_halves_are_whose_weights_lie_so() -> None:
-    plain = _attention(GROUPED)
-    rotary = RotarySpec(dim=8, base=10000.0, is_interleaved=True)
-    interleaved = _attention(replace(GROUPED, rotary=rotary))
-    hidden, angles = torch.randn(2, 7, HIDDEN), _angles(GROUPED, 7)
-    assert not torch.allclose(interleaved(hidden, angles), plain(hidden, angles), atol=1e-2)
-
-    with torch.no_grad():
-        for name, parameter in interleaved.linear_qkv.named_parameters():
-            heads = plain.linear_qkv.get_parameter(name).unflatten(0, (-1, 8))
-            turned = heads[:6, [0, 4, 1, 5, 2, 6, 3, 7]]  # of four query heads and two key heads
-            parameter.copy_(torch.cat((turned, heads[6:])).flatten(0, 1))
-    torch.testing.assert_close(interleaved(hidden, angles), plain(hidden, angles))

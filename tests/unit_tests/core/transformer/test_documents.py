@@ -109,16 +109,6 @@ def test_a_convolution_reads_zeros_before_each_document(
     torch.testing.assert_close(conv(x, Documents(tuple(lengths))), separate)
 
 
-def test_other_positions_within_a_document_are_other_places() -> None:
-    model = build().eval()
-    (text,) = tokens_of((6,))
-    tokens = text[None, :-1]
-    base = model(tokens)
-    torch.testing.assert_close(model(tokens, positions=torch.arange(6)[None] + 40), base)
-    moved = torch.tensor([[0, 1, 2, 9, 10, 11]])
-    assert not torch.allclose(model(tokens, positions=moved), base, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("lengths", "told"),
     [

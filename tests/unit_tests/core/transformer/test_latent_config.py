@@ -41,21 +41,6 @@ def _mixer(**changes: Any) -> LatentAttentionSpec:
     return mixer
 
 
-def test_the_defaults_are_megatrons() -> None:
-    assert _mixer() == LatentAttentionSpec(
-        num_heads=4,
-        query_rank=None,
-        key_value_rank=32,
-        content_dim=128,
-        rotary_dim=64,
-        value_dim=128,
-        scale=1 / math.sqrt(192),
-        rotary=RotarySpec(64, 10000.0, is_interleaved=True),
-        has_output_bias=True,
-        dropout=0.1,
-    )
-
-
 def test_options_reach_the_spec() -> None:
     mixer = _mixer(
         q_lora_rank=24,
@@ -115,22 +100,12 @@ def test_layers_may_be_unrotated_or_delta_nets() -> None:
             {"kv_channels": 64},
             "--kv-channels: expected its default with --multi-latent-attention, got 64.",
         ),
-        (
-            {"group_query_attention": True, "num_query_groups": 2},
-            "--group-query-attention: expected its default",
-        ),
         ({"window_size": (7, 0)}, "--window-size: expected its default with --multi-latent"),
-        ({"attention_output_gate": True}, "--attention-output-gate: expected its default"),
-        ({"softmax_type": "learnable"}, "--softmax-type: expected its default with --multi"),
-        ({"attn_logit_softcapping": 5.0}, "--attn-logit-softcapping: expected its default"),
-        ({"add_qkv_bias": True}, "--add-qkv-bias: expected its default with --multi-latent"),
         (
             {"qk_layernorm": True, "qk_layernorm_across_heads": True},
             "--qk-layernorm-across-heads: expected its default with --multi-latent-attention",
         ),
-        ({"rotary_percent": 0.5}, "--rotary-percent: expected its default with --multi-latent"),
         ({"qk_pos_emb_head_dim": 5}, "--qk-pos-emb-head-dim: expected an even number of channels"),
-        ({"kv_lora_rank": 0}, "--kv-lora-rank: expected an integer >= 1, got 0."),
         ({"latent_norm_epsilon": 1e-6}, "--latent-norm-epsilon: expected --qk-layernorm, got"),
         ({"mscale_all_dim": 1.0}, "--mscale-all-dim: expected --position-embedding-type yarn"),
         (

@@ -77,7 +77,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_weighted_sum_and_its_gradients_are_torchs(
+def test_sums_and_losses_of_tokens_and_their_gradients_are_torchs(
     dtype: torch.dtype, options: HeadOptions
 ) -> None:
     given = inputs(dtype)
@@ -94,21 +94,14 @@ def test_the_weighted_sum_and_its_gradients_are_torchs(
     assert_close(given.weight.grad, of_weight, dtype)
     assert bool((z_loss > 0.01) == (options.z_coeff > 0)), "the z-loss matters"
 
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_losses_of_tokens_and_their_gradients_are_torchs(
-    dtype: torch.dtype, options: HeadOptions
-) -> None:
-    given = inputs(dtype)
-    losses = linear_cross_entropy(*given[:3], options)
+    alone = inputs(dtype)
+    losses = linear_cross_entropy(*alone[:3], options)
     assert losses.dtype == torch.float32
-    (losses * given.token_weights).sum().backward()
-    without_z = HeadOptions(options.softcap)
-    loss, _, of_hidden, of_weight = expected_of(given, without_z)
-    assert_close((losses * given.token_weights).sum().detach(), loss, dtype)
-    assert_close(given.hidden.grad, of_hidden, dtype)
-    assert_close(given.weight.grad, of_weight, dtype)
+    (losses * alone.token_weights).sum().backward()
+    loss, _, of_hidden, of_weight = expected_of(alone, HeadOptions(options.softcap))
+    assert_close((losses * alone.token_weights).sum().detach(), loss, dtype)
+    assert_close(alone.hidden.grad, of_hidden, dtype)
+    assert_close(alone.weight.grad, of_weight, dtype)
 
 
 @settings(max_examples=40, deadline=None)

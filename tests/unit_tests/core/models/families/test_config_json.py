@@ -19,18 +19,12 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     AttentionSpec,
-    DenseSpec,
-    GatedDeltaNetSpec,
-    LinearScaling,
     ModelSpec,
-    MoeSpec,
     RotarySpec,
-    RouterSpec,
 )
 from tests.unit_tests.core.models.families.helpers.published import (
     GEMMA_3_1B,
     LLAMA_3_2_1B,
-    OLMOE_1B_7B,
     PUBLISHED,
     QWEN2_5_7B,
     QWEN3_5_27B_TEXT,
@@ -135,44 +129,6 @@ def test_qwen_has_windows_where_they_are_switched_on() -> None:
     assert windows == [64, None] * 14
 
 
-def test_qwen_3_5_has_three_delta_nets_before_each_gated_attention() -> None:
-    spec = spec_of(QWEN3_5_27B_TEXT)
-    kinds = [type(layer.mixer) for layer in spec.layers]
-    assert kinds == ([GatedDeltaNetSpec] * 3 + [AttentionSpec]) * 16
-    assert spec.layers[0].mixer == GatedDeltaNetSpec(16, 48, 128, 128, 4, 1e-6)
-    mixer = attention(spec, 3)
-    assert mixer.rotary == RotarySpec(64, 1e7)
-    assert mixer.has_output_gate
-    assert mixer.qk_norm == spec.final_norm
-    assert spec.final_norm.is_zero_centered
-    # Without the list, every N-th layer attends.
-    assert spec_of(QWEN3_5_27B_TEXT, layer_types=None) == spec
-
-
-def test_gemma_3_has_a_base_for_each_kind_of_layer() -> None:
-    spec = spec_of(GEMMA_3_1B)
-    windows = [layer.mixer.window for layer in spec.layers]
-    assert windows == ([512] * 5 + [None]) * 4 + [512] * 2
-    assert attention(spec, 0).rotary == RotarySpec(256, 10000.0)
-    assert attention(spec, 5).rotary == RotarySpec(256, 1000000.0)
-    assert attention(spec, 0).scale == 1 / 16
-    assert spec.embedding_scale == pytest.approx(1152**0.5)
-    assert spec.is_tied, "its file does not say so"
-    assert spec.layers[0].post_norm == spec.final_norm
-
-    scaled = spec_of(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
-    assert attention(scaled, 0).rotary == RotarySpec(256, 10000.0)
-    assert attention(scaled, 5).rotary == RotarySpec(256, 1000000.0, LinearScaling(8.0))
-    everywhere = spec_of(GEMMA_3_1B, sliding_window_pattern=1)
-    assert {layer.mixer.window for layer in everywhere.layers} == {None}
-
-
-def test_smollm_3_leaves_every_fourth_layer_unrotated() -> None:
-    rotated = [attention(spec_of(SMOLLM3_3B), layer).rotary is not None for layer in range(36)]
-    assert rotated == [True, True, True, False] * 9
-    assert spec_of(SMOLLM3_3B, no_rope_layers=None) == spec_of(SMOLLM3_3B)
-
-
 def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels() -> None:
     """30 / 44, as a floating-point number, is less than 30 of 44 channels."""
     assert int(44 * (30 / 44)) == 29
@@ -195,6 +151,7 @@ NUM_PARAMETERS = {
     "Qwen3 30B-A3B": (30.53, 3.35),
     "Qwen3.5 35B-A3B text": (34.66, 3.45),
     "OLMoE 1B-7B": (6.92, 1.28),
+    "gpt-oss-20b": (20.91, 4.19),  # its card leaves out the embedding, 0.58
 }
 
 
@@ -210,40 +167,6 @@ def test_a_published_model_has_the_parameters_that_its_card_says(name: str) -> N
         if ".experts." in name
     )
     assert (round(total / 1e9, 2), round((total - idle) / 1e9, 2)) == NUM_PARAMETERS[name]
-
-
-def test_layers_without_experts_are_those_that_the_file_names() -> None:
-    def kinds(**changes: Any) -> list[bool]:
-        content = QWEN3_30B_A3B | {"num_hidden_layers": 6} | changes
-        return [isinstance(layer.feed_forward, MoeSpec) for layer in spec_of(content).layers]
-
-    assert kinds() == [True] * 6
-    assert kinds(decoder_sparse_step=None, mlp_only_layers=None) == [True] * 6
-    assert kinds(decoder_sparse_step=2) == [False, True] * 3
-    assert kinds(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
-    assert kinds(decoder_sparse_step=2, mlp_only_layers=[1]) == [False, False] + [False, True] * 2
-    mixed = spec_of(QWEN3_30B_A3B, mlp_only_layers=[3])
-    assert isinstance(mixed.layers[3].feed_forward, DenseSpec)
-    assert mixed.layers[3].feed_forward.size == 6144
-
-
-def test_a_routers_weights_are_a_softmax_over_the_chosen_experts_or_not_normalized() -> None:
-    def router(content: dict[str, Any]) -> RouterSpec:
-        mixture = spec_of(content).layers[0].feed_forward
-        assert isinstance(mixture, MoeSpec)
-        return mixture.router
-
-    qwen, olmo = router(QWEN3_30B_A3B), router(OLMOE_1B_7B)
-    assert (qwen.num_experts, qwen.top_k, qwen.balance_coeff) == (128, 8, 0.001)
-    assert not qwen.is_scored_first
-    assert olmo.is_scored_first
-    assert not olmo.is_normalized
-    # Version 5 writes this name for the number.
-    renamed = {name: value for name, value in QWEN3_30B_A3B.items() if name != "num_experts"}
-    assert router(renamed | {"num_local_experts": 128}) == qwen
-    assert router(QWEN3_5_35B_A3B_TEXT) == dataclasses.replace(qwen, num_experts=256), (
-        "always normalized"
-    )
 
 
 def test_architectures_that_compute_the_same_keep_their_names() -> None:
@@ -265,17 +188,13 @@ REFUSED = [
         {"num_local_experts": 64},
         "num_local_experts in c.json to be num_experts, 128, got 64",
     ),
-    (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob in c.json to be true or false, got 1"),
-    (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step .* an integer >= 1, got 0"),
     (QWEN3_NEXT_80B_A3B, {"shared_expert_intermediate_size": None}, "shared_expert_.* a value"),
-    (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv in c.json to be None, got 8.0"),
     (
         LLAMA_3_2_1B,
         {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
         "model_type of llama, .* got .qwen3_5., a model of more than text",
     ),
     (LLAMA_3_2_1B, {"hidden_act": "relu"}, "hidden_act in c.json to be one of silu, .* got 'relu'"),
-    (LLAMA_3_2_1B, {"mlp_bias": True}, "biases none or everywhere .* mlp_bias True"),
     (LLAMA_3_2_1B, {"sliding_window": 64}, "fields of llama .* got sliding_window 64"),
     (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings in c.json to be a value"),
     (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* to be 1.0, got 0.5"),
@@ -296,7 +215,6 @@ REFUSED = [
         "rope_type in rope_scaling in c.json to be 'default' as elsewhere, got 'llama3'",
     ),
     (QWEN3_8B, {"head_dim": None}, "head_dim in c.json to be a value, got None"),
-    (QWEN3_8B, {"num_key_value_heads": 7}, "--num-query-groups: expected a divisor"),
     (
         QWEN3_8B,
         {"use_sliding_window": True, "sliding_window": 0},
@@ -312,10 +230,8 @@ REFUSED = [
         {"layer_types": ["chunked_attention"] * 36},
         "layer_types in c.json to be 36 times sliding_attention or full_attention",
     ),
-    (QWEN3_8B, {"layer_types": ["full_attention"]}, "layer_types in c.json to be 36 times"),
     (GEMMA_3_1B, {"num_hidden_layers": 10**9}, "num_hidden_layers .* <= 65536, got 1000000000"),
     (QWEN3_5_27B_TEXT, {"attn_output_gate": False}, "attn_output_gate .* True, got False"),
-    (QWEN3_5_27B_TEXT, {"hidden_act": "gelu"}, "hidden_act .* one of silu, swish, got 'gelu'"),
     (GEMMA_3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* a number > 0, got 0"),
     (
         GEMMA_3_1B,

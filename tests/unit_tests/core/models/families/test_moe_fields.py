@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import read_config
-from megatron.core.models.hugging_face import hf_config
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import hf_config, hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
-from megatron.core.transformer.spec import AttentionSpec, RouterSpec
+from megatron.core.transformer.spec import RouterSpec
 from tests.unit_tests.core.models.families.helpers.published import (
     DEEPSEEK_V3,
     GLM_4_5_AIR,
@@ -95,10 +97,28 @@ def test_what_the_library_or_the_architecture_cannot_run_is_refused_in_one_line(
         read_config(content | changes, "c.json")
 
 
-def test_heads_of_qwen3_moe_without_a_width_divide_the_hidden_size() -> None:
-    (mixer, *_) = (
-        layer.mixer
-        for layer in model_spec(read_config(without(QWEN3_30B_A3B, "head_dim"), "c")[0]).layers
-    )
-    assert isinstance(mixer, AttentionSpec)
-    assert (mixer.head_dim, mixer.num_heads) == (64, 32)
+def test_every_tensor_of_deepseek_v3_has_a_place() -> None:
+    with torch.device("meta"):
+        model = GPTModel(*read_config(DEEPSEEK_V3 | {"num_hidden_layers": 4}, "config.json"))
+    names = {rows.name for rows in hf_rows(model).values()}
+    layer = {name.removeprefix("model.layers.3.") for name in names if ".3." in name[:16]}
+    assert {name for name in layer if ".experts." not in name} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_a_proj.weight",
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.q_b_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "self_attn.kv_b_proj.weight",
+        "self_attn.o_proj.weight",
+        "mlp.gate.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+    }
+    assert {name for name in layer if ".experts.255." in name} == {
+        f"mlp.experts.255.{matrix}_proj.weight" for matrix in ("gate", "up", "down")
+    }
+    assert "model.layers.2.mlp.gate_proj.weight" in names, "the first layers are dense"

@@ -100,40 +100,18 @@ def test_a_scale_written_as_a_power_is_the_same_scale() -> None:
 @pytest.mark.parametrize(
     ("here", "there", "expected", "got"),
     [
-        ({}, {"qk_layernorm": False}, "--qk-layernorm", "no --qk-layernorm"),
         (
             {"add_bias_linear": False},
             {"add_bias_linear": True},
             "--disable-bias-linear",
             "no --disable-bias-linear",
         ),
-        (
-            {},
-            {"untie_embeddings_and_output_weights": True},
-            "no --untie-embeddings-and-output-weights",
-            "--untie-embeddings-and-output-weights",
-        ),
-        ({}, {"no_rope_freq": "2"}, "no --no-rope-freq", "--no-rope-freq"),
         ({}, {"window_size": (3, 0)}, "no --window-size", "--window-size 3,0"),
         (
             {"linear_attention_freq": "[0,0]", "use_rope_scaling": False},
             {"linear_attention_freq": "[0,0]", "use_rope_scaling": True},
             "no scaling of rotary",
             "--use-rope-scaling",
-        ),
-        (
-            {},
-            {"rope_scaling_factor": 2.0},
-            "--rope-scaling-factor 8.0",
-            "--rope-scaling-factor 2.0",
-        ),
-        (
-            {"linear_attention_freq": "[0,0]", "window_size": (3, 0), "window_attn_skip_freq": "2"}
-            | {"use_rope_scaling": False, "window_rotary_base": 100.0},
-            {"linear_attention_freq": "[0,0]", "window_size": (3, 0), "window_attn_skip_freq": "2"}
-            | {"use_rope_scaling": False, "window_rotary_base": 200.0},
-            "--window-rotary-base 100.0",
-            "--window-rotary-base 200.0",
         ),
     ],
 )
