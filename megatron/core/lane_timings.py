@@ -1,8 +1,8 @@
 """How long lanes work, and how long the computation waits for them: lanes of the offloaded
 optimizer, and of offloaded activations, which have no `host`.
 
-An optimizer's step begins with its gradients' way down and ends with its weights on the device,
-which may be in the middle of the next forward. Recording reads clocks and waits for nothing. A
+An optimizer's step starts with its gradients' way down and ends with its weights on the device,
+which may be in the middle of the next forward. Recording reads clocks and does not wait. A
 `Timeline`, if the recorder has one, is shown the spans of work that are added up here.
 """
 
@@ -30,9 +30,9 @@ class LaneTimings(NamedTuple):
     """One rank's means over steps, in seconds a step."""
 
     num_steps: int
-    d2h: float  # gradients, or activations, on their way down
+    d2h: float  # gradients, or activations, moving down
     host: float  # the update, in host memory
-    h2d: float  # weights, or activations, on their way up
+    h2d: float  # weights, or activations, moving up
     waited_d2h: float  # by the thread that computes, for each of them
     waited_host: float
     waited_h2d: float
@@ -52,7 +52,7 @@ class _Rows:
     prefix: str = ""  # of the rows' names
 
     def note(self, lane: str, name: str, span: Span, nbytes: int) -> None:
-        """Work of a lane begins."""
+        """Work of a lane starts."""
         self.timeline.note(self.prefix + lane, name, span, nbytes)
 
     def waiting(self, lane: str, name: str = "") -> AbstractContextManager[None]:
@@ -85,7 +85,7 @@ class StepTimings:
 
         Args:
             nbytes: that it moves.
-            name: of what it is about.
+            name: of its subject.
         """
         span = self._span(lane)
         self._spans.append((lane, span))
@@ -103,7 +103,7 @@ class StepTimings:
 
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
-        """Around a wait for what a lane does: this thread's or, on a GPU, its current stream's."""
+        """Around a wait for a lane's work: this thread's or, on a GPU, its current stream's."""
         span = self._span(lane)
         self._waits.append((lane, span))
         with self._rows.waiting(lane), span:
@@ -111,7 +111,7 @@ class StepTimings:
 
     def wait(self, updated: RelayedEvent) -> None:
         """`updated.wait()`, the update and the way up apart."""
-        # One tells about a slow host, the other about a slow link.
+        # One shows a slow host, the other a slow link.
         with self.waiting(HOST):
             updated.first.synchronize()
         with self.waiting(H2D):
@@ -120,7 +120,7 @@ class StepTimings:
     def awaited(self, updated: RelayedEvent) -> Event:
         """The same event, timed where a thread that issues work to a GPU waits for the update.
 
-        Lanes that are threads call `synchronize`, which holds up nobody else and is not timed.
+        Lanes that are threads call `synchronize`, which holds up no other thread and is not timed.
         """
         return _Awaited(self, updated)
 
@@ -134,7 +134,7 @@ class StepTimings:
         return all(span.seconds is not None for _, span in (*self._spans, *self._waits))
 
     def sums(self) -> dict[str, float]:
-        """Seconds by the names of `LaneTimings`, and bytes; of what is complete."""
+        """Seconds by the names of `LaneTimings`, and bytes; of complete work."""
         sums = {"host_bytes": float(self._host_bytes)}
         for prefix, spans in (("", self._spans), ("waited_", self._waits)):
             for lane in LANES:
@@ -171,7 +171,7 @@ class TimingRecorder:
     """The steps' timings, added up as they are complete.
 
     Any thread may call it: autograd's does, during the backward. It keeps numbers and clocks only,
-    so a model that knows it keeps no optimizer alive.
+    so a model with a reference to it keeps no optimizer alive.
     """
 
     def __init__(
@@ -199,24 +199,24 @@ class TimingRecorder:
 
     @property
     def coming(self) -> StepTimings:
-        """The step that has not begun: gradients go down for it during the backward."""
+        """The step that has not started: gradients go down for it during the backward."""
         with self._lock:
             return self._coming
 
     def begin(self) -> StepTimings:
-        """The coming step begins; nothing waits any more for the one before."""
+        """The coming step starts; no thread waits any more for the one before."""
         with self._lock:
             self._end()
             self._current, self._coming = self._coming, self._new_step()
             return self._current
 
     def end(self) -> None:
-        """The step that has begun is over: nothing will wait for it later."""
+        """The step that has started is over: no thread will wait for it later."""
         with self._lock:
             self._end()
 
     def collect(self) -> LaneTimings | None:
-        """Means over the steps that were completed since the last call; None if there are none."""
+        """Means over the steps that were completed since the last call; None without any."""
         with self._lock:
             self._add_up()
             if not self._num_steps:
@@ -250,7 +250,7 @@ class TimingRecorder:
 
 
 class NoTimings:
-    """A recorder that records nothing, and each of its steps."""
+    """A recorder without effect, and each of its steps."""
 
     def record_to(self, timeline: AnyTimeline, prefix: str = "") -> None:  # noqa: ARG002
         """RuntimeError: there are no spans."""
@@ -266,10 +266,10 @@ class NoTimings:
         return self
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """No effect."""
 
     def collect(self) -> None:
-        """There is nothing to tell."""
+        """No timings."""
 
     def timed(
         self,
@@ -290,7 +290,7 @@ class NoTimings:
         return updated
 
     def before_use(self, updated: RelayedEvent) -> None:
-        """Nobody wants to know how long the wait takes."""
+        """The wait is not timed."""
 
 
 Recorder: TypeAlias = TimingRecorder | NoTimings

@@ -1,13 +1,13 @@
 """Settings that keep PyTorch's NCCL watchdog from ending ranks that this project's watches over.
 
-Each NCCL process group of PyTorch has two threads of its own. One looks for errors and timeouts of
+Each NCCL process group of PyTorch has two separate threads. One looks for errors and timeouts of
 collectives and ends the process for one; the other ends it if the first one hangs or has found an
 error. Where both watchdogs run, a rank that is killed in the middle of a roll call looks like the
-cause. With the settings below, PyTorch's threads still find errors, but only tell whoever asks
+cause. With the settings below, PyTorch's threads still find errors, but only report them on request
 (`ProcessGroupNCCL.get_error`), as our watchdog does.
 
-PyTorch reads them from the environment when a group is made. None of this has been seen on a GPU:
-the settings' names are in PyTorch 2.11 and 2.13, and what they do was read in the sources of
+PyTorch reads them from the environment when a group is made. This has not been run on a GPU:
+the settings' names are in PyTorch 2.11 and 2.13, and their effects are from the sources of
 another version.
 """
 
@@ -39,7 +39,8 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
     """Has PyTorch find failures of collectives without ending a rank. Call it before the process
     group is made.
 
-    What the user has set stays. If that lets PyTorch end ranks all the same, one warning says so.
+    The user's settings stay. If that lets PyTorch end ranks all the same, one warning names the
+    settings.
     """
     disarming = [
         f"{name}={environment[name]}"

@@ -1,4 +1,4 @@
-"""Options: dataclass fields that know their flag, their help line and what values they admit.
+"""Options: dataclass fields with their flag, their help line and what values they admit.
 
 A config class lives with the code that reads it. It is a frozen dataclass whose fields are made
 with `option(...)`; `check_options(self)` in its `__post_init__` checks every value against the
@@ -41,7 +41,7 @@ _METADATA_KEY = "megatron.option"
 _MOST_REPORTED = 4000  # characters of a line of an error's report
 _MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 
-# What a field may hold. Lists of values are tuples, so that configs stay hashable.
+# Types of a field. Lists of values are tuples, so that configs stay hashable.
 _SCALARS: dict[type, str] = {
     int: "an integer",
     float: "a number",
@@ -60,7 +60,7 @@ class _Shown(reprlib.Repr):
         self.maxtuple = self.maxlist = self.maxdict = self.maxset = 8
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  reprlib's signature
-        # Python refuses to write integers of thousands of digits.
+        # Python does not write integers of thousands of digits.
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 
@@ -110,7 +110,7 @@ class ConfigErrors(ConfigError):  # noqa: N818  a plural
 
 @dataclass(frozen=True)
 class Option:
-    """What `option(...)` records beside a dataclass field.
+    """What `option(...)` records about a dataclass field.
 
     Attributes:
         help: one line for `--help`.
@@ -124,12 +124,12 @@ class Option:
         requires: options of which one must have a value where this one is given: is not the
             default.
         no_effect_unless: the values that other options must have where this one is given, since it
-            would change nothing otherwise.
+            has no effect otherwise.
         is_pattern: whether the text may be a list in Python's syntax; one of YAML becomes text.
         overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
         may_change: whether a resumed run may have another value without a line in the log, as it
-            does not change what is computed.
-        bare: what the flag means without a value; None: it needs one.
+            does not change any result.
+        bare: the flag's meaning without a value; None: it needs one.
     """
 
     help: str
@@ -277,7 +277,7 @@ class Field:
         raise self.error(value)
 
     def check(self, value: Any) -> None:
-        """ConfigError unless `value` has this field's type and lies within its bounds."""
+        """ConfigError unless `value` has this field's type and is within its bounds."""
         if value is None:
             if not self.is_optional:
                 raise self.error(None)
@@ -360,7 +360,7 @@ def check_needs(configs: Sequence[Any], granted: Collection[str] = ()) -> None:
     them which it needs.
 
     Args:
-        configs: instances of the classes whose options stand beside each other.
+        configs: instances of the classes whose options are used together.
         granted: the names of options that count as given, since something else serves as well.
     """
     fields = [options_of(type(config)) for config in configs]

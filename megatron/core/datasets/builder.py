@@ -46,10 +46,10 @@ def build_gpt_datasets(
 
     Args:
         config: the data.
-        num_samples: samples that training, validation and test will ask for in the whole run.
-        vocab_size: number of embeddings; token ids from there on are refused when met.
+        num_samples: samples that training, validation and test will read in the whole run.
+        vocab_size: number of embeddings; token ids from there on are rejected when met.
         seed: decides the order of documents and samples; each split derives its own from it.
-        eod: the token that ends a document, needed where the configuration asks for boundaries.
+        eod: the token that ends a document, needed where the configuration has boundaries.
 
     Raises:
         IndexedDatasetError: token files or a sample index that cannot be used.
@@ -231,7 +231,7 @@ def _warn_of_repeated(config: GPTDatasetConfig) -> None:
 
 
 def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
-    """What the images of all data have in common; None for text alone.
+    """The common format of the images of all data; None for text alone.
 
     Raises:
         ConfigError: for data some of which has no images, or others.
@@ -251,8 +251,8 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
 
 
 def without_prefix(config: GPTDatasetConfig, prefix: Sequence[int]) -> list[str]:
-    """The datasets of text of which none of the first documents begins with these tokens.
-    Conversations begin as their template says.
+    """The datasets of text of which all first documents start with other tokens. Conversations
+    start as their template does.
     """
     found = []
     for part in config.blend:

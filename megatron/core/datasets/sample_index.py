@@ -1,27 +1,26 @@
-"""Where each training sample begins: computed once per data, split and sequence length, and kept in
+"""Where each training sample starts: computed once per data, split and sequence length, and kept in
 a mapped file.
 
 [Note: the order of samples]
 
 The sequences of a split, laid end to end in a random order, are one epoch's token stream. Sample j
-of the epoch is the window of seq_length + 1 tokens that begins at token j * seq_length: the last
+of the epoch is the window of seq_length + 1 tokens that starts at token j * seq_length: the last
 token of one window, a label only, is the first of the next.
 
     documents     A A A A A B B C C C C C C     seq_length 4
     window 0      A A A A A
     window 1              A B B C C
-    window 2                      C C C C C     what is left after the last whole window is dropped
+    window 2                      C C C C C     the rest after the last whole window is dropped
 
 Both orders, of documents in the stream and of samples drawn from the epoch, are
-`RandomPermutation`s of (seed, epoch). Only the document that a window begins in cannot be computed
-on the spot, since that takes a running sum over all documents before it. So it is stored, and
-nothing else.
+`RandomPermutation`s of (seed, epoch). Only the document that a window starts in cannot be computed
+on the spot, since that takes a running sum over all documents before it. So only this is stored.
 
 [Note: a stored start is not believed]
 
-The cache's folder may be shared, and files in it may rot. Checking all starts when the file is
+The cache's directory may be shared, and files in it may rot. Checking all starts when the file is
 opened would cost as much as computing them. But a window's last token is the first of the next
-window: reading a window leads to where the next one begins, and after the last one the rest of the
+window: reading a window leads to where the next one starts, and after the last one the rest of the
 epoch is known, too. So each window that is read is checked against the start that follows. A wrong
 start is found before any of its tokens are used.
 """
@@ -54,7 +53,7 @@ from megatron.core.files import published
 
 logger = logging.getLogger(__name__)
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FORMAT = 1  # raised when the same description would give other numbers
 _SECONDS_UNTIL_STALE = 3600
@@ -69,14 +68,14 @@ def epoch_permutation(size: int, seed: int, purpose: str, epoch: int) -> RandomP
 
 @dataclass(frozen=True)
 class EpochStream:
-    """The sequences of one split as an endless row of epochs, each in an order of its own."""
+    """The sequences of one split as an endless row of epochs, each in its own order."""
 
     indexed: IndexedDataset
     documents: range  # sequences of `indexed` that belong to the split
     seed: int
 
     def sequences(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which sequences of `indexed` stand at these positions of the epoch's stream: int64 [n] ->
+        """The sequences of `indexed` at these positions of the epoch's stream: int64 [n] ->
         int64 [n].
         """
         order = epoch_permutation(len(self.documents), self.seed, "documents", epoch)
@@ -85,7 +84,7 @@ class EpochStream:
     def sample_starts(
         self, epoch: int, seq_length: int, num_samples: int
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """Where windows 0 .. num_samples - 1 of the epoch begin, in pieces.
+        """Where windows 0 .. num_samples - 1 of the epoch start, in pieces.
 
         Yields:
             int64 [n, 2]: position of the document in the stream, offset of the first token in that
@@ -112,7 +111,7 @@ class EpochStream:
 
 @dataclass(frozen=True)
 class SampleStarts:
-    """Where windows begin, as stored. See [Note: a stored start is not believed].
+    """Where windows start, as stored. See [Note: a stored start is not believed].
 
     Attributes:
         file: the index, mapped.
@@ -134,7 +133,7 @@ class SampleIndex:
     """The stored starts of the samples of `num_epochs` epochs.
 
     Attributes:
-        stream: what is cut.
+        stream: the tokens.
         seq_length: tokens from one window to the next.
         samples_per_epoch: whole windows in an epoch.
         num_epochs: epochs stored.
@@ -156,7 +155,7 @@ class SampleIndex:
         """All that the numbers depend on; its hash is the file's name."""
         indexed, documents = self.stream.indexed, self.stream.documents
         files = []
-        # The files that are mapped, and not what may stand under their names by now.
+        # The files that are mapped, not the ones that may be under their names by now.
         for path, version in (
             (indexed.idx_path, indexed.idx_version),
             (indexed.bin_path, indexed.bin_version),
@@ -215,9 +214,9 @@ class SampleIndex:
         return found
 
     def _map(self) -> SampleStarts | None:
-        """The file, mapped, or None if there is none of the right shape.
+        """The file, mapped, or None without one of the right shape.
 
-        Nothing of it is parsed: `_build` alone writes it, so its header and size are known.
+        It is not parsed: `_build` alone writes it, so its header and size are known.
         """
         if not os.path.lexists(self.path):
             return None
@@ -231,7 +230,7 @@ class SampleIndex:
                 raise IndexedDatasetError(f"{self.path}: expected {expected}, got something else.")
             mapped = file.map()
         except IndexedDatasetError as error:
-            # As text: whoever keeps the record would keep the error's frames, and their open files.
+            # As text: a kept record would keep the error's frames, and their open files.
             logger.warning("%s It is built anew.", str(error))
             return None
 
@@ -266,7 +265,7 @@ class SampleIndex:
         )
 
     def _remove_leftovers(self) -> None:
-        """Removes what killed builds have left: files that nobody has written to for an hour."""
+        """Removes what killed builds have left: files without a write for an hour."""
         # The file system's clock, which may differ from this node's.
         lock = self.path.with_suffix(".lock")
         os.utime(lock)

@@ -17,7 +17,7 @@ class SelfAttention(Attention):
     """Multi-head attention.
 
     Query heads are consecutive within a group: head h reads key and value head h // (heads /
-    groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are those of all
+    groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are the rows of all
     queries, then of the output gate where there is one, of all keys, and of all values; each
     section head by head.
 
@@ -59,7 +59,7 @@ class SelfAttention(Attention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the initial sinks as weights are drawn, which is how gpt-oss and Megatron begin.
+        """Draws the initial sinks as weights are drawn, as gpt-oss and Megatron do.
         Near zero each counts as one key of average score.
         """
         if self.sinks is not None:

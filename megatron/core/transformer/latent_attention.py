@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), as it is trained.
 
 Keys and values of all heads are computed from one small latent for each position, queries from
-another one or from the layer's input. The latent of keys and values is what a cache would hold; a
-forward that has all positions computes the heads' keys and values themselves.
+another one or from the layer's input. The latent of keys and values is the part that a cache would
+hold; a forward that has all positions computes the heads' keys and values themselves.
 
     input -- linear_q_down_proj -- q_layernorm -- linear_q_up_proj ---- query: content, rotary
     input -- linear_kv_down_proj +- latent - kv_layernorm - linear_kv_up_proj - key: content; value
@@ -25,9 +25,9 @@ from megatron.core.transformer.spec import AttentionSpec, LatentAttentionSpec
 class LatentAttention(Attention):
     """Multi-head latent attention.
 
-    The rows of `linear_q_up_proj`, or of `linear_q_proj` where queries have no latent, are those of
-    each head in turn, content before rotary. `linear_kv_down_proj` has the latent's rows, then
-    those of the rotary part of the key; `linear_kv_up_proj` the keys' of all heads, then the
+    The rows of `linear_q_up_proj`, or of `linear_q_proj` where queries have no latent, are each
+    head's in turn, content before rotary. `linear_kv_down_proj` has the latent's rows, then the
+    rows of the rotary part of the key; `linear_kv_up_proj` the keys' of all heads, then the
     values'.
 
     Args:
@@ -82,7 +82,7 @@ class LatentAttention(Attention):
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `Attention`; the output reads nothing besides."""
+        """See `Attention`; the output has no other input."""
         query = self._query(hidden, rotary)
         key, value = self._key_and_value(hidden, rotary)
         return (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), ()

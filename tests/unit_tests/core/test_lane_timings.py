@@ -131,7 +131,7 @@ def test_waits_of_lanes_that_are_threads_are_not_the_computations():
     event = recorder.begin().awaited(Slow())
     event.synchronize()
     event.wait()
-    assert clock.now == 14.0
+    assert clock.now == 114.0
     recorder.end()
     got = recorder.collect()
     assert (got.waited_d2h, got.waited_host, got.waited_h2d) == (0.0, 2.0, 0.0)

@@ -1,6 +1,6 @@
 """From a config.json to our options, and from a model's spec to a config.json.
 
-A family fits a spec exactly or not at all: what it would write is read back, and must give the same
+A family fits a spec exactly or not at all: its own file is read back, and must give the same
 spec. A file that leaves out part of a model is therefore never written.
 """
 
@@ -59,7 +59,7 @@ FAMILIES = (
     GPT_OSS,
 )
 
-# Fields of any architecture that change nothing in what is computed from tokens and weights: where
+# Fields of any architecture without effect on results computed from tokens and weights: where
 # a file comes from, token ids, dtypes, training, classification, generation.
 HARMLESS = frozenset(
     """
@@ -92,8 +92,8 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
 
     Raises:
         ConfigError: for an architecture that is not known here; for quantized weights; for a field
-            that must be there and is not; for a value, by its name, that asks for what a model here
-            does not have.
+            that must be there and is not; for a value, by its name, that requires a feature that
+            models here do not have.
     """
     file = ConfigFile(content, source)
     kind = file.wanted("model_type")
@@ -147,7 +147,7 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
             not: the first.
 
     Raises:
-        ConfigError: naming the flags, if there is none.
+        ConfigError: naming the flags, if no family fits.
     """
     candidates, errors = [], []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
@@ -193,7 +193,7 @@ def clauses(
 
 
 def differences_of(family: Family, spec: ModelSpec) -> list[Difference]:
-    """What is different in the model that the family's file for this spec would describe."""
+    """Differences of the model that the family's file for this spec would describe."""
     heads = num_heads_of(spec)
     if family.has_even_heads and spec.hidden_size % heads:
         expected = f"a multiple of {heads} heads"
@@ -205,5 +205,5 @@ def differences_of(family: Family, spec: ModelSpec) -> list[Difference]:
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:
-    """The order in which families are near: first those with the same kinds of layers."""
+    """The order in which families are near: first families with the same kinds of layers."""
     return sum(difference.flag in KIND_FLAGS for difference in differences), len(differences)

@@ -226,7 +226,7 @@ _GEMMA_WINDOWS = SlidingLayers(
 )
 
 # `attn_logit_softcapping` is no field: the library keeps it, and no version applies it to Gemma 3.
-# A file that gives it is refused, since it is not clear what its author computed.
+# A file that gives it is rejected, since its author's formula is unknown.
 GEMMA3 = Family(
     model_type="gemma3_text",
     class_name="Gemma3ForCausalLM",
@@ -298,7 +298,7 @@ SMOLLM3 = Family(
     norms=NORMS,
     attention=ATTENTION,
     dense=GATED_MLP,
-    # Of Qwen2's files, from which these were made; the library does not read it here.
+    # From Qwen2's files, the origin of these; the library does not read it here.
     harmless=frozenset({"max_window_layers"}),
 )
 
@@ -347,7 +347,7 @@ STARCODER2 = Family(
     attention=ATTENTION,
     dense={"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"},
     # Names of the norm and the MLP, and second names of other values, in files of before
-    # transformers 5. The library reads none of them.
+    # transformers 5. The library does not read them.
     harmless=frozenset(
         {
             "norm_type",

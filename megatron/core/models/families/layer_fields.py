@@ -39,7 +39,7 @@ _DELTA_NET: Mapping[str, Callable[[GatedDeltaNetSpec], int]] = {
 
 
 def pattern_of(kinds: Sequence[bool], *, every_nth: bool) -> str:
-    """A text that `layer_pattern` turns into these kinds: a number if there is one, else a list."""
+    """A text that `layer_pattern` turns into these kinds: a number if possible, else a list."""
     kinds = tuple(kinds)
     if every_nth in kinds:
         text = str(kinds.index(every_nth) + 1)
@@ -166,7 +166,7 @@ class WindowEverywhere(Field):
     """A window in all layers, or in none. A missing field is none in all versions.
 
     Attributes:
-        switch: the field without which there is none; a missing one is off in all versions.
+        switch: the field without which no layer has a window; a missing one is off in all versions.
     """
 
     switch: str | None = None
@@ -403,7 +403,7 @@ class SharedExperts(Field):
 
 
 def _pattern(file: ConfigFile, has_experts: list[bool]) -> dict[str, Any]:
-    """Our option for layers with experts. ConfigError if there are none."""
+    """Our option for layers with experts. ConfigError without any."""
     if not any(has_experts):
         raise ConfigError(f"Expected at least one layer with experts in {file.source}, got none.")
     if all(has_experts):

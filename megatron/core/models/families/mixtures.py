@@ -179,7 +179,7 @@ QWEN3_5_MOE = Family(
     dense={},
     mixture=_ROUTER_AND_SHARED,
     experts=(EXPERTS, STACKED_EXPERTS),
-    # All layers have experts, so nothing has the width of an MLP.
+    # All layers have experts, so the width of an MLP is unused.
     harmless=GATED_ATTENTION_HARMLESS | {"intermediate_size"},
     ignored=("mtp.",),
 )
@@ -402,6 +402,6 @@ GPT_OSS = Family(
             "linear_fc2": ExpertMatrix("mlp.experts.down_proj"),
         },
     ),
-    # Other names of fields; and a loss that is added only where a caller asks for it.
+    # Other names of fields; and a loss that is added only on a caller's request.
     harmless=frozenset({"experts_per_token", "initial_context_length", "router_aux_loss_coef"}),
 )

@@ -182,9 +182,9 @@ class Rope(Field):
 
     Attributes:
         absent_base: the base of a file without one; None if it is required.
-        absent_share: the share of each head's channels that is rotated where a file says nothing;
-            None: always all of them.
-        ignored: parameters that change nothing for text.
+        absent_share: the share of each head's channels that is rotated if a file does not specify
+            it; None: always all channels.
+        ignored: parameters without effect on text.
         needs_section: whether a file must have one of the sections.
     """
 
@@ -239,7 +239,8 @@ def _share(dim: int, head_dim: int) -> float:
 
 @dataclass(frozen=True)
 class RopeByKind(Field):
-    """One rotary embedding for layers without a window, and an unscaled one for those with one.
+    """One rotary embedding for layers without a window, and an unscaled one for layers with a
+    window.
 
     Attributes:
         windows: the field of the layers with a window.
@@ -318,7 +319,7 @@ def latent_of(spec: ModelSpec) -> LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class QueryRank(Field):
-    """`q_lora_rank`, where null says that queries have no latent."""
+    """`q_lora_rank`, where null means that queries have no latent."""
 
     names = ("q_lora_rank",)
 
@@ -369,8 +370,8 @@ class LatentRope(Field):
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         options = self.rope.read(file)
-        # Neighbours are turned together in all versions, unless a file says otherwise; null, which
-        # is not a missing field, is false.
+        # Neighbours are turned together in all versions, unless a file specifies otherwise; null,
+        # which is not a missing field, is false.
         is_missing = "rope_interleave" not in file.content
         options["rotary_interleaved"] = file.boolean("rope_interleave", absent=is_missing)
 

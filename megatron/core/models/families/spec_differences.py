@@ -118,7 +118,7 @@ _FLAGS = {
     "feed_forward.up_offset": "--glu-linear-offset",
     "post_norm": "--post-norm",
 }
-# Flags that turn off what the spec's value turns on.
+# Flags whose meaning is the opposite of the spec's value.
 _OFF_FLAGS = (
     "--untie-embeddings-and-output-weights",
     "--disable-bias-linear",
@@ -275,7 +275,7 @@ def _compared(
             one[path],
             other[path],
         )
-        # A part that only one of them has is named as such, without what it is made of.
+        # A part that only one of them has is named as such, without its own parts.
         for path in one
         if path in other and not _are_equal(one[path], other[path])
     }
@@ -293,7 +293,7 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     kind = True if path in _PRESENT else _PARTS.get(type(value), True)
     found: dict[str, object] = {path: kind} if path else {}
     if isinstance(value, RotaryScaling):
-        path = f"{path}.{_PARTS[type(value)]}"  # kinds have flags of their own
+        path = f"{path}.{_PARTS[type(value)]}"  # kinds have their own flags
     for field in dataclasses.fields(value):
         if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
             inner = f"{path}.{field.name}" if path else field.name
@@ -309,8 +309,8 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
 
 
 def _canonical(router: RouterSpec) -> RouterSpec:
-    """One form for what is computed in two ways: a softmax over all experts that is divided by the
-    sum of the chosen ones is one over these, unless what is added to it decides which are chosen.
+    """One form for two equivalent computations: a softmax over all experts that is divided by the
+    sum of the chosen ones is one over these, unless an added bias decides which are chosen.
     """
     is_plain = router.num_groups == 1 and not router.has_expert_bias
     if router.scores is Scores.SOFTMAX and router.is_normalized and is_plain:
@@ -323,7 +323,7 @@ def _flag_of(path: str, expected: object, got: object) -> str:
         return _SCALING_FLAGS[str(got or expected)]
     if path == "mixer" and _LATENT in (expected, got):
         return "--multi-latent-attention"
-    # The networks in a mixture have what is not their size from the flags of all networks.
+    # The networks in a mixture take everything but their size from the flags of all networks.
     of_all = path.replace(".expert.", ".").replace(".shared.", ".")
     for known in (path, of_all):
         if known in _FLAGS:

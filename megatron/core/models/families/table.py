@@ -126,16 +126,16 @@ class Family:
         options: our options that all of its models share.
         fields: fields of config.json.
         norms, attention, latent_attention, delta_net, dense: the library's names of a layer's
-            modules, by our names, without modules that the architecture lacks. For a module of ours
-            that is only some rows of one of theirs, a function of the mixer returns the rows, named
+            modules, by our names, without modules that the architecture lacks. For a module that is
+            only some rows of one of the library's, a function of the mixer returns the rows, named
             after the module.
         mixture: the same for a mixture's router and shared experts. A tensor whose last name
             differs has a separate item.
         experts: the forms in which files may contain the experts' matrices, by our names of the
             matrices. The first form is written.
         harmless: fields specific to the architecture that have no effect here.
-        ignored: prefixes of tensors that the library does not load either. `{extra_layer}` stands
-            for the number of each layer that predicts further tokens.
+        ignored: prefixes of tensors that the library does not load either. `{extra_layer}`
+            represents the number of each layer that predicts further tokens.
         has_even_heads: whether the hidden size must be a multiple of the number of heads, although
             heads may have another width.
     """
@@ -170,7 +170,7 @@ class Family:
         return dataclasses.replace(self, experts=self.experts[:1])
 
     def rows_of(self, own: str, num_rows: int, layers: tuple[LayerSpec, ...]) -> RowMap:
-        """Returns the rows of one of our tensors in theirs.
+        """Returns the rows of one of this project's tensors in the library's.
 
         Args:
             own: name of a parameter, a section of one, or a buffer in our checkpoints, without
