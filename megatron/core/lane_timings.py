@@ -13,13 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron.core import trace_file
 from megatron.core.device import Device
-from megatron.core.lanes import Event, RelayedEvent
+from megatron.core.lanes import Awaited, Event, RelayedEvent
 from megatron.core.spans import ClockSpan, Span
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
@@ -44,36 +43,11 @@ class LaneTimings(NamedTuple):
         return self.host_bytes / self.host if self.host_bytes and self.host else None
 
 
-@dataclass
-class _Rows:
-    """Where the spans of a recorder go besides its sums."""
-
-    timeline: AnyTimeline = NO_TIMELINE
-    prefix: str = ""  # of the rows' names
-
-    def note(self, lane: str, name: str, span: Span, nbytes: int) -> None:
-        """Work of a lane starts."""
-        self.timeline.note(self.prefix + lane, name, span, nbytes)
-
-    def waiting(self, lane: str, name: str = "") -> AbstractContextManager[None]:
-        """Around a wait of the computation for a lane.
-
-        In a span of the timeline's own: the thread that waits for the host need not be the stream
-        that computes, which may still have work.
-        """
-        return self.timeline.waiting(self.prefix + lane, name)
-
-
 class StepTimings:
     """The spans of one step: made where work is queued, filled in where it is done."""
 
-    def __init__(
-        self, device: Device, clock: Callable[[], float], rows: _Rows, *, has_lanes: bool
-    ) -> None:
-        self._device = device
-        self._clock = clock
-        self._rows = rows
-        self._has_lanes = has_lanes
+    def __init__(self, recorder: TimingRecorder) -> None:
+        self._recorder = recorder
         self._spans: list[tuple[str, Span]] = []
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
@@ -87,15 +61,15 @@ class StepTimings:
             nbytes: that it moves.
             name: of its subject.
         """
-        span = self._span(lane)
+        recorder = self._recorder
+        span = recorder.span(lane)
         self._spans.append((lane, span))
         self._host_bytes += nbytes if lane == HOST else 0
-        rows, has_lanes = self._rows, self._has_lanes
 
         def work_in_span() -> object:
             # Without lanes, the thread that computes does the work itself.
-            with nullcontext() if has_lanes else rows.waiting(lane, name):
-                rows.note(lane, name, span, nbytes)
+            with nullcontext() if recorder.has_lanes else recorder.shown_wait(lane, name):
+                recorder.timeline.note(recorder.prefix + lane, name, span, nbytes)
                 with span:
                     return work()
 
@@ -104,9 +78,9 @@ class StepTimings:
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
         """Around a wait for a lane's work: this thread's or, on a GPU, its current stream's."""
-        span = self._span(lane)
+        span = self._recorder.span(lane)
         self._waits.append((lane, span))
-        with self._rows.waiting(lane), span:
+        with self._recorder.shown_wait(lane), span:
             yield
 
     def wait(self, updated: RelayedEvent) -> None:
@@ -122,7 +96,13 @@ class StepTimings:
 
         Lanes that are threads call `synchronize`, which holds up no other thread and is not timed.
         """
-        return _Awaited(self, updated)
+
+        def wait() -> None:
+            with self.waiting(HOST):
+                updated.first.synchronize()
+            updated.wait()
+
+        return Awaited(updated, wait)
 
     def before_use(self, updated: RelayedEvent) -> Callable[[], None] | None:
         """A function that waits for an update and its way up, and times both."""
@@ -143,29 +123,6 @@ class StepTimings:
                 )
         return sums
 
-    def _span(self, lane: str) -> Span:
-        # The update's lane is a thread on any device.
-        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
-
-
-class _Awaited:
-    """See `StepTimings.awaited`."""
-
-    def __init__(self, step: StepTimings, updated: RelayedEvent) -> None:
-        self._step = step
-        self._updated = updated
-
-    def wait(self) -> None:
-        with self._step.waiting(HOST):
-            self._updated.first.synchronize()
-        self._updated.wait()
-
-    def synchronize(self) -> None:
-        self._updated.synchronize()
-
-    def is_done(self) -> bool:
-        return self._updated.is_done()
-
 
 class TimingRecorder:
     """The steps' timings, added up as they are complete.
@@ -179,11 +136,12 @@ class TimingRecorder:
     ) -> None:
         """Without lanes, the computation waits for all work. `clock` is in seconds."""
         self._device = device
-        self._has_lanes = has_lanes
+        self.has_lanes = has_lanes
         self._clock = clock
         self._lock = threading.Lock()
-        self._rows = _Rows()
-        self._coming = self._new_step()
+        self.timeline: AnyTimeline = NO_TIMELINE
+        self.prefix = ""  # of the timeline's rows
+        self._coming = StepTimings(self)
         self._current: StepTimings | None = None
         self._ended: deque[StepTimings] = deque()
         self._sums: dict[str, float] = {}
@@ -195,7 +153,20 @@ class TimingRecorder:
         Args:
             prefix: of the rows' names.
         """
-        self._rows.timeline, self._rows.prefix = timeline, prefix
+        self.timeline, self.prefix = timeline, prefix
+
+    def span(self, lane: str) -> Span:
+        """Returns a span of a lane's work."""
+        # The update's lane is a thread on any device.
+        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+
+    def shown_wait(self, lane: str, name: str = "") -> AbstractContextManager[None]:
+        """Shows the timeline a wait of the computation for a lane.
+
+        In a span of the timeline's own: the thread that waits for the host need not be the stream
+        that computes, which may still have work.
+        """
+        return self.timeline.waiting(self.prefix + lane, name)
 
     @property
     def coming(self) -> StepTimings:
@@ -207,7 +178,7 @@ class TimingRecorder:
         """The coming step starts; no thread waits any more for the one before."""
         with self._lock:
             self._end()
-            self._current, self._coming = self._coming, self._new_step()
+            self._current, self._coming = self._coming, StepTimings(self)
             return self._current
 
     def end(self) -> None:
@@ -225,15 +196,12 @@ class TimingRecorder:
             timings = LaneTimings(num_steps=self._num_steps, **means)
             self._sums, self._num_steps = {}, 0
 
-        if self._has_lanes:
+        if self.has_lanes:
             return timings
         # The thread that computes has done all the work itself.
         return timings._replace(
             waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d
         )
-
-    def _new_step(self) -> StepTimings:
-        return StepTimings(self._device, self._clock, self._rows, has_lanes=self._has_lanes)
 
     def _end(self) -> None:
         if self._current is not None:

@@ -64,6 +64,15 @@ class Event(Protocol):
         """Whether the work has ended, perhaps by an error. Neither waits nor raises."""
 
 
+class Awaited:
+    """An event with another `wait`."""
+
+    def __init__(self, event: Event, wait: Callable[[], None]) -> None:
+        self.wait = wait
+        self.synchronize = event.synchronize
+        self.is_done = event.is_done
+
+
 class Lane(Protocol):
     """An ordered queue of work alongside the computation. See [Note: lanes]."""
 

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from megatron.core.device import Device
-from megatron.core.lanes import Event
+from megatron.core.lanes import Awaited, Event
 from megatron.core.spans import ClockSpan, Origin, Span
 from megatron.core.trace_file import (
     CHECKPOINT,
@@ -140,7 +140,14 @@ class Timeline:
 
     def awaited(self, event: Event, what: str, about: str = "") -> Event:
         """An event, whose `wait` is recorded as the computation's."""
-        return _Awaited(self, event, what, about) if self._is_open else event
+        if not self._is_open:
+            return event
+
+        def wait() -> None:
+            with self.waiting(what, about):
+                event.wait()
+
+        return Awaited(event, wait)
 
     # Recorded so far
 
@@ -209,33 +216,13 @@ class Timeline:
         self._notes.append(_Note(what, span, self._origin))
 
 
-class _Awaited:
-    """See `Timeline.awaited`."""
-
-    def __init__(self, timeline: Timeline, event: Event, what: str, about: str) -> None:
-        self._timeline = timeline
-        self._event = event
-        self._what = what
-        self._about = about
-
-    def wait(self) -> None:
-        with self._timeline.waiting(self._what, self._about):
-            self._event.wait()
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def is_done(self) -> bool:
-        return self._event.is_done()
-
-
 class NoTimeline:
     """Records no work, and makes no spans."""
 
     __slots__ = ()
 
     def phase(self, name: str) -> None:
-        """Nobody asks."""
+        """No effect."""
 
     def timed(
         self,
@@ -247,7 +234,7 @@ class NoTimeline:
         return work
 
     def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
-        """Nobody asks."""
+        """No effect."""
 
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:  # noqa: ARG002
         return _NOTHING

@@ -38,8 +38,6 @@ from megatron.core.models.families.rope import Rope, RopeByKind
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.families.table import (
     ATTENTION,
-    GATED_MLP,
-    NORMS,
     PLAIN_MLP,
     QK_NORMS,
     Family,
@@ -69,9 +67,6 @@ LLAMA = Family(
     class_name="LlamaForCausalLM",
     options={"normalization": "RMSNorm"},
     fields=(*_LLAMA_FIELDS, HiddenActivation()),
-    norms=NORMS,
-    attention=ATTENTION,
-    dense=GATED_MLP,
     has_even_heads=True,
 )
 
@@ -80,8 +75,6 @@ ARCEE = Family(
     class_name="ArceeForCausalLM",
     options={"normalization": "RMSNorm"},
     fields=(*_LLAMA_FIELDS, HiddenActivation(is_gated=False)),
-    norms=NORMS,
-    attention=ATTENTION,
     dense=PLAIN_MLP,
     has_even_heads=True,
 )
@@ -104,9 +97,6 @@ QWEN2 = Family(
         _QWEN_WINDOWS,
         Rope(),
     ),
-    norms=NORMS,
-    attention=ATTENTION,
-    dense=GATED_MLP,
 )
 
 QWEN3 = Family(
@@ -122,9 +112,7 @@ QWEN3 = Family(
         _QWEN_WINDOWS,
         Rope(),
     ),
-    norms=NORMS,
     attention=ATTENTION | QK_NORMS,
-    dense=GATED_MLP,
 )
 
 
@@ -212,10 +200,8 @@ QWEN3_5 = Family(
     class_name="Qwen3_5ForCausalLM",
     options=GATED_ATTENTION_OPTIONS,
     fields=(*SIZES, *GATED_ATTENTION_FIELDS),
-    norms=NORMS,
     attention=GATED_ATTENTION,
     delta_net=DELTA_NET,
-    dense=GATED_MLP,
     harmless=GATED_ATTENTION_HARMLESS,
     ignored=("mtp.",),
 )
@@ -265,7 +251,6 @@ GEMMA3 = Family(
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
     attention=ATTENTION | QK_NORMS,
-    dense=GATED_MLP,
     has_even_heads=True,
 )
 
@@ -295,9 +280,6 @@ SMOLLM3 = Family(
         SlidingLayers(LayerRule(_UNROTATED.names, _UNROTATED.layers), switch="use_sliding_window"),
         Rope(),
     ),
-    norms=NORMS,
-    attention=ATTENTION,
-    dense=GATED_MLP,
     # From Qwen2's files, the origin of these; the library does not read it here.
     harmless=frozenset({"max_window_layers"}),
 )
@@ -317,9 +299,6 @@ STABLELM = Family(
         # A quarter of each head is the default of all versions.
         Rope(absent_share=0.25),
     ),
-    norms=NORMS,
-    attention=ATTENTION,
-    dense=GATED_MLP,
 )
 
 
@@ -343,8 +322,6 @@ STARCODER2 = Family(
         WindowEverywhere(),
         Rope(),
     ),
-    norms=NORMS,
-    attention=ATTENTION,
     dense={"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"},
     # Names of the norm and the MLP, and second names of other values, in files of before
     # transformers 5. The library does not read them.

@@ -51,12 +51,8 @@ from megatron.core.models.families.rope import LATENT_SIZES, LatentRope, Rope
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.families.table import (
     ATTENTION,
-    EXPERTS,
-    GATED_MLP,
-    NORMS,
     QK_NORMS,
     SHARED_EXPERTS,
-    STACKED_EXPERTS,
     ExpertMatrix,
     Family,
 )
@@ -98,11 +94,8 @@ QWEN3_MOE = Family(
         NormalizedTopK(Scores.SOFTMAX),
         SparseLayers(),
     ),
-    norms=NORMS,
     attention=ATTENTION | QK_NORMS,
-    dense=GATED_MLP,
     mixture=_ROUTER,
-    experts=(EXPERTS, STACKED_EXPERTS),
     # As in Qwen3, but here a window is in all layers.
     harmless=frozenset({"max_window_layers"}),
 )
@@ -147,7 +140,6 @@ QWEN3_NEXT = Family(
         NormalizedTopK(Scores.SOFTMAX),
         SparseLayers(),
     ),
-    norms=NORMS,
     attention=GATED_ATTENTION,
     delta_net={
         **DELTA_NET,
@@ -155,9 +147,7 @@ QWEN3_NEXT = Family(
         "self_attention.beta": _beta,
         "self_attention.alpha": _alpha,
     },
-    dense=GATED_MLP,
     mixture=_ROUTER_AND_SHARED,
-    experts=(EXPERTS, STACKED_EXPERTS),
     ignored=("mtp.",),
 )
 
@@ -173,12 +163,9 @@ QWEN3_5_MOE = Family(
         SHARED_SIZE,
         NormalizedTopK(Scores.SOFTMAX, always=True),
     ),
-    norms=NORMS,
     attention=GATED_ATTENTION,
     delta_net=DELTA_NET,
-    dense={},
     mixture=_ROUTER_AND_SHARED,
-    experts=(EXPERTS, STACKED_EXPERTS),
     # All layers have experts, so the width of an MLP is unused.
     harmless=GATED_ATTENTION_HARMLESS | {"intermediate_size"},
     ignored=("mtp.",),
@@ -209,11 +196,8 @@ OLMOE = Family(
         NormalizedTopK(Scores.SOFTMAX),
         AUX_LOSS,
     ),
-    norms=NORMS,
     attention=ATTENTION | QK_NORMS,
-    dense={},
     mixture={"mlp.router": "mlp.gate"},
-    experts=(EXPERTS, STACKED_EXPERTS),
     has_even_heads=True,
 )
 
@@ -268,7 +252,6 @@ DEEPSEEK_V3 = Family(
         Always("topk_method", "noaux_tc"),
         Always("moe_layer_freq", 1),
     ),
-    norms=NORMS,
     latent_attention={
         "self_attention.linear_q_proj": "self_attn.q_proj",
         "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
@@ -281,13 +264,11 @@ DEEPSEEK_V3 = Family(
         "self_attention.value": _value,
         "self_attention.linear_proj": "self_attn.o_proj",
     },
-    dense=GATED_MLP,
     mixture={
         "mlp.router": "mlp.gate",
         "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
         **SHARED_EXPERTS,
     },
-    experts=(EXPERTS, STACKED_EXPERTS),
     # Of training with expert parallelism and auxiliary losses, of extra layers that predict further
     # tokens, and widths that follow from others.
     harmless=frozenset(
@@ -336,15 +317,12 @@ GLM4_MOE = Family(
         SharedExperts(),
         FirstLayersDense(),
     ),
-    norms=NORMS,
     attention=ATTENTION | QK_NORMS,
-    dense=GATED_MLP,
     mixture={
         "mlp.router": "mlp.gate",
         "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
         **SHARED_EXPERTS,
     },
-    experts=(EXPERTS, STACKED_EXPERTS),
     # Of extra layers that predict further tokens.
     harmless=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
     ignored=("model.layers.{extra_layer}.",),
@@ -391,9 +369,7 @@ GPT_OSS = Family(
         num_experts("num_local_experts", "num_experts"),
         TOP_K,
     ),
-    norms=NORMS,
     attention={**ATTENTION, "self_attention": "self_attn"},
-    dense={},
     mixture={"mlp.router": "mlp.router"},
     # Rows are input channels, and gate and up alternate in the columns: one matrix here as there.
     experts=(
