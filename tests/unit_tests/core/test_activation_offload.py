@@ -208,8 +208,8 @@ def test_tensors_of_one_storage_move_once_and_weights_do_not() -> None:
     for layer in layers:
         hidden = layer(hidden, angles)
     hidden.sum().backward()
-    # Of the first layer: its input, the product that the halves are views of, and what the weight
-    # multiplies. The other two stay.
+    # Of the first layer: its input, the product that the halves are views of, and the weight's
+    # factor. The other two stay.
     assert offload.peak_nbytes == pytest.approx(3 * 4000, abs=3 * 64)
 
 
@@ -229,7 +229,7 @@ def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="not modified in place before backward"):
         hidden.sum().backward()
 
-    # The next batch knows nothing of it.
+    # The next batch is unaffected.
     hidden = torch.ones(100, requires_grad=True)
     for layer in layers:
         hidden = layer(hidden)

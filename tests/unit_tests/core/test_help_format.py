@@ -1,4 +1,4 @@
-"""The help of programs that use `ProgramParser`, and of torchrun's parser with its formatter."""
+"""The help of programs that use `ProgramParser`, and of torchrun with its formatter."""
 
 from __future__ import annotations
 

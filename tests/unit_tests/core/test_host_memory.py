@@ -30,7 +30,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="r
 
 
 class PinningDevice(Device):
-    """Notes what it is told to pin, and whether the memory is still there when it is unpinned."""
+    """Records calls of pin, and whether the memory is still there when it is unpinned."""
 
     events: list[tuple[str, int, int]]
 
@@ -61,9 +61,7 @@ def resident_bytes() -> int:
 
 
 def mappings_of(address: int) -> list[str]:
-    """The line of this process's mappings that holds an address; none if nothing is mapped
-    there.
-    """
+    """The line of this process's mappings that holds an address; none without a mapping there."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return [

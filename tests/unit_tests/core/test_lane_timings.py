@@ -1,4 +1,4 @@
-"""What the offloaded optimizer's lanes take: recorded where they work, and changing nothing."""
+"""Timings of the offloaded optimizer's lanes: recorded where they work, without effect."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_an_error_surfaces_where_it_is_waited_for_with_the_traceback_of_the_work
 
 
 def test_a_failed_lane_and_what_depends_on_it_run_nothing_more_and_others_go_on(lanes):
-    """A rank that has missed one collective must not send what its peers would take for it."""
+    """A rank that has missed one collective must not send another one in its place."""
     ran = []
     lanes[0].enqueue(fail)
     later = lanes[0].enqueue(lambda: ran.append("later"))
@@ -108,7 +108,7 @@ def test_a_lane_lets_go_of_work_that_is_done_or_has_failed(lanes, work):
     else:
         with pytest.raises(ValueError, match="the cause"):
             event.wait()
-        # The error knows the frames it came through, and they the buffer: whoever keeps the lane
+        # The error has the frames it came through, and they the buffer: an owner of the lane
         # keeps the error.
         lanes[0].close()
         lanes[0] = CPU.lane("lane-0")

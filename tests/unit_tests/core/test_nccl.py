@@ -51,7 +51,7 @@ def test_an_old_name_counts_as_long_as_the_new_one_is_not_set():
 
 def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
     for name in OURS:
-        monkeypatch.setenv(name, "")  # so that what is set below goes again
+        monkeypatch.setenv(name, "")  # so that later settings go again
         monkeypatch.delenv(name)
     Device("cpu").prepare_collectives()
     assert not OURS.keys() & os.environ.keys()

@@ -39,7 +39,7 @@ def test_other_lists_are_refused(text):
 
 
 def make_nodes(root: Path, lists: dict[int, str]) -> Path:
-    """A folder as /sys/devices/system/node."""
+    """A directory as /sys/devices/system/node."""
     for node, cpus in lists.items():
         (root / f"node{node}").mkdir(parents=True)
         (root / f"node{node}" / "cpulist").write_text(cpus + "\n")
@@ -58,7 +58,7 @@ def test_the_cores_of_each_node_are_read_and_of_others_there_are_none(tmp_path):
 
 
 class System:
-    """A C library whose system call notes what it is given."""
+    """A C library whose system call records its arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
         self.calls: list[tuple[int, ...]] = []

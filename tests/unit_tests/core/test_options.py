@@ -185,7 +185,7 @@ class Related:
         ({"color": 2}, "--color: expected --mode rich, got 'plain'."),
         ({"color": 2, "mode": "rich"}, "--color: expected --is-fast, got 2."),
         ({"depth": 2, "kind": "flat"}, "--depth: expected --kind deep, got 'flat'."),
-        # What is not admitted at all is said first.
+        # Values that are never admitted come first.
         ({"every": 3, "mode": "odd"}, "--mode: expected one of plain, rich, got 'odd'."),
     ],
 )
@@ -201,8 +201,8 @@ def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(valu
         {},
         {"folder": "a", "every": 3, "is_fast": True, "tone": "high", "echo": False},
         {"folder": "a", "is_fast": True, "mode": "rich", "color": 2},
-        {"every": None, "tone": "low", "echo": True},  # the defaults ask for nothing
-        {"depth": 2},  # nobody knows yet
+        {"every": None, "tone": "low", "echo": True},  # the defaults have no needs
+        {"depth": 2},  # not known yet
         {"kind": "deep", "depth": 2},
         {"elsewhere": 2},
     ],

@@ -1,6 +1,4 @@
-"""A timeline says when lanes work and what the computation waits for, and costs nothing when there
-is none.
-"""
+"""A timeline shows when lanes work and the computation waits, and without one there is no cost."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_conversations_longer_than_a_row_are_refused_with_the_length_or_cut(
 def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answers of the second and the fourth begin where a row has ended."""
+    """The answers of the second and the fourth start where a row has ended."""
     write_tokens(tmp_path / "chats", [[number] * 21 for number in range(5)])
     masks = [[0] * 20 + [1], [0] * 9 + [1] * 12, [1] + [0] * 20, [0] * 8 + [1] * 13, [1] * 21]
     write_masks(tmp_path / "chats", masks)
@@ -187,7 +187,7 @@ def test_conversations_that_have_lost_their_mask_are_refused_in_every_part_and_s
     for suffix in lost:
         Path(f"{mask_prefix(tmp_path / prefix)}{suffix}").unlink()
     whole, part = str(tmp_path / "whole_chat_document"), str(tmp_path / prefix)
-    # Without both, a name that says nothing is that of text, which another part may stand beside.
+    # Without both, any other name is of text, which another part may be blended with.
     blends = (
         [(part,)] if len(lost) == 2 and prefix == "merged" else [(part,), ("9", whole, "1", part)]
     )

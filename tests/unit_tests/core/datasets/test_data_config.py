@@ -1,4 +1,4 @@
-"""The data configuration: what it admits and what it says when it refuses."""
+"""The data configuration: values and refusals."""
 
 from __future__ import annotations
 

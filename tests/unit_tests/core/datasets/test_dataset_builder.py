@@ -118,7 +118,7 @@ def test_a_dataset_given_twice_is_drawn_as_one_and_that_is_logged(
 def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_found(
     tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
-    """The documents of text may be parts of longer ones, so not each of them begins alike."""
+    """The documents of text may be parts of longer ones, so not each of them starts alike."""
     texts = {
         "with": [[7, 5, 1], [2, 2], [7, 5]],
         "without": [[1, 7, 5], [7], []],

@@ -1,4 +1,4 @@
-"""Token files as users of megatron-core's `indexed_dataset` write and read them."""
+"""Token files as users of `indexed_dataset` of megatron-core write and read them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def written(prefix: Path) -> tuple[bytes, bytes]:
 
 
 def as_there(prefix: Path, sequences: Sequence[Sequence[int]], ends: Sequence[int]) -> Path:
-    """Writes items, and ends documents behind those numbers of them, with the calls of there."""
+    """Writes items, and ends documents behind these numbers of them, with the calls of there."""
     builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=np.int32)
     for number, sequence in enumerate(sequences, start=1):
         builder.add_item(torch.tensor(sequence, dtype=torch.int64))
@@ -124,7 +124,7 @@ def test_indices_are_added_with_their_documents(tmp_path: Path) -> None:
     builder.finalize(f"{tmp_path}/merged.idx")
     lengths = [1, 2, 1, 1, 0, 2, 2, 1]
     tokens = np.array([9, 1, 2, 3, 4, 5, 6, 1, 2, 3], "<i4").tobytes()
-    # [5, 6], in no document of its own files, joins the one that follows.
+    # [5, 6], in no its own document files, joins the one that follows.
     expected = index_bytes(lengths, [0, 2, 3, 5, 7, 8])
     assert written(tmp_path / "merged") == (tokens, expected)
     assert (builder.num_sequences, builder.num_documents, builder.num_tokens) == (8, 5, 10)

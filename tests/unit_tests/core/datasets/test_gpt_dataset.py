@@ -1,4 +1,4 @@
-"""Samples from token files: what they hold, what they depend on, how their index is kept."""
+"""Samples from token files: their content, its dependencies, and their index."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _window(dataset: GPTDataset, number: int) -> list[int]:
 
 
 def _expect_error_or(expected: Any, read: Callable[[], Any], file: Path) -> None:
-    """What is read is `expected`, or an error of one line that names the file."""
+    """Reading gives `expected`, or an error of one line that names the file."""
     try:
         found = read()
     except IndexedDatasetError as error:
@@ -231,7 +231,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_kills_nobody(
     tmp_path: Path, cut: str
 ) -> None:
     prefix = _write(tmp_path / "tokens")
-    # In a process of its own, which SIGBUS would kill.
+    # In another process, which SIGBUS would kill.
     process = multiprocessing.get_context("fork").Process(
         target=_read_what_is_cut, args=(prefix, cut)
     )

@@ -1,4 +1,4 @@
-"""Token files: the format to the byte, refusal of what is no such file, publication."""
+"""Token files: the format to the byte, refusal of other files, publication."""
 
 from __future__ import annotations
 

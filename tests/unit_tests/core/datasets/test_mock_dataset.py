@@ -1,4 +1,4 @@
-"""The synthetic language: determinism, bounds, and that there is something to learn."""
+"""The synthetic language: determinism, bounds, and regularity."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from megatron.core.options import ConfigError
 def _global_batches(
     num_samples: int, consumed: int, micro: int, batch: int, size: int
 ) -> list[list[int]]:
-    """All global batches, each put together from what the ranks read, rank by rank within each
+    """All global batches, each put together from the ranks' samples, rank by rank within each
     micro-batch.
     """
     samplers = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Goes on by a number of seconds whenever a piece of work asks for that."""
+    """Advances by a number of seconds in chosen pieces of work."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -47,8 +47,8 @@ def test_count_is_that_of_the_matrix_products_with_attention_halved(
     model = GPTModel(config, VOCAB)
     query_size = config.num_attention_heads * config.head_dim
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
-    # The written-out kernel is made of products that the counter knows; it does not skip what the
-    # mask hides.
+    # The written-out kernel is made of products that the counter has; it does not skip scores that
+    # the mask hides.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).sum().backward()
     attention = 3 * config.num_layers * (2 * 2 * SEQ * SEQ * query_size) * BATCH

@@ -43,7 +43,7 @@ def _inputs(spec: AttentionSpec, seq_length: int, batch: int = 2, seed: int = 0)
 def _formula(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention as its definition says, in fp64."""
+    """Attention by its definition, in fp64."""
     repeats = spec.num_heads // spec.num_key_value_heads
     query, key, value = (part.double() for part in (query, key, value))
     key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -243,7 +243,7 @@ def test_no_tensor_holds_the_scores_of_all_pairs_of_positions(
 
 
 class FusedCalls(TorchFunctionMode):
-    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
+    """Remembers the number of key heads of each call of the fused attention, and whether queries
     are grouped in it; and the channels of a query and of a value.
     """
 
@@ -279,9 +279,7 @@ class OldDriver(Driver):
 def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
     device: str, dtype: torch.dtype, causal: tuple[int, bool], masked: tuple[int, bool]
 ) -> None:
-    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them
-    apart here.
-    """
+    """Meta tensors replace an accelerator's: only their device is different here."""
     inputs = [part.detach().to(device=device, dtype=dtype) for part in _inputs(WINDOW, 9)]
     with FusedCalls() as calls:
         _attend(inputs, BASE)

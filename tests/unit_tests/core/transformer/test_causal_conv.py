@@ -76,7 +76,7 @@ def test_bf16_is_rounded_once() -> None:
 
 @pytest.mark.parametrize(("device", "is_in_blocks"), [("cpu", True), ("meta", False)])
 def test_only_a_cpu_computes_in_blocks(device: str, is_in_blocks: bool) -> None:
-    """Meta tensors stand for an accelerator's."""
+    """Meta tensors replace an accelerator's."""
     conv = CausalConv1d(6, 4).to(device)
     with mock.patch.object(
         causal_conv, "causal_conv_in_blocks", wraps=causal_conv.causal_conv_in_blocks

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule is the recurrence that it stands for."""
+"""The chunked gated delta rule is the recurrence in its formula."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _recurrence(
 def _inputs(
     seed: int, length: int, heads: tuple[int, int] = (2, 4), dims: tuple[int, int] = (8, 12)
 ) -> list[Tensor]:
-    """Random inputs for two sequences. Some positions forget everything and some nothing, some
-    write nothing and some all; others are in between.
+    """Random inputs for two sequences. Some positions forget everything and some keep all, some do
+    not write and some write all; others are in between.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -127,7 +127,7 @@ def test_equal_keys_that_overwrite_each_other_are_no_harder_than_others() -> Non
     query, key, value, log_decay, beta = _inputs(2, 128)
     inputs = [query, key[:, :1].expand_as(key), value, log_decay * 0, torch.full_like(beta, 0.98)]
     errors = _errors(inputs, torch.float32)
-    # What is overwritten need not decay: the gradient of decays is a small difference of large
+    # Overwritten values need not decay: the gradient of decays is a small difference of large
     # numbers, and the recurrence has an error of 5e-5 too when it is computed in fp32.
     assert errors.pop("log_decay") < 1e-3
     assert max(errors.values()) < 1e-5

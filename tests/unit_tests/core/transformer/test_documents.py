@@ -1,4 +1,4 @@
-"""Documents packed into rows compute what each computes by itself."""
+"""Documents packed into rows compute the same as each by itself."""
 
 from __future__ import annotations
 

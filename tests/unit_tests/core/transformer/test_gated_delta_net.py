@@ -163,7 +163,7 @@ def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPa
 
 
 class FakeKernel:
-    """Takes the place of fla's: the same signature, our arithmetic."""
+    """Replaces the kernel of fla: the same signature, our arithmetic."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []

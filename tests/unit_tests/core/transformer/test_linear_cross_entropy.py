@@ -151,7 +151,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_gradients_in_fp16_are_not_lost_for_weights_that_are_small() -> None:
     given = inputs(torch.float16)
     small = given.token_weights * 2.0**-30
-    # As a loss scaler has it: what is too small by itself is multiplied afterwards.
+    # As a loss scaler has it: too small values are multiplied afterwards.
     (weighted_cross_entropy(*given[:3], small).loss * 2.0**30).backward()
     _, _, of_hidden, of_weight = expected_of(given, HeadOptions())
     assert_close(given.hidden.grad, of_hidden, torch.float16)

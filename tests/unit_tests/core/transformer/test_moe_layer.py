@@ -1,4 +1,4 @@
-"""A mixture of experts is the weighted sum of what each token's experts make of it."""
+"""A mixture of experts is the weighted sum of the results of each token's experts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _hidden(batch: int = 2, seq: int = 7, dtype: torch.dtype = torch.float64) ->
 
 
 def _densely(layer: MoELayer, hidden: Tensor) -> Tensor:
-    """Every token through every expert, of which the weights of those not chosen or without room
+    """Every token through every expert, of which the weights of experts not chosen or without room
     are zeros.
     """
     spec, routing = layer.spec, layer.router(hidden)

@@ -65,7 +65,7 @@ def test_a_zero_centred_weight_is_one_less_than_the_scale(
         plain.weight.copy_(offset.float() + 1)
         centred.weight.copy_(offset)
     x = torch.randn(4, 16).to(dtype)
-    # The sum is fp32, so the centred norm in 16 bits gives what the plain one gives in fp32.
+    # The sum is fp32, so the centred norm in 16 bits is the plain one in fp32.
     expected = plain(x)
     assert torch.equal(centred.to(dtype)(x), expected)
     assert not torch.equal(kind(16, 1e-5)(x), expected)

@@ -65,7 +65,7 @@ YARN = YarnScaling(
     rounds_range=False,
 )
 YARN_SIZES = {"factor": 32.0, "original_max_position_embeddings": 4096}
-# Blending begins and ends in the same place.
+# Blending starts and ends in the same place.
 ABRUPT_YARN = YarnScaling(4.0, 64, 8.0, 8.0, 0.7, rounds_range=False)
 
 
@@ -105,7 +105,7 @@ def test_scaled_angles_are_those_of_the_transformers_library(
     )
     frequencies, factor = rope_utils.ROPE_INIT_FUNCTIONS[published["rope_type"]](config, CPU)
 
-    # The library's frequencies are fp32; so few positions do not show what that loses.
+    # The library's frequencies are fp32; so few positions do not show their rounding.
     angles = rotary_angles(RotarySpec(dim, base, scaling), torch.arange(5))
     expected = torch.outer(torch.arange(5.0), frequencies)
     torch.testing.assert_close(angles.cos, expected.cos() * factor, rtol=1e-6, atol=1e-6)

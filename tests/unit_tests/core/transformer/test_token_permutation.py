@@ -108,7 +108,7 @@ def test_of_equal_weights_the_first_tokens_are_kept() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_narrow_rows_are_taken_in_fp32(dtype: torch.dtype) -> None:
-    """One large row and many that would vanish beside it one by one."""
+    """One large row and many that would vanish if added to it one by one."""
     experts = torch.arange(5).expand(1, 5)
     order = order_by_expert(experts, torch.ones(5, dtype=torch.int64))
     step = torch.finfo(dtype).eps

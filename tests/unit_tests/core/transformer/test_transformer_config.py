@@ -1,4 +1,4 @@
-"""TransformerConfig: defaults, derived values, and what it refuses."""
+"""TransformerConfig: defaults, derived values, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config.json of published models, read and written again; and what is refused by name."""
+"""The config.json of published models, read and written again; and refusals by name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_published_config_comes_back_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_library_reads_a_published_config_as_it_is_read_here(name: str) -> None:
-    """What it makes of fields of earlier versions, and of missing ones, is in what it writes."""
+    """Its values for fields of earlier versions, and for missing ones, are in its own file."""
     transformers = pytest.importorskip("transformers")
     content = PUBLISHED[name]
     # A copy, since the library writes into sections that it is given.
@@ -145,7 +145,7 @@ def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels()
     assert spec_of(written) == model_spec(config)
 
 
-# Parameters in billions, all and those that compute a token, which their cards round.
+# Parameters in billions, all and the active ones of a token, which their cards round.
 NUM_PARAMETERS = {
     "Qwen3 8B": (8.19, 8.19),
     "Qwen3 30B-A3B": (30.53, 3.35),
@@ -170,7 +170,7 @@ def test_a_published_model_has_the_parameters_that_its_card_says(name: str) -> N
 
 
 def test_architectures_that_compute_the_same_keep_their_names() -> None:
-    """Qwen3-Next and Qwen3.5 differ in how a delta net's weights lie in their files."""
+    """Qwen3-Next and Qwen3.5 differ in how a delta net's weights are stored."""
     content = QWEN3_5_35B_A3B_TEXT
     config, vocab_size = read_config(content, "config.json")
     assert config.hf_architecture == "qwen3_5_moe_text"

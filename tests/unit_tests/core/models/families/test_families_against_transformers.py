@@ -1,4 +1,4 @@
-"""Models of the transformers library become ours and back, and compute the same.
+"""Models of the transformers library become this project's and back, and compute the same.
 
 Each is tiny and uses all fields that its architecture has. All of their config.json is read, as the
 library writes it, and every row of their weights.
@@ -63,7 +63,7 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     theirs = their_model(transformers, case)
     content = content_of(theirs)
 
-    # Theirs becomes ours.
+    # From the library's model to this project's.
     config, vocab_size, _ = config_from_hf(content, "config.json")
     model = GPTModel(config, vocab_size).eval()
     copy_from_theirs(model, theirs)
@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
-    # Ours becomes theirs, from a config of our own, after training here.
+    # From this project's model to the library's, by a config written here, after training here.
     train(model)
     own = json.loads(json.dumps(hf_config(ModelDescription(config, vocab_size))))
     assert own["architectures"] == [type(theirs).__name__]
@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
         torch.testing.assert_close(model(TOKENS), trained, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(trained, expected, rtol=0.01, atol=0.01), "training changed them"
 
-    # What they write of our config is the same model, and it is what is compared at a load.
+    # The library's file for our config is the same model, as a load compares it.
     assert (
         config_differences(content_of(again), "config.json", ModelDescription(config, vocab_size))
         == []
@@ -92,8 +92,8 @@ def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, 
     assert model_spec(config_from_hf(content_of(again), "config.json")[0]) == model_spec(config)
 
 
-# Options that change what the same weights compute. Each must show in the logits, or the comparison
-# above would prove nothing of it.
+# Options that change the results of the same weights. Each must show in the logits, or the
+# comparison above would prove no such thing.
 VISIBLE: dict[str, tuple[dict[str, Any], ...]] = {
     "llama": (
         {"norm_epsilon": 1e-5},

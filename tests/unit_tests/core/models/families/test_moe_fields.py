@@ -1,4 +1,4 @@
-"""Fields of a config.json about mixtures of experts: what they mean, and what is refused."""
+"""Fields of a config.json about mixtures of experts: their meaning, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized folders are refused by name."""
+"""Quantized directories are rejected by name."""
 
 from __future__ import annotations
 

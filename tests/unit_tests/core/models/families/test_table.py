@@ -1,4 +1,4 @@
-"""Where our tensors lie in those of an architecture that fuses or interleaves them otherwise."""
+"""The tables of families, and the text of patterns of layers."""
 
 from __future__ import annotations
 

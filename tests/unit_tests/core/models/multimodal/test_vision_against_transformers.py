@@ -1,4 +1,6 @@
-"""Models of the transformers library that read images become ours and back and compute the same."""
+"""Models of the transformers library that read images become this project's and back and compute
+the same.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_logits_with_images_are_those_of_transformers_in_both_directions(
     batch = batch_of(case)
     theirs = their_model(transformers, case)
 
-    # Theirs becomes ours.
+    # From the library's model to this project's.
     description = config_from_hf(content_of(theirs), "config.json")
     model = build_model(description)
     assert isinstance(model, VisionLanguageModel)
@@ -83,7 +85,7 @@ def test_logits_with_images_are_those_of_transformers_in_both_directions(
     expected = logits_of(theirs, batch)
     torch.testing.assert_close(logits_of(model, batch), expected, rtol=1e-4, atol=1e-4)
 
-    # Ours becomes theirs, from a config of our own, after training here.
+    # From this project's model to the library's, by a config written here, after training here.
     train(model, batch)
     own = json.loads(json.dumps(hf_config(description)))
     assert own["architectures"] == [type(theirs).__name__]
