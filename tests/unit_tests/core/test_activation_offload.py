@@ -27,7 +27,13 @@ ROOM = 64 << 20
 MODELS: dict[str, dict[str, Any]] = {
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "recomputed": {"recompute_granularity": "full", "hidden_dropout": 0.1},
-    "delta nets": {"linear_attention_freq": "2", "swiglu": True, "normalization": "RMSNorm"},
+    "delta nets": {
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "experts": {"num_experts": 4, "moe_router_topk": 2},
 }
 

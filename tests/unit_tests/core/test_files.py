@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import stat
@@ -84,19 +83,6 @@ def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_on
     assert found == order
     assert (tmp_path / "moved" / "file").read_bytes() == b"content"
     assert names(tmp_path) == ["moved"]
-
-
-def test_a_note_can_be_left_where_syncing_fails(tmp_path, monkeypatch):
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output"), published(tmp_path / "file") as stream:
-        stream.write(b"content")
-    assert names(tmp_path) == []
-    with published(tmp_path / "file", Sync.NOTHING) as stream:
-        stream.write(b"content")
-    assert (tmp_path / "file").read_bytes() == b"content"
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path):

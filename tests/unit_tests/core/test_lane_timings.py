@@ -189,7 +189,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 @on_ranks(2)
 def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[str, Any]) -> None:
     initial = weights(make()[0])
-    for fraction in (0.0, 0.5, 1.0):
+    for fraction in (0.5, 1.0):
         results = []
         for records, seed in ((False, None), (True, None), (True, 1)):
             model, optimizer = make(fraction, records_timings=records, **settings)
@@ -201,7 +201,7 @@ def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[st
             assert (timings is not None) == records
             if timings is not None:
                 assert timings.num_steps == (3 if settings == ALL else 4)
-                assert (timings.host > 0) == (fraction > 0)
+                assert timings.host > 0
         for other in results[1:]:
             assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
         assert not any(

@@ -85,13 +85,6 @@ def test_the_kernel_is_told_the_range_and_the_node_as_a_bit(monkeypatch):
     ]
 
 
-def test_machines_of_other_kinds_are_asked_nothing(monkeypatch):
-    system = System(monkeypatch)
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert not prefer_node(8192, 100, 1)
-    assert system.calls == []
-
-
 def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monkeypatch):
     asked: list[tuple[str, int, int]] = []
     monkeypatch.setattr(

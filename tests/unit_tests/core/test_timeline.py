@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.lane_timings import D2H, HOST, TimingRecorder
-from megatron.core.spans import ClockSpan, Interval, Origin
+from megatron.core.spans import Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
 from tests.unit_tests.core.helpers.clock import Clock
@@ -94,28 +94,6 @@ def test_slices_are_there_once_all_of_it_is_over_and_asking_does_not_wait():
     timeline.forget()
     assert timeline.slices(0.0) == []
     lane.close()
-
-
-def test_what_is_over_is_asked_for_its_time_once_however_long_other_work_takes():
-    class Asked(ClockSpan):
-        times = 0
-
-        def interval(self, origin: Origin) -> Interval | None:
-            self.times += 1
-            return super().interval(origin)
-
-    timeline, over, late = Timeline(CPU), Asked(), Asked()
-    timeline.begin_iteration(1)
-    for name, span in (("over", over), ("late", late)):
-        timeline.note(GATHER, name, span)
-    with over:
-        pass
-    timeline.end_iteration()
-    assert [timeline.slices(0.0) for _ in range(3)] == [None] * 3
-    with late:
-        pass
-    assert {one.name for one in timeline.slices(0.0)} == {"iteration 1", "over", "late"}
-    assert (over.times, late.times) == (1, 4)
 
 
 def test_work_that_begins_between_two_recorded_iterations_is_recorded(

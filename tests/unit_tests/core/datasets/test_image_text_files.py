@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -144,19 +142,3 @@ def test_answers_may_be_anywhere_or_nowhere(prefix: str) -> None:
     found = _with(prefix, [5, 6, 7, 8], [0, 1, 2, 4], [])
     assert found.is_answer.tolist() == [True, False, True, True]
     assert not _with(prefix, [5, 6], [], []).is_answer.any()
-
-
-def test_a_writer_whose_second_file_cannot_be_made_leaves_nothing(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = IndexedDatasetBuilder.__init__
-
-    def fail(self: IndexedDatasetBuilder, name: str, *rest: object) -> None:
-        if name.endswith("_images"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        made(self, name, *rest)
-
-    monkeypatch.setattr(IndexedDatasetBuilder, "__init__", fail)
-    with pytest.raises(OSError, match="No space left"):
-        ImageTextWriter(prefix, FORMAT)
-    assert list(Path(prefix).parent.iterdir()) == []

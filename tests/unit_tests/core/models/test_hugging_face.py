@@ -119,9 +119,3 @@ def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
         hf_config(ModelDescription(changed(**fields), 32))
     with pytest.raises(ConfigError):
         hf_rows(GPTModel(changed(**fields), 32))
-
-
-def test_a_gpt_without_attention_is_refused():
-    config = changed(linear_attention_freq="[1,1]")
-    with pytest.raises(ConfigError, match=r"^--linear-attention-freq: expected at least one layer"):
-        hf_config(ModelDescription(config, 32))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron.core.materialize import materialize
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.rotary import RotaryAngles, apply_rotary, rotary_angles
 from megatron.core.transformer.spec import AttentionSpec, NormKind, NormSpec, RotarySpec, Sinks
 
 HIDDEN = 32
@@ -49,69 +48,6 @@ def _attention(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttent
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.3)
     return attention
-
-
-def _angles(spec: AttentionSpec, seq_length: int) -> RotaryAngles | None:
-    if spec.rotary is None:
-        return None
-    return rotary_angles(spec.rotary, torch.arange(seq_length))
-
-
-def _reference(attention: SelfAttention, hidden: Tensor) -> Tensor:
-    """Attention written out, with keys and values repeated for each query head."""
-    spec = attention.spec
-    batch, seq_length, _ = hidden.shape
-    rows = attention.linear_qkv.fused.row_range
-    fused = attention.linear_qkv(hidden)
-    query, key, value = (
-        fused[..., slice(*rows(name))].view(batch, seq_length, -1, spec.head_dim)
-        for name in ("query", "key", "value")
-    )
-    if attention.q_layernorm is not None and attention.k_layernorm is not None:
-        query, key = attention.q_layernorm(query), attention.k_layernorm(key)
-    angles = _angles(spec, seq_length)
-    if angles is not None:
-        query, key = (apply_rotary(part, angles.cos, angles.sin) for part in (query, key))
-
-    repeats = spec.num_heads // spec.num_key_value_heads
-    key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * spec.scale
-    scores = scores.masked_fill(torch.ones(seq_length, seq_length).triu(1).bool(), -math.inf)
-    if attention.sinks is not None:
-        column = attention.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, column), dim=-1)
-    context = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :seq_length], value)
-    context = context.flatten(2)
-    if spec.has_output_gate:
-        context = context / (1 + torch.exp(-fused[..., slice(*rows("gate"))]))
-    return attention.linear_proj(context)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        BIASED,
-        GROUPED,
-        replace(GROUPED, head_dim=16, rotary=RotarySpec(dim=8, base=500.0)),
-        replace(BIASED, qk_norm=NormSpec(NormKind.LAYER_NORM, 1e-5)),
-        replace(BIASED, num_key_value_heads=1, has_qkv_bias=False, has_output_bias=False),
-        GATED,
-        SINKS,
-    ],
-)
-def test_attention_equals_the_written_out_sum_with_repeated_keys_and_values(
-    spec: AttentionSpec,
-) -> None:
-    attention = _attention(spec)
-    hidden = torch.randn(2, 7, HIDDEN)
-    output, expected = attention(hidden, _angles(spec, 7)), _reference(attention, hidden)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-
-    parameters = list(attention.parameters())
-    got = torch.autograd.grad(output.square().sum(), parameters)
-    wanted = torch.autograd.grad(expected.square().sum(), parameters)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(other.abs().max() + 1))
 
 
 def test_qkv_rows_are_queries_then_the_gate_then_keys_then_values() -> None:

@@ -209,16 +209,6 @@ def test_a_mixture_of_experts_is_made_of_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [(None, "1111"), ("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0]+[1]*3", "0111")],
-)
-def test_layers_with_experts_are_counted_from_the_first(text: str | None, expected: str) -> None:
-    config = TransformerConfig(4, 64, 4, num_experts=4, moe_layer_freq=text)
-    found = [isinstance(layer.feed_forward, MoeSpec) for layer in model_spec(config).layers]
-    assert "".join(str(int(has_experts)) for has_experts in found) == expected
-
-
-@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, (False, False)),

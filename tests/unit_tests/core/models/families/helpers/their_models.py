@@ -1,4 +1,4 @@
-"""Tiny models of the transformers library, and copies of weights between them and this project's."""
+"""Tiny models of the transformers library, and copies of weights to this project and back."""
 
 from __future__ import annotations
 
