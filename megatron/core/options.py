@@ -21,7 +21,6 @@ YAML (`megatron/training/arguments.py`) read the same metadata.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 import reprlib
@@ -323,17 +322,19 @@ class Field:
         return [(sign, holds, bound) for sign, holds, bound in bounds if bound is not None]
 
 
-@functools.cache
+_resolved: dict[type[Any], tuple[Field, ...]] = {}  # results of `options_of`
+
+
 def options_of(config: type[Any]) -> tuple[Field, ...]:
     """The options of a config class, in the order of declaration."""
-    hints = typing.get_type_hints(config)
-    found = []
-    for field in dataclasses.fields(config):
-        described = field.metadata.get(_METADATA_KEY)
-        if described is not None:
-            scalar, is_optional, is_list = _resolve(hints[field.name])
-            found.append(Field(field.name, scalar, is_optional, is_list, field.default, described))
-    return tuple(found)
+    if config not in _resolved:
+        hints = typing.get_type_hints(config)
+        _resolved[config] = tuple(
+            Field(field.name, *_resolve(hints[field.name]), field.default, described)
+            for field in dataclasses.fields(config)
+            if (described := field.metadata.get(_METADATA_KEY)) is not None
+        )
+    return _resolved[config]
 
 
 def given_options(config: Any) -> list[Field]:
