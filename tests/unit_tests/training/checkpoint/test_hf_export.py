@@ -170,7 +170,7 @@ def test_a_gpt_that_no_architecture_computes_is_refused_by_its_setting(
 ) -> None:
     config = other_config(normalization="LayerNorm", kv_channels=6)
     message = (
-        r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got --qk-layernorm\."
+        r"--qk-layernorm: expected .* StableLmForCausalLM is the nearest .* got qk_norm True\."
     )
     with pytest.raises(ConfigError, match=message):
         export_hf(checkpoint, tmp_path / "gpt", ModelDescription(config, VOCAB))
