@@ -112,9 +112,12 @@ class Attention(nn.Module, abc.ABC):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        query, key, value = mixed
         if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
-            return self._core_attention(*mixed, documents)
-        context: Tensor = checkpoint(self._core_attention, *mixed, documents, use_reentrant=False)
+            return self._core_attention(query, key, value, documents)
+        context: Tensor = checkpoint(
+            self._core_attention, query, key, value, documents, use_reentrant=False
+        )
         return context
 
     def _core_attention(

@@ -66,6 +66,11 @@ def test_a_value_that_a_field_does_not_admit_is_named_in_one_line(values, messag
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_bound_itself_is_admitted(count):
+    assert Example(count=count).count == count
+
+
 @pytest.mark.parametrize(
     ("name", "given", "converted"),
     [

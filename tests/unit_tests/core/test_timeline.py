@@ -146,3 +146,24 @@ def test_without_lanes_work_is_a_wait_of_the_computation():
     _, wait, work = recorded(timeline, clock)
     assert (work.row, wait.name) == (HOST, "wait for host")
     assert (work.begin, work.end) == (wait.begin, wait.end)
+
+
+def test_the_spans_that_are_added_up_are_those_of_the_timeline():
+    clock = Clock()
+    recorder, timeline = TimingRecorder(CPU, has_lanes=True, clock=clock), Timeline(CPU, clock)
+    recorder.record_to(timeline, "activations ")
+    step = recorder.begin()
+    timeline.begin_iteration(4)
+    step.timed(D2H, clock.taking(1.0), 64, "layers.1")()
+    with step.waiting(HOST):
+        clock.now += 2.0
+    timeline.end_iteration()
+    step.timed(D2H, clock.taking(4.0), 64, "not recorded")()
+    recorder.end()
+    own = [one for one in recorded(timeline, clock) if one.kind != ITERATION]
+    assert own == [
+        Slice("activations d2h", WORK, "layers.1", 0.0, 1.0, 4, 64),
+        Slice(COMPUTE, WAIT, "wait for activations host", 1.0, 3.0, 4),
+    ]
+    timings = recorder.collect()
+    assert (timings.d2h, timings.waited_host) == (5.0, 2.0)

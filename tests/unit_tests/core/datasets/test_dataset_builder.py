@@ -152,11 +152,12 @@ def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> 
 
 
 def test_mock_data_are_built_without_files() -> None:
-    config = GPTDatasetConfig(seq_length=9, mock_data=True)
-    train, valid, test = build_gpt_datasets(config, (5, 4, 0), vocab_size=1000, seed=1)
+    config = GPTDatasetConfig(seq_length=9, mock_data=True, split="9,1")
+    train, valid, test = build_gpt_datasets(config, (5, 4, 3), vocab_size=1000, seed=1)
     assert isinstance(train, MockGPTDataset)
     assert valid is not None
     assert (len(train), len(valid), test) == (5, 4, None)
+    assert build_gpt_datasets(config, (5, 0, 0), vocab_size=1000, seed=1).valid is None
     assert not torch.equal(train[0]["tokens"], valid[0]["tokens"])
 
 

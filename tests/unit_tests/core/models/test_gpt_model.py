@@ -193,3 +193,12 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         model(tokens[0])
     with pytest.raises(ValueError, match="at least one token, got 0"):
         GPTModel(_config(), 0)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
+def test_dropout_acts_in_training_only(name: str) -> None:
+    model = _model(_config(init_method_std=0.3, **{name: 0.2}))
+    tokens, labels = _batch()
+    assert not torch.equal(model(tokens, labels), model(tokens, labels))
+    model.eval()
+    assert torch.equal(model(tokens, labels), model(tokens, labels))

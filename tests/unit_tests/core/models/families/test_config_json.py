@@ -19,6 +19,7 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     AttentionSpec,
+    LinearScaling,
     ModelSpec,
     RotarySpec,
 )
@@ -125,6 +126,30 @@ def test_qwen_has_windows_where_they_are_switched_on() -> None:
     types = ["sliding_attention", "full_attention"] * 14
     windows = [layer.mixer.window for layer in spec_of(content, layer_types=types).layers]
     assert windows == [64, None] * 14
+
+
+def test_gemma_3_has_a_base_for_each_kind_of_layer() -> None:
+    spec = spec_of(GEMMA_3_1B)
+    windows = [layer.mixer.window for layer in spec.layers]
+    assert windows == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert attention(spec, 0).rotary == RotarySpec(256, 10000.0)
+    assert attention(spec, 5).rotary == RotarySpec(256, 1000000.0)
+    assert attention(spec, 0).scale == 1 / 16
+    assert spec.embedding_scale == pytest.approx(1152**0.5)
+    assert spec.is_tied, "its file does not say so"
+    assert spec.layers[0].post_norm == spec.final_norm
+
+    scaled = spec_of(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert attention(scaled, 0).rotary == RotarySpec(256, 10000.0)
+    assert attention(scaled, 5).rotary == RotarySpec(256, 1000000.0, LinearScaling(8.0))
+    everywhere = spec_of(GEMMA_3_1B, sliding_window_pattern=1)
+    assert {layer.mixer.window for layer in everywhere.layers} == {None}
+
+
+def test_smollm_3_leaves_every_fourth_layer_unrotated() -> None:
+    rotated = [attention(spec_of(SMOLLM3_3B), layer).rotary is not None for layer in range(36)]
+    assert rotated == [True, True, True, False] * 9
+    assert spec_of(SMOLLM3_3B, no_rope_layers=None) == spec_of(SMOLLM3_3B)
 
 
 def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels() -> None:
