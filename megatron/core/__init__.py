@@ -1,3 +1,3 @@
-"""The parts: devices, data, models, sharding, optimizers, checkpoints. None of them knows the
+"""The parts: devices, data, models, sharding, optimizers, checkpoints. They do not depend on the
 training loop.
 """

@@ -9,22 +9,23 @@ back while the layer after it, whose backward comes first, goes backward:
                h2d                     | 1 up    | 0 up    |
 
 The last two layers stay, since they would have to come back at once. So the device holds the
-activations of two layers, whatever their number: a layer's forward begins when those of the layer
-two before it have left, and its backward when at most those of the layer before are still coming.
+activations of two layers, whatever their number: a layer's forward starts when the activations of
+the layer two before it have left, and its backward when at most the ones of the layer before are
+still coming.
 
-Memory of the host is one pinned slab, taken and given back as a stack: what goes down last comes up
+Memory of the host is one pinned slab, taken and given back as a stack: the last to go down comes up
 first. What finds no room there stays on the device.
 
 Copies move whole storages, once for all tensors that share one. What lives anyway stays where it
 is: weights, and arguments that all layers share (angles, documents). So do storages of less than
 `SMALLEST_NBYTES`, which cost more to move than they take.
 
-[Note: one link] The offloaded optimizer has lanes of its own, and each direction of the link is
+[Note: one link] The offloaded optimizer has its own lanes, and each direction of the link is
 shared at one time of a step: in the forward activations go down while weights come up, in the
 backward activations come up while gradients go down. Where both go in one direction, at the end of
 a step and with gradient accumulation, activations go first, for the computation waits for them
 sooner; their lanes are urgent. They move at most the bytes of one layer while one layer computes,
-so the optimizer's share is what is left of the link then.
+so the optimizer's share is the rest of the link then.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class ActivationOffload:
             self._timings = TimingRecorder(device, has_lanes=True)
         self._step = self._timings.begin()
 
-        # The forward that began last, as long as anything of it lives, and the one before it, if it
-        # is on its way down.
+        # The forward that started last, as long as anything of it lives, and the one before it, if
+        # it is moving down.
         self._last: weakref.ref[_Saving] | None = None
         self._leaving: _Saving | None = None
-        # Memory of the device that copies still write, though nobody will read it.
+        # Memory of the device that copies still write, although it is not read again.
         self._orphans: deque[tuple[Event, Tensor]] = deque()
         self._has_warned = False
         # Whatever still copies is done before the memory of the host goes. At the end of the
@@ -155,11 +156,11 @@ class ActivationOffload:
         self._step = self._timings.begin()
 
     def record_to(self, timeline: AnyTimeline) -> None:
-        """Shows a timeline what the lanes do. RuntimeError without `records_timings`."""
+        """Shows a timeline the lanes' work. RuntimeError without `records_timings`."""
         self._timings.record_to(timeline, ACTIVATIONS)
 
     def timings(self) -> LaneTimings | None:
-        """Means over the steps since the last call; None if there are none, or nothing records."""
+        """Means over the steps since the last call; None without any, or without recording."""
         return self._timings.collect()
 
     @contextmanager
@@ -181,7 +182,9 @@ class ActivationOffload:
             saving.end()
 
     def _begin(self, kept: Callable[[], Iterable[Tensor]], *, stays: bool) -> _Saving:
-        """A layer begins: the one before goes down beside it, and the one before that is gone."""
+        """A layer starts: the one before goes down at the same time, and the one before that is
+        gone.
+        """
         while self._orphans and self._orphans[0][0].is_done():
             self._orphans.popleft()
 
@@ -208,7 +211,7 @@ class ActivationOffload:
         )
 
     def send_down(self, storages: Sequence[_Storage]) -> Event | None:
-        """Begins to copy storages to the host, as far as there is room; None if there is none."""
+        """Starts to copy storages to the host, as far as there is room; None without any."""
         moving = []
         for storage in storages:
             storage.piece = self._stack.take(storage.nbytes)
@@ -228,8 +231,8 @@ class ActivationOffload:
         return self._down.enqueue(work, [self._device.event()])
 
     def bring_up(self, storages: Sequence[_Storage]) -> Event:
-        """Begins to copy storages back, into new memory of the device."""
-        # Allocated for the stream that computes, not the lane's: what it computes with that memory
+        """Starts to copy storages back, into new memory of the device."""
+        # Allocated for the stream that computes, not the lane's: its work with that memory
         # until now must be done before the lane writes.
         moving = [
             (
@@ -256,7 +259,7 @@ class ActivationOffload:
             event.wait()
 
     def adopt(self, event: Event, memory: Tensor) -> None:
-        """Keeps memory that nobody will read until the copy into it is done. Any thread may."""
+        """Keeps memory that is not read until the copy into it is done. Any thread may."""
         self._orphans.append((event, memory))
 
     def _warn_once(self, nbytes: int) -> None:
@@ -271,7 +274,7 @@ class ActivationOffload:
 
 
 class _OffloadedForward:
-    """What the forward of an attached layer becomes."""
+    """The new forward of an attached layer."""
 
     def __init__(self, offload: ActivationOffload, layer: nn.Module, *, stays: bool) -> None:
         self._offload = offload
@@ -328,11 +331,11 @@ class _Saving:
         self._kept: set[int] = set()
         self._storages: list[weakref.ref[_Storage]] = []
         # By their addresses, until the forward ends: another storage may get the address of one
-        # that is gone. Then those on their way down.
+        # that is gone. Then the ones moving down.
         self._held: dict[int, _Storage] = {}
         self._down: Event | None = None
         self._up: Event | None = None
-        self._is_needed = False  # whether its backward has begun
+        self._is_needed = False  # whether its backward has started
 
     # Forward
 
@@ -361,7 +364,7 @@ class _Saving:
         self._find_kept = None
 
     def begin_to_leave(self) -> bool:
-        """Begins to copy to the host what backward will need, if it is to go there."""
+        """Starts to copy to the host what backward will need, if it is to go there."""
         if self._stays or self._is_needed:
             return False
 
@@ -386,7 +389,7 @@ class _Saving:
     # Backward
 
     def need(self) -> None:
-        """Backward needs it now, and what the layer before saved soon."""
+        """Backward needs it now, and the layer before's soon."""
         if not self._is_needed:
             self._held.clear()
             self.come()
@@ -400,13 +403,13 @@ class _Saving:
             self._up = None
 
     def come(self) -> None:
-        """Begins to bring back what has left the device."""
+        """Starts to bring back what has left the device."""
         gone = [storage for storage in self._alive() if storage.is_gone]
         if gone:
             self._up = self._offload.bring_up(gone)
 
     def forget(self, memory: Tensor) -> None:
-        """Memory of a storage that nobody will read again. Any thread, at any time."""
+        """Memory of a storage that is not read again. Any thread, at any time."""
         if self._up is not None:
             self._offload.adopt(self._up, memory)
 
@@ -478,7 +481,7 @@ class _Storage:
 
 
 class _SavedTensor:
-    """What autograd keeps in place of a tensor: how the tensor lies in its storage."""
+    """Autograd's replacement of a tensor: its view of its storage."""
 
     def __init__(self, storage: _Storage, tensor: Tensor) -> None:
         self._storage = storage
@@ -496,7 +499,7 @@ class _SavedTensor:
 
 
 class _SavedHere:
-    """What autograd keeps in place of a tensor that stays, without the node that computed it."""
+    """Autograd's replacement of a tensor that stays, without the node that computed it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -536,7 +539,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
-    """Those in containers and in dataclasses, which may keep more than their fields."""
+    """Tensors in containers and in dataclasses, which may keep more than their fields."""
     found, seen, left = [], set(), [values]
     while left:
         for leaf in tree_leaves(left.pop()):

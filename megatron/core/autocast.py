@@ -10,7 +10,7 @@ import torch
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """While open, operations on `device` compute in the dtypes of their inputs.
 
-    Backward needs it too: it runs under the autocast of whoever calls it.
+    Backward needs it too: it runs under its caller's autocast.
     """
     # Kinds without autocast, such as meta, must not even be asked.
     kind = device.type

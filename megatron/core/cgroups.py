@@ -11,21 +11,21 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class Cgroup(NamedTuple):
-    """A folder of limits, and whether it is of version 2, which has one hierarchy for all."""
+    """A directory of limits, and whether it is of version 2, which has one hierarchy for all."""
 
     folder: Path
     is_v2: bool
 
 
 def own_cgroups(controller: str, root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> Iterator[Cgroup]:
-    """The groups of this process that a controller limits, and those above them.
+    """The groups of this process that a controller limits, and their parents.
 
     A path outside the container has no files under `root`; the container's own are at the top.
 
     Args:
         controller: "memory", or "cpu"; version 1 has a hierarchy for each.
         root: where they are mounted.
-        own: the file that names those of this process. Only Linux has it.
+        own: the file that names this process's groups. Only Linux has it.
     """
     for line in lines_of(own):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -1,21 +1,21 @@
 """A layer's body, compiled by torch.compile: `--compile-layers`.
 
-[Note: compiled layers] A body is compiled in two pieces, what comes before the core of its mixer
-and what comes behind:
+[Note: compiled layers] A body is compiled in two pieces, the part before the core of its mixer and
+the part behind:
 
     compiled   norm, projection, rotation of the heads
-    as it is   attention, or convolution and delta rule: they have kernels of their own, and what
-               they do follows the lengths of documents, which change with every batch
+    as it is   attention, or convolution and delta rule: they have their own kernels, and their work
+               follows the lengths of documents, which change with every batch
     compiled   projection, residual, norm, MLP, residual
 
-A mixture of experts stays as it is, too, as it asks how many tokens each expert has got; what is
-compiled ends before it. Each piece is one graph without breaks: where it cannot be, torch says so.
+A mixture of experts stays as it is, too, as it reads how many tokens each expert has got; the
+compiled part ends before it. Each piece is one graph without breaks: else torch raises.
 
-FSDP's hooks, activation offload and recomputation lie around the body, and see it as they see
+FSDP's hooks, activation offload and recomputation are around the body, and see it as they see
 another. Names of parameters stay. Random numbers are drawn as without compiling, so dropout drops
 the same.
 
-Layers with equal specs share what was compiled; shapes and grad mode make graphs of their own.
+Layers with equal specs share compiled code; shapes and grad mode make their own graphs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compile_layers(model: nn.Module) -> int:
 
     Raises:
         ConfigError: if the machine has no compiler for code of the CPU, or if something inside a
-            layer has hooks of its own. Those of a mixer would not be called, and others are not
+            layer has its own hooks. A mixer's would not be called, and others are not
             part of a graph.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
@@ -67,7 +67,7 @@ def compile_layers(model: nn.Module) -> int:
 
 def check_compiler(kinds: Iterable[str]) -> None:
     """ConfigError if there is no compiler for one of these kinds of devices, or none that works."""
-    # A GPU's kernels are Triton's, which brings what it needs.
+    # A GPU's kernels are Triton's, which has all it needs.
     if "cpu" not in kinds:
         return
     asked = os.environ.get("CXX")
@@ -91,7 +91,7 @@ def check_compiler(kinds: Iterable[str]) -> None:
 
 
 class _TwoPieces:
-    """The body of any layer in two compiled pieces, and what lies between."""
+    """The body of any layer in two compiled pieces, and the core between."""
 
     def __init__(self) -> None:
         # Dropout by the generator that draws without compiling, in the same order.
@@ -106,7 +106,7 @@ class _TwoPieces:
         rotary: RotaryAngles | None,
         documents: Documents | None,
     ) -> LayerOutput:
-        """What the layer's own body returns."""
+        """The result of the layer's own body."""
         mixed, beside = self._before(layer, hidden, rotary, documents is not None)
         context = layer.self_attention.core(mixed, documents)
         hidden, output = self._behind(layer, hidden, context, beside)
@@ -120,7 +120,7 @@ class _TwoPieces:
 def _before_core(
     layer: TransformerLayer, hidden: Tensor, rotary: RotaryAngles | None, is_one_row: bool
 ) -> Pieces:
-    """Up to what the core mixes, and what its mixer's output reads besides.
+    """Up to the core's inputs, and its output's other inputs.
 
     Args:
         is_one_row: whether the mixer takes the batch as one row, since it has documents.
@@ -134,7 +134,7 @@ def _before_core(
 def _behind_core(
     layer: TransformerLayer, hidden: Tensor, context: Tensor, beside: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """The layer's result and None; or the residual stream, and what a mixture of experts reads."""
+    """The layer's result and None; or the residual stream, and a mixture's input."""
     mixed = layer.self_attention.output(context, beside).view_as(hidden)
     hidden = layer.add(hidden, mixed, layer.post_self_attn_layernorm)
     normalized = layer.pre_mlp_layernorm(hidden)

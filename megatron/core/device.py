@@ -1,6 +1,6 @@
-"""The device a rank computes on. The rest of the project asks it instead of branching on kinds.
+"""The device a rank computes on. The rest of the project uses it instead of branching on kinds.
 
-A `Device` knows its `torch.device`, its collective backend, its peak memory and the state of its
+A `Device` has its `torch.device`, its collective backend, its peak memory and the state of its
 random generator, and makes lanes (lanes.py). So does the CPU. What differs between kinds of
 accelerators is in drivers.py.
 """
@@ -80,7 +80,7 @@ class Device:
         if kind == _CPU:
             return cls(kind)
 
-        # Slurm may show each process only a device of its own, which is then its first one.
+        # Slurm may show each process only its own device, which is then its first one.
         count = driver_of(kind).device_count()
         if count == 1 and _is_bound_by_slurm(local_rank):
             local_rank = 0
@@ -96,7 +96,7 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it has memory of its own, and streams to which work is issued: a GPU, say."""
+        """Whether it has its own memory, and streams to which work is issued, as a GPU has."""
         return self.kind != _CPU
 
     @property
@@ -127,12 +127,12 @@ class Device:
 
     @property
     def pins_batches(self) -> bool:
-        """Whether batches should lie in pinned memory before they are copied to the device."""
+        """Whether batches should be in pinned memory before they are copied to the device."""
         return self.is_accelerator
 
     @property
     def pins_host_memory(self) -> bool:
-        """Whether `pin` lets copies reach host memory directly, beside the computation."""
+        """Whether `pin` lets copies reach host memory directly, during the computation."""
         return self.is_accelerator
 
     @property
@@ -159,7 +159,7 @@ class Device:
 
     def make_current(self) -> None:
         """Makes this thread's later work on an accelerator run on this one."""
-        # Every thread begins on the first device and would open a context there: half a gigabyte
+        # Every thread starts on the first device and would open a context there: half a gigabyte
         # on a GPU.
         if self.is_accelerator:
             self._driver.make_current(self.index)
@@ -173,20 +173,20 @@ class Device:
     def pin(self, address: int, nbytes: int) -> None:
         """Keeps mapped host memory in its place, so the device can copy from and to it directly.
 
-        On a GPU this makes all of its pages resident. On the CPU it does nothing.
+        On a GPU this makes all of its pages resident. On the CPU it has no effect.
 
         Args:
-            address: where the memory begins, a multiple of the page size.
+            address: where the memory starts, a multiple of the page size.
             nbytes: its size, more than 0.
 
         Raises:
-            PinError: if the driver refuses.
+            PinError: if the driver fails to.
         """
         if self.is_accelerator:
             self._driver.pin(self.index, address, nbytes)
 
     def unpin(self, address: int) -> None:
-        """Undoes `pin` of the memory that begins at `address`, after all copies from and to it."""
+        """Undoes `pin` of the memory that starts at `address`, after all copies from and to it."""
         if self.is_accelerator:
             self._driver.unpin(self.index, address)
 
@@ -222,7 +222,7 @@ class Device:
         return ThreadLane.make(name, is_shared=False, prepare=self.make_current)
 
     def span(self, clock: Callable[[], float] = time.perf_counter) -> Span:
-        """Measures what this thread does, or issues to an accelerator's current stream.
+        """Measures work of this thread, or issued to an accelerator's current stream.
 
         Args:
             clock: seconds, for the CPU. An accelerator has its own.
@@ -237,7 +237,7 @@ class Device:
         return lambda: ClockSpan(clock)
 
     def origins(self, clock: Callable[[], float] = time.perf_counter) -> Callable[[], Origin]:
-        """A function that says what time it is, by `clock` and by the device's own."""
+        """A function that returns the time, by `clock` and by the device's own."""
         if self.is_accelerator:
             return StreamClock(self._driver, self.index, clock)
         return lambda: Origin(clock())
@@ -252,7 +252,7 @@ def _is_bound_by_slurm(local_rank: int) -> bool:
     (`--gpus-per-task=1`).
     """
     # If its tasks share a GPU, or if it started a torchrun, several ranks would end up on one. The
-    # number of visible GPUs proves nothing: a script may show all ranks the same one.
+    # number of visible GPUs is no proof: a script may show all ranks the same one.
     names = ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
     own, per_task, binding = (os.environ.get(name, "") for name in names)
     if own != str(local_rank) or "TORCHELASTIC_RUN_ID" in os.environ:

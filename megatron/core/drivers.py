@@ -94,7 +94,7 @@ class Driver:
     # Pinned memory
 
     def pin(self, index: int, address: int, nbytes: int) -> None:  # noqa: ARG002
-        """See `Device.pin`. PinError unless a kind of device says how."""
+        """See `Device.pin`. PinError unless a kind of device supports it."""
         raise pin_error(nbytes, f"no way to pin memory for {self.kind}")
 
     def unpin(self, index: int, address: int) -> None:
@@ -107,7 +107,7 @@ class Driver:
         return torch.Stream(torch.device(self.kind, index), priority=-1 if is_urgent else 0)
 
     def current_stream(self, index: int) -> torch.Stream:
-        """The stream to which this thread issues what it does on the device."""
+        """The stream to which this thread issues its work on the device."""
         return torch.accelerator.current_stream(index)
 
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
@@ -120,7 +120,7 @@ class Driver:
 
 
 class CudaDriver(Driver):
-    """NVIDIA's. None of it has been run on one."""
+    """NVIDIA's. It has not been run on one."""
 
     collective_backend = "cpu:gloo,cuda:nccl"
     has_triton = True
@@ -201,7 +201,7 @@ _drivers: dict[str, Driver] = {}
 
 
 def register_driver(driver: Driver) -> None:
-    """Adds a kind of accelerator, or replaces one. `auto` prefers those added first."""
+    """Adds a kind of accelerator, or replaces one. `auto` prefers the kinds added first."""
     _drivers[driver.kind] = driver
 
 

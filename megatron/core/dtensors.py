@@ -1,4 +1,4 @@
-"""What engine, optimizer and checkpoints ask of a DTensor: its local part, and partial sums."""
+"""Access of engine, optimizer and checkpoints to a DTensor: its local part, and partial sums."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ class UnusableFileError(OSError):
 
 
 def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
-    """Opens a regular file for reading, unbuffered. Nothing else is opened, not even briefly.
+    """Opens a regular file for reading, unbuffered. No other kind of file is opened, not even
+    briefly.
 
     Args:
         what: the purpose of the file, for the message: "the marker of a checkpoint".
@@ -66,8 +67,8 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit of this process, and of those that it starts, by so many open files beside
-    some hundreds of others; as far as the system lets it.
+    """Raises the limit of this process, and of its children, by so many open files on top of some
+    hundreds of others; as far as the system lets it.
     """
     wanted = count + _OTHER_OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -7,7 +7,7 @@
       --theme {light,dark}  colors of the picture (default: light)
 
 The usage is one line with what must be given. No line is longer than 100 columns, no flag is broken
-at its hyphens, and defaults are shown. Nothing here imports torch.
+at its hyphens, and defaults are shown. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return str(super()._get_default_metavar_for_optional(action))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """The help line, with the default, unless it has one or there is none."""
+        """The help line, with the default, unless it has one already."""
         line = action.help
         if line and action.option_strings and action.required:
             return f"{line} (required)"
@@ -99,7 +99,7 @@ class ProgramParser(argparse.ArgumentParser):
     def add_subparsers(  # type: ignore[override]
         self, **settings: Any
     ) -> argparse._SubParsersAction[ProgramParser]:
-        # argparse would begin the usage of a command with all of this one, `[options]` included.
+        # argparse would start the usage of a command with all of this one, `[options]` included.
         return super().add_subparsers(**{"prog": self.prog, **settings})
 
 

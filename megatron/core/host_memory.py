@@ -1,7 +1,7 @@
 """Host memory in exact-size slabs, pinned once, and the check that it fits before it is allocated.
 
 [Note: slabs] A slab is one private anonymous mapping. Allocators waste memory: the C library keeps
-what was freed, and torch rounds pinned memory up to the next power of two, which for 33 GiB of
+freed memory, and torch rounds pinned memory up to the next power of two, which for 33 GiB of
 moments wastes 31 GiB. A mapping has exactly the size that was asked for, is zero without being
 touched, and goes back to the system when it ends.
 
@@ -9,7 +9,7 @@ Arrays share a slab: it is pinned with one call, and its huge pages are not spli
 
     slab     |array 0      |..|array 1    |.|array 2          |
     offset   0             ^  64 * k        64 * l            nbytes
-                           up to 63 bytes, so that every array begins on a cache line
+                           up to 63 bytes, so that every array starts on a cache line
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostSlab:
             offset: bytes from the beginning of the slab, a multiple of the element size.
 
         Raises:
-            ValueError: for an array that does not lie in the slab, or not on a multiple of its
+            ValueError: for an array that is not in the slab, or not on a multiple of its
                 element size.
         """
         if not numel:
@@ -94,7 +94,7 @@ class HostSlab:
 
     def _map(self, device: Device) -> None:
         try:
-            # With room to begin on a huge page, since the system places a mapping anywhere. What is
+            # With room to start on a huge page, since the system places a mapping anywhere. What is
             # not touched costs only addresses.
             mapping = mmap.mmap(
                 -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -128,7 +128,7 @@ class HostSlab:
 
         # Tensors hold the view; the finalizer holds the mapping, which so outlasts its pin.
         release = weakref.finalize(self._memory, _unpin, mapping, device, address, os.getpid())
-        # The end of the process frees everything, and copies may still be under way then.
+        # The end of the process frees everything, and copies may still be in progress then.
         release.atexit = False
 
 
@@ -158,9 +158,9 @@ class SlabBuilder:
 
 
 def _advise(mapping: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Asks for huge pages, and keeps the mapping out of forked processes. Before any touch."""
+    """Requests huge pages, and keeps the mapping out of forked processes. Before any touch."""
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # Not every system has both, and a kernel without huge pages refuses.
+        # Not every system has both, and a kernel without huge pages fails.
         with contextlib.suppress(AttributeError, OSError):
             # Only to the end of the last page used: no huge page may reach beyond the slab.
             mapping.madvise(getattr(mmap, name), begin, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -186,7 +186,7 @@ class HostLimits:
     """The memory that is left on this machine, in bytes. None: no limit is known.
 
     RLIMIT_MEMLOCK is not among them: it bounds mlock, but GPU drivers lock pages by themselves.
-    Obeying it would refuse runs in most containers, where it is 64 KiB or 8 MiB.
+    Obeying it would reject runs in most containers, where it is 64 KiB or 8 MiB.
 
     Attributes:
         mem_available: of the machine: free, or page cache that can be dropped.
@@ -203,7 +203,7 @@ class HostLimits:
 
     @property
     def available(self) -> int | None:
-        """The least of all known limits; None if there is none."""
+        """The least of all known limits; None without any."""
         known = [
             nbytes for nbytes in (self.mem_available, self.cgroup_available) if nbytes is not None
         ]
@@ -213,7 +213,7 @@ class HostLimits:
 def check_host_memory(
     needs: Sequence[HostNeed], *, num_local_ranks: int, limits: HostLimits | None = None
 ) -> None:
-    """Refuses a run whose host memory would not fit, before any of it is allocated.
+    """Rejects a run whose host memory would not fit, before any of it is allocated.
 
     All ranks of the machine must pass before one of them allocates: memory that a rank has taken is
     missing in the check of another.
@@ -271,7 +271,7 @@ class _Names(NamedTuple):
     page_cache: str
 
 
-_UNLIMITED = 1 << 62  # bytes; version 1 says "unlimited" by a number of about 2**63
+_UNLIMITED = 1 << 62  # bytes; version 1 writes "unlimited" as a number of about 2**63
 _VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 
@@ -283,7 +283,7 @@ def _cgroup_rooms(proc: Path, root: Path) -> Iterator[int]:
 
 
 def _room(cgroup: Path, names: _Names) -> Iterator[int]:
-    """Limit less usage, not counting page cache; nothing for a cgroup without a limit."""
+    """Limit less usage, not counting page cache; none for a cgroup without a limit."""
     limit, usage = lines_of(cgroup / names.limit)[:1], lines_of(cgroup / names.usage)[:1]
     if not limit or not usage or limit == ["max"] or int(limit[0]) >= _UNLIMITED:
         return

@@ -1,4 +1,4 @@
-"""Host memory of which what was taken last comes back first, as a rule."""
+"""Host memory of which the last piece taken comes back first, as a rule."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class HostPiece:
         self.is_free = False
 
     def give_back(self) -> None:
-        """Whoever held it does not need it any more. Any thread, at any time."""
+        """Its holder does not need it any more. Any thread, at any time."""
         self.is_free = True
 
 
 class HostStack:
     """One pinned slab, and the pieces of it that are taken. A piece that comes back early is free
-    when those above it are.
+    when the pieces above it are.
 
     Attributes:
         nbytes: of the slab.

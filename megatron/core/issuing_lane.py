@@ -1,9 +1,9 @@
 """A lane for copies that block the thread that issues them.
 
 A copy from a device to memory that is not pinned blocks the thread that issues it until it is done,
-even where that thread asked for the opposite: the driver stages it through pinned memory of its
-own. Gradients are sent down from autograd's thread, in the middle of the backward, which would
-stand still. So a worker thread issues such copies.
+even where that thread asked for the opposite: the driver stages it through its own pinned memory.
+Gradients are sent down from autograd's thread, in the middle of the backward, which would stop. So
+a worker thread issues such copies.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class IssuingLane:
         return relay(self._host_lane, lambda: self._device_lane.enqueue(work, after))
 
     def close(self) -> None:
-        """Waits for what is queued; nothing more may be."""
+        """Waits for queued work; no more may be queued."""
         self._host_lane.close()
         self._device_lane.close()

@@ -1,4 +1,4 @@
-"""JSON from a file that others may have written: read strictly, or refused with a reason.
+"""JSON from a file that others may have written: read strictly, or rejected with a reason.
 
 `json` takes more than JSON, and some of it silently: `NaN`, the last of several equal keys,
 integers of any length, which cannot be printed afterwards, and nesting down to where the
@@ -18,7 +18,7 @@ _MAX_DIGITS = 40  # of an integer: more than 128 bits have
 
 
 def parse_json(content: bytes | str, *, max_depth: int = 32, allow_nan: bool = False) -> Any:
-    """The value that JSON stands for.
+    """The value that JSON represents.
 
     Args:
         max_depth: levels of lists and objects.
@@ -26,7 +26,7 @@ def parse_json(content: bytes | str, *, max_depth: int = 32, allow_nan: bool = F
 
     Raises:
         ValueError: if it is not JSON, has a key twice in one object, a number that is not finite,
-            an integer of more than 40 digits, or more levels. The message says which, in a few
+            an integer of more than 40 digits, or more levels. The message names it in a few
             printable words.
     """
     try:

@@ -1,8 +1,8 @@
 """How long lanes work, and how long the computation waits for them: lanes of the offloaded
 optimizer, and of offloaded activations, which have no `host`.
 
-An optimizer's step begins with its gradients' way down and ends with its weights on the device,
-which may be in the middle of the next forward. Recording reads clocks and waits for nothing. A
+An optimizer's step starts with its gradients' way down and ends with its weights on the device,
+which may be in the middle of the next forward. Recording reads clocks and does not wait. A
 `Timeline`, if the recorder has one, is shown the spans of work that are added up here.
 """
 
@@ -13,13 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from megatron.core import trace_file
 from megatron.core.device import Device
-from megatron.core.lanes import Event, RelayedEvent
+from megatron.core.lanes import Awaited, Event, RelayedEvent
 from megatron.core.spans import ClockSpan, Span
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
@@ -30,9 +29,9 @@ class LaneTimings(NamedTuple):
     """One rank's means over steps, in seconds a step."""
 
     num_steps: int
-    d2h: float  # gradients, or activations, on their way down
+    d2h: float  # gradients, or activations, moving down
     host: float  # the update, in host memory
-    h2d: float  # weights, or activations, on their way up
+    h2d: float  # weights, or activations, moving up
     waited_d2h: float  # by the thread that computes, for each of them
     waited_host: float
     waited_h2d: float
@@ -44,36 +43,11 @@ class LaneTimings(NamedTuple):
         return self.host_bytes / self.host if self.host_bytes and self.host else None
 
 
-@dataclass
-class _Rows:
-    """Where the spans of a recorder go besides its sums."""
-
-    timeline: AnyTimeline = NO_TIMELINE
-    prefix: str = ""  # of the rows' names
-
-    def note(self, lane: str, name: str, span: Span, nbytes: int) -> None:
-        """Work of a lane begins."""
-        self.timeline.note(self.prefix + lane, name, span, nbytes)
-
-    def waiting(self, lane: str, name: str = "") -> AbstractContextManager[None]:
-        """Around a wait of the computation for a lane.
-
-        In a span of the timeline's own: the thread that waits for the host need not be the stream
-        that computes, which may still have work.
-        """
-        return self.timeline.waiting(self.prefix + lane, name)
-
-
 class StepTimings:
     """The spans of one step: made where work is queued, filled in where it is done."""
 
-    def __init__(
-        self, device: Device, clock: Callable[[], float], rows: _Rows, *, has_lanes: bool
-    ) -> None:
-        self._device = device
-        self._clock = clock
-        self._rows = rows
-        self._has_lanes = has_lanes
+    def __init__(self, recorder: TimingRecorder) -> None:
+        self._recorder = recorder
         self._spans: list[tuple[str, Span]] = []
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
@@ -85,17 +59,17 @@ class StepTimings:
 
         Args:
             nbytes: that it moves.
-            name: of what it is about.
+            name: of its subject.
         """
-        span = self._span(lane)
+        recorder = self._recorder
+        span = recorder.span(lane)
         self._spans.append((lane, span))
         self._host_bytes += nbytes if lane == HOST else 0
-        rows, has_lanes = self._rows, self._has_lanes
 
         def work_in_span() -> object:
             # Without lanes, the thread that computes does the work itself.
-            with nullcontext() if has_lanes else rows.waiting(lane, name):
-                rows.note(lane, name, span, nbytes)
+            with nullcontext() if recorder.has_lanes else recorder.shown_wait(lane, name):
+                recorder.timeline.note(recorder.prefix + lane, name, span, nbytes)
                 with span:
                     return work()
 
@@ -103,15 +77,15 @@ class StepTimings:
 
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
-        """Around a wait for what a lane does: this thread's or, on a GPU, its current stream's."""
-        span = self._span(lane)
+        """Around a wait for a lane's work: this thread's or, on a GPU, its current stream's."""
+        span = self._recorder.span(lane)
         self._waits.append((lane, span))
-        with self._rows.waiting(lane), span:
+        with self._recorder.shown_wait(lane), span:
             yield
 
     def wait(self, updated: RelayedEvent) -> None:
         """`updated.wait()`, the update and the way up apart."""
-        # One tells about a slow host, the other about a slow link.
+        # One shows a slow host, the other a slow link.
         with self.waiting(HOST):
             updated.first.synchronize()
         with self.waiting(H2D):
@@ -120,9 +94,15 @@ class StepTimings:
     def awaited(self, updated: RelayedEvent) -> Event:
         """The same event, timed where a thread that issues work to a GPU waits for the update.
 
-        Lanes that are threads call `synchronize`, which holds up nobody else and is not timed.
+        Lanes that are threads call `synchronize`, which holds up no other thread and is not timed.
         """
-        return _Awaited(self, updated)
+
+        def wait() -> None:
+            with self.waiting(HOST):
+                updated.first.synchronize()
+            updated.wait()
+
+        return Awaited(updated, wait)
 
     def before_use(self, updated: RelayedEvent) -> Callable[[], None] | None:
         """A function that waits for an update and its way up, and times both."""
@@ -134,7 +114,7 @@ class StepTimings:
         return all(span.seconds is not None for _, span in (*self._spans, *self._waits))
 
     def sums(self) -> dict[str, float]:
-        """Seconds by the names of `LaneTimings`, and bytes; of what is complete."""
+        """Seconds by the names of `LaneTimings`, and bytes; of complete work."""
         sums = {"host_bytes": float(self._host_bytes)}
         for prefix, spans in (("", self._spans), ("waited_", self._waits)):
             for lane in LANES:
@@ -143,35 +123,12 @@ class StepTimings:
                 )
         return sums
 
-    def _span(self, lane: str) -> Span:
-        # The update's lane is a thread on any device.
-        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
-
-
-class _Awaited:
-    """See `StepTimings.awaited`."""
-
-    def __init__(self, step: StepTimings, updated: RelayedEvent) -> None:
-        self._step = step
-        self._updated = updated
-
-    def wait(self) -> None:
-        with self._step.waiting(HOST):
-            self._updated.first.synchronize()
-        self._updated.wait()
-
-    def synchronize(self) -> None:
-        self._updated.synchronize()
-
-    def is_done(self) -> bool:
-        return self._updated.is_done()
-
 
 class TimingRecorder:
     """The steps' timings, added up as they are complete.
 
     Any thread may call it: autograd's does, during the backward. It keeps numbers and clocks only,
-    so a model that knows it keeps no optimizer alive.
+    so a model with a reference to it keeps no optimizer alive.
     """
 
     def __init__(
@@ -179,11 +136,12 @@ class TimingRecorder:
     ) -> None:
         """Without lanes, the computation waits for all work. `clock` is in seconds."""
         self._device = device
-        self._has_lanes = has_lanes
+        self.has_lanes = has_lanes
         self._clock = clock
         self._lock = threading.Lock()
-        self._rows = _Rows()
-        self._coming = self._new_step()
+        self.timeline: AnyTimeline = NO_TIMELINE
+        self.prefix = ""  # of the timeline's rows
+        self._coming = StepTimings(self)
         self._current: StepTimings | None = None
         self._ended: deque[StepTimings] = deque()
         self._sums: dict[str, float] = {}
@@ -195,28 +153,41 @@ class TimingRecorder:
         Args:
             prefix: of the rows' names.
         """
-        self._rows.timeline, self._rows.prefix = timeline, prefix
+        self.timeline, self.prefix = timeline, prefix
+
+    def span(self, lane: str) -> Span:
+        """Returns a span of a lane's work."""
+        # The update's lane is a thread on any device.
+        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+
+    def shown_wait(self, lane: str, name: str = "") -> AbstractContextManager[None]:
+        """Shows the timeline a wait of the computation for a lane.
+
+        In a span of the timeline's own: the thread that waits for the host need not be the stream
+        that computes, which may still have work.
+        """
+        return self.timeline.waiting(self.prefix + lane, name)
 
     @property
     def coming(self) -> StepTimings:
-        """The step that has not begun: gradients go down for it during the backward."""
+        """The step that has not started: gradients go down for it during the backward."""
         with self._lock:
             return self._coming
 
     def begin(self) -> StepTimings:
-        """The coming step begins; nothing waits any more for the one before."""
+        """The coming step starts; no thread waits any more for the one before."""
         with self._lock:
             self._end()
-            self._current, self._coming = self._coming, self._new_step()
+            self._current, self._coming = self._coming, StepTimings(self)
             return self._current
 
     def end(self) -> None:
-        """The step that has begun is over: nothing will wait for it later."""
+        """The step that has started is over: no thread will wait for it later."""
         with self._lock:
             self._end()
 
     def collect(self) -> LaneTimings | None:
-        """Means over the steps that were completed since the last call; None if there are none."""
+        """Means over the steps that were completed since the last call; None without any."""
         with self._lock:
             self._add_up()
             if not self._num_steps:
@@ -225,15 +196,12 @@ class TimingRecorder:
             timings = LaneTimings(num_steps=self._num_steps, **means)
             self._sums, self._num_steps = {}, 0
 
-        if self._has_lanes:
+        if self.has_lanes:
             return timings
         # The thread that computes has done all the work itself.
         return timings._replace(
             waited_d2h=timings.d2h, waited_host=timings.host, waited_h2d=timings.h2d
         )
-
-    def _new_step(self) -> StepTimings:
-        return StepTimings(self._device, self._clock, self._rows, has_lanes=self._has_lanes)
 
     def _end(self) -> None:
         if self._current is not None:
@@ -250,7 +218,7 @@ class TimingRecorder:
 
 
 class NoTimings:
-    """A recorder that records nothing, and each of its steps."""
+    """A recorder without effect, and each of its steps."""
 
     def record_to(self, timeline: AnyTimeline, prefix: str = "") -> None:  # noqa: ARG002
         """RuntimeError: there are no spans."""
@@ -266,10 +234,10 @@ class NoTimings:
         return self
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """No effect."""
 
     def collect(self) -> None:
-        """There is nothing to tell."""
+        """No timings."""
 
     def timed(
         self,
@@ -290,7 +258,7 @@ class NoTimings:
         return updated
 
     def before_use(self, updated: RelayedEvent) -> None:
-        """Nobody wants to know how long the wait takes."""
+        """The wait is not timed."""
 
 
 Recorder: TypeAlias = TimingRecorder | NoTimings

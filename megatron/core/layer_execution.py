@@ -1,4 +1,4 @@
-"""How the layers of a model run, and where what they save waits for backward. Losses stay."""
+"""How the layers of a model run, and where their activations wait for backward. Losses stay."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ExecutionConfig:
 def prepare_layers(
     model: nn.Module, config: ExecutionConfig, device: Device, *, records_timings: bool = False
 ) -> ActivationOffload | None:
-    """Has the layers of a sharded model run as `config` says. Returns what moves their activations,
-    if they move.
+    """Has the layers of a sharded model run as in `config`. Returns the offload of their
+    activations, if they move.
 
     Raises:
         ConfigError: for a model without transformer layers, or a machine without a compiler.

@@ -1,13 +1,13 @@
 """How many ranks there are on this machine, which cores this one may use, and how many ranks share
 them.
 
-[Note: shared cores] The cores that a process may use (its affinity) do not tell whether they are
-its own. A container, or a Slurm job that torchrun divides, shows every rank the same cores, fewer
-than the machine has; a task that Slurm has bound (`--cpus-per-task`) sees its own ones alone. So
-cores are taken to be shared by all ranks of the machine, unless this is certain: Slurm started each
-rank as a task of its own, and there are fewer cores than it allocated for the tasks of this machine
-together. What `numactl` or another launcher binds is not recognised: there are too few threads
-then, never too many.
+[Note: shared cores] The cores that a process may use (its affinity) may be shared with others. A
+container, or a Slurm job that torchrun divides, shows every rank the same cores, fewer than the
+machine has; a task that Slurm has bound (`--cpus-per-task`) sees its own ones alone. So cores are
+taken to be shared by all ranks of the machine, unless this is certain: Slurm started each rank as
+its own task, and there are fewer cores than it allocated for the tasks of this machine together.
+What `numactl` or another launcher binds is not recognised: there are too few threads then, never
+too many.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron.core.cgroups import CGROUPS, OWN_CGROUPS, Cgroup, lines_of, own_cg
 
 
 def local_world_size() -> int:
-    """Ranks on this machine, as launchers say."""
+    """Ranks on this machine, from launchers' variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def allowed_cores() -> frozenset[int]:
     """The numbers of the cores that this process may use; all there are, where the system does not
-    tell.
+    report them.
     """
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
@@ -33,8 +33,8 @@ def allowed_cores() -> frozenset[int]:
 
 
 def num_usable_cores() -> int:
-    """As how many cores' time this process and those in its container may use: its affinity, or a
-    quota that is less.
+    """As how many cores' time this process and the others in its container may use: its affinity,
+    or a quota that is less.
 
     A container is often given the time of some cores rather than the cores: `docker --cpus 4`, or a
     limit of Kubernetes. More threads than that would all be stopped when the time is used up.
@@ -53,7 +53,9 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
 
 
 def _quota(group: Cgroup) -> float | None:
-    """Microseconds in a period, over those of the period; None for no limit: "max", or -1."""
+    """Microseconds in a period, over the microseconds of the period; None for no limit: "max", or
+    -1.
+    """
     names = ("cpu.max",) if group.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     words = " ".join(line for name in names for line in lines_of(group.folder / name)).split()
     if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:

@@ -1,7 +1,7 @@
 """The one rank-aware logger.
 
 Every file that reports something does `logger = logging.getLogger(__name__)`. `configure(rank)`
-decides once what is shown: rank 0 shows information and up, the others warnings and up with their
+decides once which are shown: rank 0 shows information and up, the others warnings and up with their
 rank in front.
 """
 
@@ -20,10 +20,10 @@ def printable(text: str, limit: int = 500) -> str:
     """`text` as one harmless line of at most `limit` characters, to put into a message.
 
     Text from a file or from another process may hold newlines that fake lines of the log, escape
-    codes that a terminal obeys, or marks that reverse the direction of what is shown. All of these
+    codes that a terminal obeys, or marks that reverse the direction of text. All of these
     are shown escaped, as Python would write them in a string; longer text is cut.
     """
-    # Nothing beyond the limit is looked at: the text may be huge.
+    # The text beyond the limit is not read: it may be huge.
     head = text[:limit]
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
@@ -42,7 +42,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class _StdoutHandler(logging.Handler):
-    """Writes lines to the present `sys.stdout`, above the progress bar if there is one."""
+    """Writes lines to the present `sys.stdout`, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout
@@ -73,10 +73,10 @@ class _Formatter(logging.Formatter):
 
 
 def configure(rank: int, *, short_time: bool = False) -> logging.Logger:
-    """Sets up the project's logger for this rank and returns it, in the place of an earlier one.
+    """Sets up the project's logger for this rank and returns it, replacing an earlier one.
 
     Args:
-        short_time: whether lines begin with the time of day alone, without the date.
+        short_time: whether lines start with the time of day alone, without the date.
     """
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):

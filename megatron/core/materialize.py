@@ -20,13 +20,13 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int) -> None
     """Gives `model`, built on the meta device or already real, its initial weights.
 
     Every module that owns parameters draws them whole on `device`, one module at a time, through
-    its `reset_parameters`; a plain parameter takes all of it, a DTensor this rank's shard. Nothing
-    is communicated. The weights are a function of the seed, the modules' names, shapes and dtypes,
+    its `reset_parameters`; a plain parameter takes all of it, a DTensor this rank's shard. There is
+    no communication. The weights are a function of the seed, the modules' names, shapes and dtypes,
     and the kind of device.
 
     Args:
         model: real parameters keep their storage, unless some are on meta: then all get new storage
-            on `device`, and those that modules share stay shared. Real buffers keep their values.
+            on `device`, and shared ones stay shared. Real buffers keep their values.
         device: where the weights are drawn.
         seed: of the run; the same on every rank.
 

@@ -1,4 +1,4 @@
-"""From parallel degrees to a `DeviceMesh`, which is passed to whoever needs it."""
+"""From parallel degrees to a `DeviceMesh`, which is passed to its users."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.core.process_groups import ensure_default_group, inherit_timeouts
 
 DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
-# Of experts: those of one place in different groups of ranks, and the groups that have all experts.
+# Of experts: ranks of one place in different groups of ranks, and the groups that have all experts.
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
 
 
 def build_mesh(device_kind: str, data_parallel_size: int | None = None) -> DeviceMesh:
-    """A one-axis mesh over all ranks, for data parallelism. As PyTorch's `fully_shard`, it makes
-    the default process group if there is none.
+    """A one-axis mesh over all ranks, for data parallelism. As PyTorch's `fully_shard`, it makes a
+    missing default process group.
 
     Args:
         device_kind: `Device.kind` of the ranks.

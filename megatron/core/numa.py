@@ -1,9 +1,9 @@
 """Which memory and cores of a machine with several sockets are near to each other. Only Linux
-tells.
+reports it.
 
 A node is a socket's memory and cores, or a part of these. Cores of one node reach the memory and
 the devices of another through the link between sockets, which all of them share. All of this is
-advice: where the system does not tell, or does not let a container choose, everything works as
+advice: where the system does not report it, or does not let a container choose, everything works as
 without it.
 """
 
@@ -65,11 +65,11 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Asks for pages of a node, where there are any left, for memory that has been mapped and not
+    """Requests pages of a node, where there are any left, for memory that has been mapped and not
     been touched yet.
 
     Args:
-        address: where the memory begins, a multiple of the page size.
+        address: where the memory starts, a multiple of the page size.
 
     Returns:
         Whether the system will.

@@ -1,10 +1,9 @@
-"""Options: dataclass fields that know their flag, their help line and what values they admit.
+"""Options: dataclass fields with their flag, their help line and what values they admit.
 
 A config class lives with the code that reads it. It is a frozen dataclass whose fields are made
 with `option(...)`; `check_options(self)` in its `__post_init__` checks every value against the
-field's type, choices and bounds, and against the other options that it needs. The same metadata
-serves the command line and YAML (`megatron/training/arguments.py`), so everything about a flag is
-said in one place.
+field's type, choices and bounds, and against the other options that it needs. The command line and
+YAML (`megatron/training/arguments.py`) read the same metadata.
 
     @dataclass(frozen=True)
     class OptimizerConfig:
@@ -23,11 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import reprlib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.log import printable
@@ -39,7 +40,7 @@ _METADATA_KEY = "megatron.option"
 _MOST_REPORTED = 4000  # characters of a line of an error's report
 _MAX_BITS = 63  # of an integer, which becomes an int64 somewhere
 
-# What a field may hold. Lists of values are tuples, so that configs stay hashable.
+# Types of a field. Lists of values are tuples, so that configs stay hashable.
 _SCALARS: dict[type, str] = {
     int: "an integer",
     float: "a number",
@@ -58,7 +59,7 @@ class _Shown(reprlib.Repr):
         self.maxtuple = self.maxlist = self.maxdict = self.maxset = 8
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  reprlib's signature
-        # Python refuses to write integers of thousands of digits.
+        # Python does not write integers of thousands of digits.
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 
@@ -108,7 +109,27 @@ class ConfigErrors(ConfigError):  # noqa: N818  a plural
 
 @dataclass(frozen=True)
 class Option:
-    """What `option(...)` records beside a dataclass field."""
+    """What `option(...)` records about a dataclass field.
+
+    Attributes:
+        help: one line for `--help`.
+        flag: the flag's name where it is not `--field-name`.
+        off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
+        choices: the only values admitted.
+        at_least, more_than, at_most, less_than: bounds of a number.
+        ceiling: a bound far beyond any use, named only where it is exceeded.
+        noun: the kind of value, for messages of the options that require this one.
+        metavar: the value's name in `--help`, which a text without choices must have.
+        requires: options of which one must have a value where this one is given: is not the
+            default.
+        no_effect_unless: the values that other options must have where this one is given, since it
+            has no effect otherwise.
+        is_pattern: whether the text may be a list in Python's syntax; one of YAML becomes text.
+        overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
+        may_change: whether a resumed run may have another value without a line in the log, as it
+            does not change any result.
+        bare: the flag's meaning without a value; None: it needs one.
+    """
 
     help: str
     flag: str | None = None
@@ -133,67 +154,28 @@ def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     *,
-    flag: str | None = None,
-    off_flag: str | None = None,
     choices: Sequence[Any] | None = None,
-    at_least: float | None = None,
-    more_than: float | None = None,
-    at_most: float | None = None,
-    less_than: float | None = None,
-    ceiling: float | None = None,
-    noun: str | None = None,
-    metavar: str | None = None,
     requires: str | tuple[str, ...] = (),
-    no_effect_unless: str | Mapping[str, Any] | None = None,
-    is_pattern: bool = False,
-    overridden_by: str | None = None,
-    may_change: bool = False,
-    bare: Any = None,
+    no_effect_unless: str | Mapping[str, Any] = MappingProxyType({}),
+    **others: Any,
 ) -> Any:
-    """A dataclass field that becomes a flag.
+    """Returns a dataclass field that becomes a flag.
 
     Args:
         default: the field's default; a field without one must be given by the user.
-        help: one line for `--help`.
-        flag: the flag's name where it is not `--field-name`.
-        off_flag: for a bool, the flag that sets it to false where it is not `--no-field-name`.
-        choices: the only values admitted.
-        at_least, more_than, at_most, less_than: bounds of a number.
-        ceiling: a bound far beyond any use, named only where it is exceeded.
-        noun: the kind of value, for messages of the options that require this one.
-        metavar: the value's name in `--help`, which a text without choices must have.
-        requires: the option that must have a value where this one is given: is not the default; or
-            several, of which one must have a value.
-        no_effect_unless: the switch that must be on where this one is given, since it would change
-            nothing otherwise; or the values that other options must have.
-        is_pattern: whether the text may be a list in Python's syntax; one of YAML becomes text.
-        overridden_by: the switch with which a resumed run takes the checkpoint's value instead.
-        may_change: whether a resumed run may have another value without a line in the log: it says
-            where and when something is done, not what is computed.
-        bare: what the flag means without a value; None: it needs one.
-
-    The relations may name options of other config classes: see `check_options`, `check_needs`.
+        requires, no_effect_unless: see `Option`; one name is the option that must have a value, or
+            the switch that must be on. They may be options of other config classes: see
+            `check_options`, `check_needs`.
+        others: further attributes of `Option`.
     """
     if isinstance(no_effect_unless, str):
         no_effect_unless = {no_effect_unless: True}
     described = Option(
-        help=help,
-        flag=flag,
-        off_flag=off_flag,
+        help,
         choices=None if choices is None else tuple(choices),
-        at_least=at_least,
-        more_than=more_than,
-        at_most=at_most,
-        less_than=less_than,
-        ceiling=ceiling,
-        noun=noun,
-        metavar=metavar,
         requires=(requires,) if isinstance(requires, str) else requires,
-        no_effect_unless=tuple((no_effect_unless or {}).items()),
-        is_pattern=is_pattern,
-        overridden_by=overridden_by,
-        may_change=may_change,
-        bare=bare,
+        no_effect_unless=tuple(no_effect_unless.items()),
+        **others,
     )
     return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
 
@@ -236,13 +218,7 @@ class Field:
         if self.option.choices is not None:
             what = "one of " + ", ".join(str(choice) for choice in self.option.choices)
         else:
-            bounds = (
-                (">=", self.option.at_least),
-                (">", self.option.more_than),
-                ("<=", self.option.at_most),
-                ("<", self.option.less_than),
-            )
-            limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+            limits = " and ".join(f"{sign} {bound}" for sign, _, bound in self._bounds())
             what = f"{_SCALARS[self.scalar]} {limits}".rstrip()
         return f"a list, each {what}" if self.is_list else what
 
@@ -300,7 +276,7 @@ class Field:
         raise self.error(value)
 
     def check(self, value: Any) -> None:
-        """ConfigError unless `value` has this field's type and lies within its bounds."""
+        """ConfigError unless `value` has this field's type and is within its bounds."""
         if value is None:
             if not self.is_optional:
                 raise self.error(None)
@@ -317,44 +293,48 @@ class Field:
             raise self.error(got)
 
         rule = self.option
-        if rule.choices is not None and item not in rule.choices:
-            raise self.error(got)
-        if item == "":
+        if (rule.choices is not None and item not in rule.choices) or item == "":
             raise self.error(got)
         if not isinstance(item, (int, float)):
             return
 
-        # math.isfinite refuses integers that no float can hold.
-        is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
-        if is_huge:
-            limit = f"of at most {_MAX_BITS} bits"
-            expected = (
-                f"{self.expected} {limit if rule.ceiling is None else f'and <= {rule.ceiling}'}"
-            )
-            raise ConfigError(f"{self.flag}: expected {expected}, got {shown(got)}.")
-        if (
-            not math.isfinite(item)
-            or (rule.at_least is not None and not item >= rule.at_least)
-            or (rule.more_than is not None and not item > rule.more_than)
-            or (rule.at_most is not None and not item <= rule.at_most)
-            or (rule.less_than is not None and not item < rule.less_than)
+        if not all(holds(item, bound) for _, holds, bound in self._bounds()) or (
+            isinstance(item, float) and not math.isfinite(item)
         ):
             raise self.error(got)
+        limit = None
         if rule.ceiling is not None and item > rule.ceiling:
-            expected = f"{self.expected} and <= {rule.ceiling}"
-            raise ConfigError(f"{self.flag}: expected {expected}, got {shown(got)}.")
+            limit = f"and <= {rule.ceiling}"
+        elif isinstance(item, int) and item.bit_length() > _MAX_BITS:
+            limit = f"of at most {_MAX_BITS} bits"
+        if limit is not None:
+            raise ConfigError(f"{self.flag}: expected {self.expected} {limit}, got {shown(got)}.")
+
+    def _bounds(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        """Sign, comparison and number of each bound."""
+        rule = self.option
+        bounds = (
+            (">=", operator.ge, rule.at_least),
+            (">", operator.gt, rule.more_than),
+            ("<=", operator.le, rule.at_most),
+            ("<", operator.lt, rule.less_than),
+        )
+        return [(sign, holds, bound) for sign, holds, bound in bounds if bound is not None]
 
 
-def options_of(config: type[Any]) -> list[Field]:
+_resolved: dict[type[Any], tuple[Field, ...]] = {}  # results of `options_of`
+
+
+def options_of(config: type[Any]) -> tuple[Field, ...]:
     """The options of a config class, in the order of declaration."""
-    hints = typing.get_type_hints(config)
-    found = []
-    for field in dataclasses.fields(config):
-        described = field.metadata.get(_METADATA_KEY)
-        if described is not None:
-            scalar, is_optional, is_list = _resolve(hints[field.name])
-            found.append(Field(field.name, scalar, is_optional, is_list, field.default, described))
-    return found
+    if config not in _resolved:
+        hints = typing.get_type_hints(config)
+        _resolved[config] = tuple(
+            Field(field.name, *_resolve(hints[field.name]), field.default, described)
+            for field in dataclasses.fields(config)
+            if (described := field.metadata.get(_METADATA_KEY)) is not None
+        )
+    return _resolved[config]
 
 
 def given_options(config: Any) -> list[Field]:
@@ -381,7 +361,7 @@ def check_needs(configs: Sequence[Any], granted: Collection[str] = ()) -> None:
     them which it needs.
 
     Args:
-        configs: instances of the classes whose options stand beside each other.
+        configs: instances of the classes whose options are used together.
         granted: the names of options that count as given, since something else serves as well.
     """
     fields = [options_of(type(config)) for config in configs]

@@ -1,6 +1,6 @@
 """Parts of a model: parameters by the beginnings of their names.
 
-A module may say in `parts` what its parts are called, as a model that reads images does:
+A module may name its parts in `parts`, as a model that reads images does:
 
     parts = {"vision": ("vision_model.",), "decoder": ("language_model.",)}
 
@@ -58,7 +58,7 @@ def freeze(model: nn.Module, names: Sequence[str], flag: str) -> None:
     """Takes the gradients from all parameters of parts: they are neither trained nor have states.
 
     Raises:
-        ConfigError: for a part without parameters, or if nothing is left to train.
+        ConfigError: for a part without parameters, or if no parameter is left to train.
     """
     for name in names:
         for _, parameter in _parameters_of(model, name, flag):

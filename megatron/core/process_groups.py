@@ -1,4 +1,4 @@
-"""Timeouts, connections and failures of torch's process groups."""
+"""Timeouts, connections and failures of process groups."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_
 
 
 def ensure_default_group(backend: str) -> None:
-    """Makes the default process group if there is none: of the launcher's ranks, or of this process
+    """Makes a missing default process group: of the launcher's ranks, or of this process
     alone if no launcher has started it.
 
     Args:
         backend: for `init_process_group`.
 
     Raises:
-        RuntimeError: another launcher, of which torch knows nothing, has started several ranks.
+        RuntimeError: another launcher, unknown to torch, has started several ranks.
     """
     if dist.is_initialized():
         return
@@ -79,8 +79,8 @@ def connect(device: torch.device) -> None:
 
 
 def failed_collective() -> str | None:
-    """The failure of a collective that a group's backend has found, in words; None if there is none
-    or the backend does not look.
+    """The failure of a collective that a group's backend has found, in words; None without one, or
+    if the backend does not look.
 
     On an accelerator a collective fails after it was issued, and the thread that issued it may not
     be told.
@@ -97,7 +97,7 @@ def failed_collective() -> str | None:
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of a group's tensors on this kind of device; None if there is none."""
+    """The backend of a group's tensors on this kind of device; None without one."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:

@@ -1,5 +1,5 @@
 """Files written at given offsets, past the page cache where that is possible: by one process, or by
-several at the same time, each at offsets of its own.
+several at the same time, each at its own offsets.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron.core.files import sync_folder
 
 MEMORY_ALIGNMENT = 512  # bytes; of memory that most devices take without a copy
 
-_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without direct I/O answers
+_DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system without direct I/O
 _PAGE_BYTES = 4096
 _MAX_SPANS = 1024  # that one call of the system takes
 _RELEASED_BYTES = 1 << 20  # of a write that is sent to disk at once
 
 
 class SharedFile:
-    """A file that several ranks write at the same time, each at offsets of its own.
+    """A file that several ranks write at the same time, each at its own offsets.
 
     Whole pages go past the page cache where the file system can do so. Pages that two ranks share
     go through it, so that neither writes over the other's part.
@@ -33,7 +33,7 @@ class SharedFile:
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
         """
         Args:
-            nbytes: of the whole file, which whoever comes first makes; None: it is there already.
+            nbytes: of the whole file, which the first rank makes; None: it is there already.
         """
         self._path = path
         # Not for reading, too: then an NFS client may fetch a page before it writes a part of it,
@@ -53,7 +53,7 @@ class SharedFile:
         """Writes bytes to this place, one span behind the other.
 
         Direct I/O needs spans of whole pages, except for the first and the last, in memory that
-        begins as their pages do, or at least at a multiple of `MEMORY_ALIGNMENT`.
+        starts as their pages do, or at least at a multiple of `MEMORY_ALIGNMENT`.
 
         Raises:
             OSError: if the file system failed.
@@ -73,18 +73,18 @@ class SharedFile:
         """Ends this process's part, which is then durable.
 
         Args:
-            syncs_name: False if somebody will sync the folder before anybody relies on the file.
+            syncs_name: False if the directory is synced before anybody relies on the file.
         """
         with naming(self._path):
             os.fsync(self._cached)
-            # Only what is on disk can be dropped from the cache, so again after the sync.
+            # Only pages on disk can be dropped from the cache, so again after the sync.
             release_pages(self._cached, 0, 0)
         self.abort()
         if syncs_name:
             sync_folder(self._path.parent)
 
     def abort(self) -> None:
-        """Lets go of the file. May be called in any state; raises nothing."""
+        """Lets go of the file. May be called in any state; does not raise."""
         descriptors, self._cached, self._direct = (self._cached, self._direct), -1, None
         for descriptor in descriptors:
             if descriptor is not None and descriptor >= 0:
@@ -109,7 +109,7 @@ class SharedFile:
 
     def _write_cached(self, offset: int, spans: Sequence[memoryview]) -> None:
         _write_all(self._cached, offset, spans)
-        # Begin to write them now, rather than all at once in `close`. Not for a few bytes of a
+        # Start to write them now, rather than all at once in `close`. Not for a few bytes of a
         # page: the next ones would wait until it is on disk.
         nbytes = sum(span.nbytes for span in spans)
         if nbytes >= _RELEASED_BYTES:
@@ -128,7 +128,7 @@ def release_pages(descriptor: int, offset: int, nbytes: int) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Makes errors of the system name the file, which those of an open file do not."""
+    """Makes errors of the system name the file, which errors of an open file do not."""
     try:
         yield
     except OSError as error:
@@ -137,12 +137,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def address_of(content: memoryview) -> int:
-    """Where a buffer lies in memory."""
+    """The address of a buffer."""
     return int(np.frombuffer(content, np.uint8).ctypes.data) if content.nbytes else 0
 
 
 def _are_aligned(spans: Sequence[memoryview], alignment: int) -> bool:
-    """Whether all of them begin at such addresses, and are as long as direct I/O wants them."""
+    """Whether all of them start at such addresses, and are as long as direct I/O wants them."""
     return all(
         address_of(span) % alignment == 0 and span.nbytes % _PAGE_BYTES == 0 for span in spans
     )

@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 class Span(Protocol):
-    """The duration of what is done or issued while it is open. Used once."""
+    """The duration of the work done or issued while it is open. Used once."""
 
     def __enter__(self) -> None: ...
 
@@ -63,12 +63,12 @@ class ClockSpan:
 
 
 class StreamSpan:
-    """The time of what is issued to an accelerator's stream, between two of its events."""
+    """The time of work issued to an accelerator's stream, between two of its events."""
 
     def __init__(self, driver: Driver, index: int, stream: Any = None) -> None:
         """
         Args:
-            stream: default: the one that is current where the span begins, and where it ends.
+            stream: default: the one that is current where the span starts, and where it ends.
         """
         self._driver = driver
         self._index = index
@@ -92,7 +92,7 @@ class StreamSpan:
     def interval(self, origin: Origin) -> Interval | None:
         if not self._is_over or not origin.event.query():
             return None
-        # Milliseconds, negative for what came before the origin.
+        # Milliseconds, negative before the origin.
         since = [float(origin.event.elapsed_time(event)) / 1000.0 for event in self._events]
         return Interval(origin.seconds + since[0], origin.seconds + since[1])
 
@@ -108,7 +108,7 @@ class StreamSpan:
 
 
 class StreamClock:
-    """Makes origins, on a stream of its own. It has no work, and reaches an event at once, where
+    """Makes origins, on its own stream. It has no work, and reaches an event at once, where
     the stream that computes may be far behind the host.
     """
 

@@ -1,4 +1,4 @@
-"""`Timeline`: what a rank's lanes and its computation do in chosen iterations, and when.
+"""`Timeline`: the work of a rank's lanes and its computation in chosen iterations, and when.
 
     timeline = Timeline(device)
     engine.record_to(timeline)
@@ -7,16 +7,15 @@
     engine.train_batch(microbatches, forward_step, mark=timeline.phase)
     timeline.end_iteration()
 
-    slices = timeline.slices(zero)          # None while some of the work is still under way
+    slices = timeline.slices(zero)          # None while some of the work is still in progress
 
-Those who queue work say what it is (`timed`, `note`), the thread that computes says which phase
-begins and what it waits for (`phase`, `waiting`, `awaited`). All of it becomes spans, which read
-clocks and wait for nothing; `lane_timings.py` adds up those of work, too. On an accelerator a span
-lies between two events of a stream, and becomes a time of the host's clock only when it is asked
-for.
+Code that queues work names it (`timed`, `note`), the thread that computes names its phases and
+waits (`phase`, `waiting`, `awaited`). All of it becomes spans, which read clocks and do not wait;
+`lane_timings.py` adds up spans of work, too. On an accelerator a span is between two events of a
+stream, and becomes a time of the host's clock only when it is asked for.
 
-What begins while the timeline is open is recorded, also if it was queued before. Without a
-timeline, everybody has `NO_TIMELINE`, which hands back what it is given.
+Work that starts while the timeline is open is recorded, also if it was queued before. Without a
+timeline, everybody has `NO_TIMELINE`, which returns work unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from megatron.core.device import Device
-from megatron.core.lanes import Event
+from megatron.core.lanes import Awaited, Event
 from megatron.core.spans import ClockSpan, Origin, Span
 from megatron.core.trace_file import (
     CHECKPOINT,
@@ -44,9 +43,9 @@ from megatron.core.trace_file import (
 
 T = TypeVar("T")
 
-RANKS = "ranks"  # what is waited for in a collective of the computation's own
+RANKS = "ranks"  # waits for a collective of the computation's own
 
-# What the phases of a training step are called where they are drawn.
+# Names of the phases of a training step where they are drawn.
 _PHASES = {"batch": "data", "agree": "norm"}
 _ON_THREADS = (HOST, CHECKPOINT, DISK)  # rows of threads, on any device
 _NOTHING = nullcontext()
@@ -74,22 +73,22 @@ class Timeline:
         self._device = device
         self._clock = clock
         self._origins = device.origins(clock)
-        self._origin = Origin(clock())  # of the iteration under way
+        self._origin = Origin(clock())  # of the iteration in progress
         self._computing_spans = device.spans(clock)
         self._iteration = 0
         self._is_open = False
         self._notes: deque[_Note] = deque()
-        self._dated: list[Slice] = []  # of what is over, in seconds of the clock
-        self._whole: Span | None = None  # the iteration under way
+        self._dated: list[Slice] = []  # of finished work, in seconds of the clock
+        self._whole: Span | None = None  # the iteration in progress
         self._phase: Span | None = None  # and its phase
 
-    # What is recorded
+    # Recorded
 
     def begin_iteration(self, number: int) -> None:
         """Opens the timeline. The iteration before, if one is open, ends here."""
-        # Not closed in between: lanes may be about to begin work.
+        # Not closed in between: lanes may be about to start work.
         self._end_slices()
-        # A new one each time: an accelerator says how far events are apart in few digits.
+        # A new one each time: an accelerator reports the time between events in few digits.
         self._origin = self._origins()
         self._computing_spans = self._device.spans(self._clock)
         self._iteration = number
@@ -97,19 +96,19 @@ class Timeline:
         self._whole = self._begin(Slice(COMPUTE, ITERATION, f"iteration {number}", 0, 0, number))
 
     def end_iteration(self) -> None:
-        """Closes the timeline, if it is open. What has begun is still recorded to its end."""
+        """Closes the timeline, if it is open. Started work is still recorded to its end."""
         self._is_open = False
         self._end_slices()
 
     def phase(self, name: str) -> None:
-        """A phase of the computation begins, and the one before ends."""
+        """A phase of the computation starts, and the one before ends."""
         if self._is_open:
             self._end_phase()
             shown = _PHASES.get(name, str(name))
             self._phase = self._begin(Slice(COMPUTE, PHASE, shown, 0, 0, self._iteration))
 
     def timed(self, row: str, name: str, work: Callable[[], T], nbytes: int = 0) -> Callable[[], T]:
-        """The work, which is recorded if the timeline is open when it begins."""
+        """The work, which is recorded if the timeline is open when it starts."""
 
         def work_in_span() -> T:
             if not self._is_open:
@@ -122,7 +121,7 @@ class Timeline:
         return work_in_span
 
     def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
-        """Records work of a row, whose span is about to begin."""
+        """Records work of a row, whose span is about to start."""
         if self._is_open:
             self._add(Slice(row, WORK, name, 0, 0, self._iteration, nbytes), span)
 
@@ -130,7 +129,7 @@ class Timeline:
         """Around a wait of the computation: of its thread or, on an accelerator, of its stream.
 
         There it may be another thread that waits, or this one for the host: the stream then idles
-        as long as it has nothing left to do.
+        as long as it has no work left.
         """
         if not self._is_open:
             return _NOTHING
@@ -141,16 +140,23 @@ class Timeline:
 
     def awaited(self, event: Event, what: str, about: str = "") -> Event:
         """An event, whose `wait` is recorded as the computation's."""
-        return _Awaited(self, event, what, about) if self._is_open else event
+        if not self._is_open:
+            return event
 
-    # What has been recorded
+        def wait() -> None:
+            with self.waiting(what, about):
+                event.wait()
+
+        return Awaited(event, wait)
+
+    # Recorded so far
 
     def slices(self, zero: float, *, is_final: bool = False) -> list[Slice] | None:
         """All slices so far, by their beginnings. None while some are not over. Does not wait.
 
         Args:
             zero: unix seconds, from which they count.
-            is_final: leave out what is not over.
+            is_final: leave out unfinished work.
         """
         self._date_notes()
         if self._notes and not is_final:
@@ -162,19 +168,19 @@ class Timeline:
         return sorted(known, key=lambda one: (one.begin, -one.end))
 
     def synchronize(self) -> None:
-        """Blocks this thread until what it has issued so far is done, and can be dated."""
+        """Blocks this thread until its issued work is done, and can be dated."""
         self._device.event().synchronize()
         if self._origin.event is not None:
             self._origin.event.synchronize()
 
     def forget(self) -> None:
-        """Drops what has been recorded."""
+        """Drops all records."""
         self._notes.clear()
         self._dated.clear()
 
     def _span(self, row: str) -> Span:
         if row == COMPUTE:
-            # Of one stream, whoever waits: what begins on it later lies later, or inside.
+            # Of one stream, for any wait: later work on it is later, or inside.
             return self._computing_spans()
         return ClockSpan(self._clock) if row in _ON_THREADS else self._device.span(self._clock)
 
@@ -190,14 +196,14 @@ class Timeline:
             self._phase = None
 
     def _end_slices(self) -> None:
-        """The iteration under way ends, and its phase."""
+        """The iteration in progress ends, and its phase."""
         self._end_phase()
         if self._whole is not None:
             self._whole.__exit__()
             self._whole = None
 
     def _date_notes(self) -> None:
-        # What is over is asked only once: a save may keep one slice open for many iterations.
+        # Finished work is read only once: a save may keep one slice open for many iterations.
         for _ in range(len(self._notes)):
             note = self._notes.popleft()
             dated = note.dated()
@@ -210,33 +216,13 @@ class Timeline:
         self._notes.append(_Note(what, span, self._origin))
 
 
-class _Awaited:
-    """See `Timeline.awaited`."""
-
-    def __init__(self, timeline: Timeline, event: Event, what: str, about: str) -> None:
-        self._timeline = timeline
-        self._event = event
-        self._what = what
-        self._about = about
-
-    def wait(self) -> None:
-        with self._timeline.waiting(self._what, self._about):
-            self._event.wait()
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def is_done(self) -> bool:
-        return self._event.is_done()
-
-
 class NoTimeline:
-    """Records nothing, and makes nothing."""
+    """Records no work, and makes no spans."""
 
     __slots__ = ()
 
     def phase(self, name: str) -> None:
-        """Nobody asks."""
+        """No effect."""
 
     def timed(
         self,
@@ -248,7 +234,7 @@ class NoTimeline:
         return work
 
     def note(self, row: str, name: str, span: Span, nbytes: int = 0) -> None:
-        """Nobody asks."""
+        """No effect."""
 
     def waiting(self, what: str, about: str = "") -> AbstractContextManager[None]:  # noqa: ARG002
         return _NOTHING

@@ -42,7 +42,7 @@ ROWS = (
 # Kinds of slices. The first three are of the row COMPUTE.
 ITERATION, PHASE, WAIT, WORK = KINDS = ("iteration", "phase", "wait", "work")
 
-_OWN = "megatron_hybrid"  # the key of what else the file says
+_OWN = "megatron_hybrid"  # the key of the file's other content
 _FORMAT = 1
 _NANOSECONDS = 1e9
 _MOST_SECONDS = 1e10  # of a time: dates of some other centuries, which calendars still have
@@ -58,7 +58,7 @@ class Slice(NamedTuple):
     name: str
     begin: float  # seconds since the recording's zero
     end: float
-    iteration: int  # in which it began
+    iteration: int  # in which it started
     nbytes: int = 0  # that it moves; 0: not known
     about: str = ""  # of a wait: the group that is waited for
 
@@ -172,7 +172,7 @@ class _Nested(NamedTuple):
 
 
 def _nested(slices: Iterable[Slice]) -> list[_Nested]:
-    """Slices in order, those of a row one in the other or one behind the other, as a trace needs
+    """Slices in order, of a row one in the other or one behind the other, as a trace needs
     them: what overlaps by no more than the clocks' rounding is cut by as much.
     """
     found = [
@@ -187,7 +187,7 @@ def _nested(slices: Iterable[Slice]) -> list[_Nested]:
             outer = found[around[-1]]
             is_in = outer.slice.row == own.slice.row and own.begin < outer.end
             if is_in and own.end - outer.end > _ROUNDING_NS >= outer.end - own.begin:
-                # The next one, which begins where this one ends.
+                # The next one, which starts where this one ends.
                 found[around[-1]] = outer._replace(end=own.begin)
                 is_in = False
             if is_in:

@@ -4,7 +4,7 @@ Row i is a function of the files, the split, the length of rows, the seed and i.
     PREFIX.bin/.idx         a sequence of tokens for each conversation
     PREFIX_mask.bin/.idx    uint8, as many: 1 for tokens that are to be learned
 
-Token files without a mask are text, all of which is to be learned. Those whose name has
+Token files without a mask are text, all of which is to be learned. Files whose name has
 `_chat_document` in it are conversations, and never without a mask.
 """
 
@@ -32,7 +32,7 @@ _LENGTHS_AT_A_TIME = 1 << 20
 
 
 def mask_prefix(prefix: str | Path) -> str:
-    """The prefix of the files that say which tokens are to be learned."""
+    """The prefix of the files that mark the tokens to be learned."""
     return f"{prefix}_mask"
 
 
@@ -103,8 +103,8 @@ class _Piece(NamedTuple):
 
 
 class AnswerDataset(NumberedDataset):
-    """Rows of documents, packed whole. Text longer than a row is divided; what is left of a row is
-    filled up with a document that teaches nothing.
+    """Rows of documents, packed whole. Text longer than a row is divided; the rest of a row is
+    filled up with a document without targets.
 
     A document of n tokens takes n - 1 places: its last token is a label only.
 
@@ -115,9 +115,9 @@ class AnswerDataset(NumberedDataset):
         seq_length: tokens of a row.
         seed: decides which documents share a row, and the order of rows.
         filler: the token that fills up rows.
-        vocab_size: token ids from there on are refused when met.
-        is_cut: whether conversations that are too long lose their end. Those that lose all answers
-            are left out.
+        vocab_size: token ids from there on are rejected when met.
+        is_cut: whether conversations that are too long lose their end. Conversations that lose all
+            answers are left out.
 
     Raises:
         ConfigError: for conversations longer than a row, or none at all.
@@ -177,7 +177,7 @@ class AnswerDataset(NumberedDataset):
         return sequences, np.zeros_like(sequences), np.minimum(lengths, self.seq_length)
 
     def _without_answers(self, too_long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Those of the conversations that have no answer in their first row. They are logged."""
+        """Conversations without an answer in their first row. They are logged."""
         mask = self.files.mask
         assert mask is not None, "text has no conversations"
         found = [

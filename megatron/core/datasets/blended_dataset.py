@@ -5,8 +5,8 @@
 Dataset d, with share w_d of the samples, would ideally give its m-th sample at time (m + 0.5) /
 w_d, where one sample is drawn per unit of time. All samples of all datasets, sorted by (ideal time,
 d), are the blend. Until time t dataset d has given round(t * w_d) samples, so the number of samples
-before t is t give or take half a sample per dataset. That bounds where sample i can lie: to find
-it, count what lies before a time that is surely early enough, and merge forward from there over a
+before t is t give or take half a sample per dataset. That bounds where sample i can be: to find
+it, count the samples before a time that is surely early enough, and merge forward from there over a
 number of steps that is about the number of datasets.
 
     w = (2/3, 1/3):   d=0 at 0.75 2.25 3.75 5.25 ...   d=1 at 1.5 4.5 ...   order 0 1 0 0 1 0 ...
@@ -79,7 +79,7 @@ class BlendOrder:
             num_drawn = sum(sample for _, _, sample in heap)
             if num_drawn <= index:
                 break
-            # Rounding at very large times; at a time of zero nothing is drawn.
+            # Rounding at very large times; at a time of zero no sample is drawn.
             earlier -= 1 + (num_drawn - index)
 
         heapq.heapify(heap)
@@ -92,7 +92,7 @@ class BlendOrder:
     def _first_from(self, time: float, dataset: int) -> tuple[float, int, int]:
         """The dataset's first sample whose ideal time is not before `time`."""
         sample = max(0, math.ceil(time * self.weights[dataset] - 0.5))
-        # The product may round to the other side of what the quotient says; the quotient decides.
+        # The product may round to the other side of the quotient; the quotient decides.
         while sample > 0 and self._time(dataset, sample - 1) >= time:
             sample -= 1
         while self._time(dataset, sample) < time:
@@ -127,7 +127,7 @@ class BlendedDataset(NumberedDataset):
         self.order = BlendOrder(weights)
         self.num_samples = num_samples
         self._datasets = list(datasets)
-        # How samples become a batch, if those of the blend's parts say so.
+        # How samples become a batch, if the datasets in the blend define it.
         self.collate: Callable[[list[Any]], Any] = next(
             (getattr(one, "collate") for one in datasets if hasattr(one, "collate")),  # noqa: B009
             default_collate,

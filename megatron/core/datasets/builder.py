@@ -46,10 +46,10 @@ def build_gpt_datasets(
 
     Args:
         config: the data.
-        num_samples: samples that training, validation and test will ask for in the whole run.
-        vocab_size: number of embeddings; token ids from there on are refused when met.
+        num_samples: samples that training, validation and test will read in the whole run.
+        vocab_size: number of embeddings; token ids from there on are rejected when met.
         seed: decides the order of documents and samples; each split derives its own from it.
-        eod: the token that ends a document, needed where the configuration asks for boundaries.
+        eod: the token that ends a document, needed where the configuration has boundaries.
 
     Raises:
         IndexedDatasetError: token files or a sample index that cannot be used.
@@ -57,36 +57,38 @@ def build_gpt_datasets(
         TooFewTokensError: a split with fewer tokens than one sample needs, though samples are asked
             for.
     """
-    _warn_of_repeated(config)
+    if config.mock_data:
+        return SplitDatasets(
+            *(
+                MockGPTDataset(vocab_size, config.seq_length, count, derive_key(seed, name))
+                if count and share
+                else None
+                for name, count, share in zip(
+                    _SPLITS, num_samples, config.split_fractions, strict=True
+                )
+            )
+        )
     opened = _open_all(config, IndexedDataset)
-    for part in config.blend:
-        if IndexedDataset.exists(mask_prefix(part.prefix)):
+    for indexed in opened:
+        if IndexedDataset.exists(mask_prefix(indexed.prefix)):
             logger.info(
                 "%s has a mask of answers, which --sft alone reads: all of its tokens are learned",
-                part.prefix,
+                indexed.prefix,
             )
-    if config.boundaries:
-        for indexed in opened:
+        if config.boundaries:
             _check_ends(indexed, eod)
-    built: list[SampleDataset | None] = []
-    for number, name in enumerate(_SPLITS):
-        split_seed = derive_key(seed, name)
-        if num_samples[number] == 0 or config.split_fractions[number] == 0:
-            built.append(None)
-        elif config.mock_data:
-            built.append(
-                MockGPTDataset(vocab_size, config.seq_length, num_samples[number], split_seed)
-            )
-        else:
-            samples = _build_blend(
-                config, opened, number, num_samples[number], vocab_size, split_seed
-            )
-            if config.boundaries:
-                assert eod is not None, "documents end with it"
-                samples = DelimitedDataset(samples, eod, config.boundaries)
-            built.append(samples)
 
-    return SplitDatasets(*built)
+    def build(indexed: IndexedDataset, documents: range, count: int, seed: int) -> SampleDataset:
+        cache = config.data_cache_path
+        return GPTDataset(indexed, documents, count, config.seq_length, seed, cache, vocab_size)
+
+    built = _build_splits(config, opened, num_samples, seed, build)
+    if not config.boundaries:
+        return built
+    assert eod is not None, "documents end with it"
+    return SplitDatasets(
+        *(None if one is None else DelimitedDataset(one, eod, config.boundaries) for one in built)
+    )
 
 
 def build_image_text_datasets(
@@ -115,7 +117,7 @@ def build_image_text_datasets(
         )
 
     opened = _open_all(config, ImageTextFiles)
-    return _build_packed(config, opened, num_samples, seed, build)
+    return _build_splits(config, opened, num_samples, seed, build)
 
 
 def build_answer_datasets(
@@ -158,7 +160,7 @@ def build_answer_datasets(
             "again by `python -m megatron_hybrid preprocess --chat`; text alone is trained "
             "without --sft."
         )
-    return _build_packed(config, opened, num_samples, seed, build)
+    return _build_splits(config, opened, num_samples, seed, build)
 
 
 def _open_all(config: GPTDatasetConfig, open_files: Callable[[str], _Files]) -> list[_Files]:
@@ -167,14 +169,14 @@ def _open_all(config: GPTDatasetConfig, open_files: Callable[[str], _Files]) -> 
     return [open_files(part.prefix) for part in config.blend]
 
 
-def _build_packed(
+def _build_splits(
     config: GPTDatasetConfig,
     opened: Sequence[_Files],
     num_samples: tuple[int, int, int],
     seed: int,
     build: Callable[[_Files, range, int, int], SampleDataset],
 ) -> SplitDatasets:
-    """The datasets of all splits and parts of a blend.
+    """Builds the datasets of all splits and parts of a blend.
 
     Args:
         build: makes one, of files, documents, how many samples will be asked for, and a seed.
@@ -192,8 +194,17 @@ def _build_packed(
         parts: list[SampleDataset | None] = []
         for part, (files, count) in enumerate(zip(opened, counts, strict=True)):
             documents = split_documents(config.split_fractions, len(files))[number]
-            seed_of_part = _seed_of_part(split_seed, part)
-            parts.append(build(files, documents, count, seed_of_part) if count else None)
+            if count == 0:
+                parts.append(None)
+                continue
+            try:
+                one = build(files, documents, count, _seed_of_part(split_seed, part))
+            except TooFewTokensError as error:
+                raise TooFewTokensError(
+                    f"--split: {error} They are the {name} split, {len(documents)} of "
+                    f"{len(files)} documents at {config.split}."
+                ) from error
+            parts.append(one)
         is_one = len(parts) == 1
         built.append(parts[0] if is_one else BlendedDataset(parts, weights, num_samples[number]))
     return SplitDatasets(*built)
@@ -220,7 +231,7 @@ def _warn_of_repeated(config: GPTDatasetConfig) -> None:
 
 
 def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
-    """What the images of all data have in common; None for text alone.
+    """The common format of the images of all data; None for text alone.
 
     Raises:
         ConfigError: for data some of which has no images, or others.
@@ -240,8 +251,8 @@ def image_format_of(config: GPTDatasetConfig) -> ImageFormat | None:
 
 
 def without_prefix(config: GPTDatasetConfig, prefix: Sequence[int]) -> list[str]:
-    """The datasets of text of which none of the first documents begins with these tokens.
-    Conversations begin as their template says.
+    """The datasets of text of which all first documents start with other tokens. Conversations
+    start as their template does.
     """
     found = []
     for part in config.blend:
@@ -286,51 +297,3 @@ def split_documents(fractions: tuple[float, float, float], num_documents: int) -
     cumulative = [0.0, *itertools.accumulate(fractions)]
     bounds = [min(num_documents, round(share * num_documents)) for share in cumulative]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
-
-
-def _build_blend(
-    config: GPTDatasetConfig,
-    opened: list[IndexedDataset],
-    number: int,
-    num_samples: int,
-    vocab_size: int,
-    seed: int,
-) -> SampleDataset:
-    """The dataset of split `number`: a blend, or the one dataset there is."""
-    weights = [part.weight for part in config.blend]
-    counts = BlendOrder(weights).counts(num_samples)
-    parts: list[SampleDataset | None] = []
-    for part, (indexed, count) in enumerate(zip(opened, counts, strict=True)):
-        own = _seed_of_part(seed, part)
-        parts.append(
-            _build_part(config, indexed, number, count, vocab_size, own) if count else None
-        )
-    if len(parts) == 1 and parts[0] is not None:
-        return parts[0]
-    return BlendedDataset(parts, weights, num_samples)
-
-
-def _build_part(
-    config: GPTDatasetConfig,
-    indexed: IndexedDataset,
-    number: int,
-    num_samples: int,
-    vocab_size: int,
-    seed: int,
-) -> GPTDataset:
-    documents = split_documents(config.split_fractions, len(indexed))[number]
-    try:
-        return GPTDataset(
-            indexed,
-            documents,
-            num_samples,
-            config.seq_length,
-            seed,
-            config.data_cache_path,
-            vocab_size,
-        )
-    except TooFewTokensError as error:
-        raise TooFewTokensError(
-            f"--split: {error} They are the {_SPLITS[number]} split, {len(documents)} of "
-            f"{len(indexed)} documents at {config.split}."
-        ) from error

@@ -113,12 +113,12 @@ class GPTDatasetConfig:
 
     @property
     def boundaries(self) -> Boundaries:
-        """What an end of document means."""
+        """The effects of an end of document."""
         return Boundaries(self.reset_attention_mask, self.reset_position_ids, self.eod_mask_loss)
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test; they add up to 1. What is left out is 0, as in
+        """Shares of training, validation and test; they add up to 1. Missing ones are 0, as in
         Megatron.
         """
         expected = "up to three non-negative numbers with a positive sum"
@@ -127,7 +127,7 @@ class GPTDatasetConfig:
         except ValueError:
             shares = []
 
-        # The sum of finite numbers may be infinite, and nobody's share of that is more than 0.
+        # The sum of finite numbers may be infinite, and no share of that is more than 0.
         is_split = (
             len(shares) <= 3 and all(share >= 0 for share in shares) and 0 < sum(shares) < math.inf
         )
@@ -156,7 +156,7 @@ class GPTDatasetConfig:
 def missing_files(prefix: str) -> list[Path]:
     """The files of a dataset's tokens that are not there."""
     paths = (bin_path(prefix), idx_path(prefix))
-    # Unlike Path.is_file, it says no where a name is too long or a folder is closed.
+    # Unlike Path.is_file, it is false where a name is too long or a directory is closed.
     return [path for path in paths if not os.path.isfile(path)]  # noqa: PTH113
 
 

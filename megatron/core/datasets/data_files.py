@@ -46,7 +46,7 @@ def check_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, prefix: s
 
 
 class FileVersion(NamedTuple):
-    """Tells a file from another one that later has its name."""
+    """Distinguishes a file from another one that later has its name."""
 
     num_bytes: int
     mtime_ns: int
@@ -60,7 +60,7 @@ class DataFile:
         what: it is, for messages: "a file of tokens".
 
     Raises:
-        IndexedDatasetError: something else stands there, or it cannot be opened.
+        IndexedDatasetError: another kind of file, or one that cannot be opened.
     """
 
     def __init__(self, path: Path, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Samples whose documents are kept apart: what comes after an end of document is another one."""
+"""Samples whose documents are kept apart: after an end of document comes another one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What an end of document means, as Megatron's flags have it.
+    """The effects of an end of document, as Megatron's flags have it.
 
     Attributes:
-        reset_attention_mask: tokens see those of their own document only.
+        reset_attention_mask: tokens see their own document only.
         reset_position_ids: positions are counted from the beginning of each document.
         eod_mask_loss: what follows an end of document is not learned.
     """
@@ -30,7 +30,7 @@ class Boundaries:
 
 
 class DelimitedDataset(NumberedDataset):
-    """The samples of a dataset with what models and losses need to know of their documents.
+    """The samples of a dataset with their documents' places, for models and losses.
 
     A document ends with its end-of-document token, which is one of its own. That of a sample's last
     token ends with the sample.

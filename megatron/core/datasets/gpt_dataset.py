@@ -37,9 +37,9 @@ class GPTDataset(NumberedDataset):
         num_samples: samples that will be asked for; it decides how many epochs are indexed.
         seq_length: tokens of a sample, and as many labels.
         seed: decides both orders.
-        cache_path: folder of the sample index; by default `cache/GPTDataset_indices` beside the
+        cache_path: directory of the sample index; by default `cache/GPTDataset_indices` next to the
             data.
-        vocab_size: number of embeddings; token ids from there on are refused when met. None: they
+        vocab_size: number of embeddings; token ids from there on are rejected when met. None: they
             are not checked.
 
     Raises:
@@ -121,7 +121,7 @@ class GPTDataset(NumberedDataset):
 
         num_read = 0
         for place, sequence, length in self._documents_from(epoch, first):
-            # A window begins in a document that has tokens left; those after it may be empty.
+            # A window starts in a document that has tokens left; later ones may be empty.
             if offset < 0 or (num_read == 0 and offset >= length):
                 break
             part = min(length - offset, num_needed - num_read)
@@ -139,7 +139,7 @@ class GPTDataset(NumberedDataset):
     def _documents_from(self, epoch: int, place: int) -> Iterator[tuple[int, int, int]]:
         """From a position of the epoch's stream on: position, sequence, and its length.
 
-        Nothing for a position outside of the stream.
+        Empty for a position outside of the stream.
         """
         num_documents = len(self._stream.documents)
         # As many documents as hold a window on average; twice as many each time that was too few.
@@ -163,7 +163,7 @@ class GPTDataset(NumberedDataset):
                 raise self._wrong_start(epoch, number, expected, _shown(last))
             return
 
-        # What is left of the epoch is less than a window.
+        # The rest of the epoch is less than a window.
         num_left = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length
         place, offset = last
         num_found = -offset - 1

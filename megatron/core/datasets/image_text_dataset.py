@@ -1,5 +1,5 @@
-"""Training samples of text with images: rows of whole documents, with what a model needs to know of
-each. Row i is a function of the files, the split, the length of rows, the seed and i.
+"""Training samples of text with images: rows of whole documents, with each image's position. Row i
+is a function of the files, the split, the length of rows, the seed and i.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 class ImageTextDataset(NumberedDataset):
     """Rows of documents, which are packed once, in a random order; each epoch has the rows in
-    another order. What is left of a row is filled up with a document that teaches nothing.
+    another order. The rest of a row is filled up with a document without targets.
 
     Args:
         files: of the samples.
@@ -31,7 +31,7 @@ class ImageTextDataset(NumberedDataset):
         seq_length: tokens of a row.
         seed: decides both orders.
         filler: the token that fills up rows.
-        vocab_size: token ids from there on are refused when met.
+        vocab_size: token ids from there on are rejected when met.
 
     Raises:
         ConfigError: for samples longer than a row, or none at all.
@@ -130,7 +130,7 @@ class ImageTextDataset(NumberedDataset):
 
     @staticmethod
     def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of a microbatch together. What is of no fixed size stays in one row: patches,
+        """The rows of a microbatch together. Tensors of no fixed size stay in one row: patches,
         and, as tuples of the host, grids, lengths and padding.
 
         Returns:

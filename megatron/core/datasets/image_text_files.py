@@ -1,15 +1,15 @@
 """Samples of text with images, in token files.
 
     PREFIX_text.bin/.idx     int32; a document for each sample, of two sequences: its tokens, and
-                             where its answers are: begin, end, begin, end, ... in tokens
+                             where its answers are: start, end, start, end, ... in tokens
     PREFIX_images.bin/.idx   uint8; a document for each sample, with a sequence for each of its
                              images: rows and columns of patches, as two little-endian uint32, and
                              the pixels [patches, channels, pixel rows, pixel columns]
     PREFIX.json              the size of patches, the tokens of images, the scale of pixels
 
-Patches have the order that `patch_grid` describes. The pixels are those of the resized image, one
-frame: they are normalised, and repeated in time, where they are used. PREFIX.json is written last,
-so files that are not all there are never read.
+Patches have the order that `patch_grid` describes. The pixels are of the resized image, one frame:
+they are normalised, and repeated in time, where they are used. PREFIX.json is written last, so
+files that are not all there are never read.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MAX_DESCRIPTION_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What the images of files have in common.
+    """The common format of the images of files.
 
     Attributes:
         patch_size: pixels of a patch in each direction.
         merge_size: patches in each direction that are one token.
-        image_token: in the place of each such block.
+        image_token: the token of each such block.
         min_pixels, max_pixels: that pictures were resized to.
-        mean, std: of pixels from 0 to 1, by channel: what they are normalised with.
+        mean, std: of pixels from 0 to 1, by channel: for normalisation.
     """
 
     patch_size: int
@@ -91,11 +91,11 @@ class ImageTextSample(NamedTuple):
 
 
 class ImageTextWriter:
-    """Writes samples. As a context manager it publishes at the end of the block, and leaves nothing
-    behind if the block raises.
+    """Writes samples. As a context manager it publishes at the end of the block, and removes
+    everything if the block raises.
 
     Args:
-        prefix: of the paths of all files; their folder is made where it is missing.
+        prefix: of the paths of all files; their directory is made where it is missing.
     """
 
     def __init__(self, prefix: str | Path, format: ImageFormat) -> None:
@@ -112,7 +112,7 @@ class ImageTextWriter:
         """Adds a sample.
 
         Raises:
-            ValueError: images that are not those that its tokens name, or without whole blocks.
+            ValueError: images that do not match its tokens, or without whole blocks.
         """
         _check(sample, self.format)
         edges = np.flatnonzero(np.diff(sample.is_answer, prepend=False, append=False))
@@ -158,7 +158,7 @@ class ImageTextFiles:
     """Samples that an `ImageTextWriter` has written, read when they are asked for.
 
     Raises:
-        IndexedDatasetError: files that are missing, or are not what each other say.
+        IndexedDatasetError: files that are missing, or contradict each other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -241,7 +241,7 @@ class ImageTextFiles:
 
 
 def _check(sample: ImageTextSample, format: ImageFormat) -> None:
-    """ValueError unless a sample's images are those that its tokens name."""
+    """ValueError unless a sample's images match its tokens."""
     for image in sample.images:
         image.grid.check(format.merge_size)
         shape = (image.grid.num_patches, format.patch_numel)

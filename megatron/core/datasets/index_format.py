@@ -9,8 +9,8 @@ Little endian throughout, as megatron-core writes and reads it:
         18      8  num_sequences, uint64
         26      8  num_boundaries, uint64: number of documents + 1
         34     4s  length of each sequence, in tokens, int32
-      34+4s    8s  where each sequence begins in the .bin, in bytes, int64
-     34+12s    8b  the sequence each document begins with, and num_sequences at the end, int64
+      34+4s    8s  where each sequence starts in the .bin, in bytes, int64
+     34+12s    8b  the sequence each document starts with, and num_sequences at the end, int64
                1s  optional: the modality of each sequence, int8 (multimodal data; not read here)
 
 A document is one or more sequences; text data has one sequence per document. The sequences follow
@@ -50,7 +50,7 @@ _CHECKED = 1 << 15
 
 
 class IndexHeader(NamedTuple):
-    """What the first bytes of an index say, and where its parts lie, in bytes."""
+    """The content of an index's first bytes, and the places of its parts, in bytes."""
 
     dtype: np.dtype[Any]
     num_sequences: int
@@ -80,7 +80,7 @@ def pack_header(dtype: np.dtype[Any], num_sequences: int, num_boundaries: int) -
 
 
 def read_header(index: DataFile) -> IndexHeader:
-    """The header of an index. IndexedDatasetError unless its counts are those of its size."""
+    """The header of an index. IndexedDatasetError unless its counts fit its size."""
     path, size = index.path, index.version.num_bytes
     content = index.read(0, min(size, _HEADER.size))
     if not content.startswith(_MAGIC):
@@ -127,7 +127,7 @@ def check_index(index: DataFile, header: IndexHeader, tokens: DataFile) -> None:
 
 
 def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> int:
-    """Each sequence begins where the one before it ends. Returns where the last one ends."""
+    """Each sequence starts where the one before it ends. Returns where the last one ends."""
     end, size = 0, tokens.version.num_bytes
     for begin in range(0, header.num_sequences, _CHECKED):
         count = min(_CHECKED, header.num_sequences - begin)
@@ -163,7 +163,7 @@ def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> 
 
 
 def _check_boundaries(index: DataFile, header: IndexHeader) -> None:
-    """Documents begin with sequence 0, do not go backwards, and end with the last sequence or
+    """Documents start with sequence 0, do not go backwards, and end with the last sequence or
     before it.
     """
     last = 0

@@ -1,5 +1,5 @@
-"""Megatron's token files: `PREFIX.bin` holds the tokens of all sequences, `PREFIX.idx` says where
-each one lies.
+"""Megatron's token files: `PREFIX.bin` holds the tokens of all sequences, `PREFIX.idx` the place of
+each one.
 
 index_format.py describes the index. A document is one or more sequences; text data has one sequence
 per document.
@@ -47,31 +47,30 @@ def bin_path(prefix: str | Path) -> Path:
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence lies."""
+    """The file with the place of each sequence."""
     return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
     """The sequences of a `.bin/.idx` pair. The index is mapped; tokens are read when asked for.
 
-    `dataset[3]` and `dataset[-1]` are the tokens of a sequence, `dataset[3:7]` a list of those of
-    several.
+    `dataset[3]` and `dataset[-1]` are the tokens of a sequence, `dataset[3:7]` a list of several.
 
     Opening reads the index once from end to end and holds it against the `.bin`: lengths and
-    pointers must account for each byte of it, in order. So what a wrong index says is never
-    allocated, and no token is read as part of another sequence. The memory that takes does not grow
-    with the index.
+    pointers must account for each byte of it, in order. So a wrong index never leads to an
+    allocation, and no token is read as part of another sequence. The memory that takes does not
+    grow with the index.
 
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
         multimodal: must be False.
-        mmap: whatever it says, the index is mapped and tokens are read.
+        mmap: has no effect: the index is mapped and tokens are read.
         verified: versions of `.idx` and `.bin` that another process has held against each other
-            already. They must be those that are found, and are not checked again.
+            already. They must be the versions that are found, and are not checked again.
 
     Raises:
         NotImplementedError: for multimodal files.
-        IndexedDatasetError: a file is missing, is no such file, or is not what the other one says;
+        IndexedDatasetError: a file is missing, is no such file, or contradicts the other one;
             or they are not the `verified` ones.
     """
 
@@ -208,7 +207,7 @@ class IndexedDataset:
         return (_open_again, (type(self), self.prefix, self.idx_version, self.bin_version))
 
     def _begin_of(self, sequence: int) -> int:
-        """Where a sequence begins, in bytes; the end of the file for the one after the last."""
+        """Where a sequence starts, in bytes; the end of the file for the one after the last."""
         is_there = sequence < len(self)
         return int(self.sequence_pointers[sequence]) if is_there else self.bin_version.num_bytes
 
@@ -238,9 +237,9 @@ class IndexedDatasetBuilder:
     """Writes a `.bin/.idx` pair document by document, in memory that does not grow with their
     number.
 
-    Tokens and lengths go to temporary files beside the target. `finalize()` gives them their names;
-    until then a reader finds the earlier files or none. As a context manager it finalizes at the
-    end of the block, and leaves nothing behind if the block raises.
+    Tokens and lengths go to temporary files next to the target. `finalize()` gives them their
+    names; until then a reader finds the earlier files or none. As a context manager it finalizes at
+    the end of the block, and removes everything if the block raises.
 
         with IndexedDatasetBuilder("data/web_text_document", optimal_dtype(50257)) as builder:
             builder.add_document([464, 3290, 50256])
@@ -253,9 +252,9 @@ class IndexedDatasetBuilder:
     next, or to none.
 
     Args:
-        prefix: the path of both files without `.bin` and `.idx`, or that of the `.bin`; its folder
-            is made where it is missing.
-        dtype: what the tokens are stored as.
+        prefix: the path of both files without `.bin` and `.idx`, or that of the `.bin`; its
+            directory is made where it is missing.
+        dtype: of the stored tokens.
         multimodal: must be False.
 
     Raises:
@@ -359,11 +358,11 @@ class IndexedDatasetBuilder:
         """Writes the index and publishes both files. They are on disk when this returns.
 
         Args:
-            path: of the index, which goes beside the `.bin`; default: there.
+            path: of the index, which goes next to the `.bin`; default: there.
 
         Raises:
             RuntimeError: the builder was finalized or aborted before.
-            ValueError: an index that is not to be beside the `.bin`.
+            ValueError: an index that is not to be next to the `.bin`.
         """
         if path is not None and Path(path).resolve() != idx_path(self.prefix).resolve():
             raise ValueError(
@@ -372,7 +371,7 @@ class IndexedDatasetBuilder:
         try:
             self.complete()
             # Without its old index the new .bin is no dataset, rather than a wrong one, until the
-            # new index stands.
+            # new index is there.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary_bin.replace(bin_path(self.prefix))
             self._temporary_idx.replace(idx_path(self.prefix))
@@ -381,7 +380,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def complete(self) -> None:
-        """Writes all that is left, still under temporary names; nothing can be added afterwards.
+        """Writes all that is left, still under temporary names; no more can be added.
 
         A full disk shows here at the latest, so writers of several files complete them all before
         they finalize the first.
@@ -403,10 +402,10 @@ class IndexedDatasetBuilder:
         self._is_complete = True
 
     def abort(self) -> None:
-        """Removes what is not published. Harmless at any time."""
+        """Removes unpublished files. Harmless at any time."""
         self._is_complete = False
         for stream in (self._tokens, self._lengths, self._boundaries):
-            # Closing writes what is buffered, and fails once more on a full disk.
+            # Closing writes the buffer, and fails once more on a full disk.
             with contextlib.suppress(OSError):
                 stream.close()
         self._temporary_bin.unlink(missing_ok=True)
@@ -429,7 +428,7 @@ class IndexedDatasetBuilder:
     def _stored(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
         """Tokens as they are stored, [n]. ValueError for one that the dtype cannot hold."""
         given = np.asarray(tokens).reshape(-1)
-        with np.errstate(invalid="ignore"):  # NaN; what does not fit is refused below
+        with np.errstate(invalid="ignore"):  # NaN; other values are rejected below
             stored = given.astype(self.dtype)
         if given.dtype != self.dtype and not np.array_equal(stored, given):
             wrong = given[stored != given][0]
@@ -437,7 +436,7 @@ class IndexedDatasetBuilder:
         return stored
 
     def _add(self, stored: npt.NDArray[Any], lengths: list[int]) -> None:
-        """Adds sequences. ValueError for lengths that are not those of the tokens, or too large."""
+        """Adds sequences. ValueError for lengths that do not fit the tokens, or too large."""
         if max(lengths, default=0) > _LONGEST:
             raise ValueError(
                 f"Expected sequences of at most {_LONGEST} tokens, got {max(lengths)}."
@@ -463,7 +462,7 @@ class IndexedDatasetBuilder:
             sync_stream(index)
 
     def _write_pointers(self, index: BinaryIO) -> None:
-        """Where each sequence begins: the running sum of the lengths before it, in bytes."""
+        """Where each sequence starts: the running sum of the lengths before it, in bytes."""
         self._lengths.seek(0)
         position = 0
         while chunk := self._lengths.read(4 * _CHUNK):

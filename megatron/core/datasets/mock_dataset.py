@@ -1,5 +1,5 @@
-"""Samples of a synthetic language, for runs without data: a model can learn it, and nothing has to
-be read.
+"""Samples of a synthetic language, for runs without data: a model can predict it, and no file is
+read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _NOISE = 1 / 32  # share of tokens drawn at random
 class MockGPTDataset(NumberedDataset):
     """Noisy arithmetic progressions: each token follows the one before by the sample's stride.
 
-    A sample counts through the first min(vocab_size, 512) tokens in steps of its own, 1 to 8, and
+    A sample counts through the first min(vocab_size, 512) tokens in steps of one size, 1 to 8, and
     now and then jumps to a random token and counts on from there. The steps a token may be followed
     by are soon learnt, the stride of the sample at hand only from its context; the jumps cannot be
     predicted.
 
     Args:
-        vocab_size: token ids lie below it; at least 2.
+        vocab_size: token ids are below it; at least 2.
         seq_length: tokens of a sample, and as many labels.
         num_samples: length of the dataset; the content of a sample does not depend on it.
         seed: another seed gives other samples of the same language.

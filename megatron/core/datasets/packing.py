@@ -1,4 +1,4 @@
-"""Samples of many lengths packed into rows of one length, none of them divided."""
+"""Samples of many lengths packed into rows of one length, all of them whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pack_first_fit(lengths: Iterable[int], row_length: int) -> list[list[int]]:
             raise ValueError(
                 f"Expected samples of 1 to {row_length} tokens, got {length} of sample {number}."
             )
-        # Places in the order of their age, so that "first" does not depend on where one lies.
+        # Places in the order of their age, so that "first" does not depend on where one is.
         fits = np.flatnonzero(np.roll(room, -oldest) >= length)
         if len(fits):
             place = (oldest + int(fits[0])) % _OPEN_ROWS
@@ -77,7 +77,7 @@ class PackedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> list[int]:
-        """The numbers of the samples in row `index`, which may lie in any epoch."""
+        """The numbers of the samples in row `index`, which may be in any epoch."""
         epoch, position = divmod(index, len(self._rows))
         order = epoch_permutation(len(self._rows), self._seed, "samples", epoch)
         row: list[int] = self._rows[order(position)]

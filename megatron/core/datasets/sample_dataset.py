@@ -1,4 +1,4 @@
-"""What the datasets of samples have in common: numbered samples, and a length."""
+"""The base of all datasets of samples: numbered samples, and a length."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 
 class SampleDataset(Protocol):
-    """A dataset of samples that knows its length.
+    """A dataset of samples with a length.
 
-    Samples are dicts of tensors and of tuples, which stay on the host. A dataset may say in a
+    Samples are dicts of tensors and of tuples, which stay on the host. A dataset may define in a
     function `collate` how samples become a batch; otherwise each entry is stacked.
     """
 

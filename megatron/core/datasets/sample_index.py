@@ -1,27 +1,26 @@
-"""Where each training sample begins: computed once per data, split and sequence length, and kept in
+"""Where each training sample starts: computed once per data, split and sequence length, and kept in
 a mapped file.
 
 [Note: the order of samples]
 
 The sequences of a split, laid end to end in a random order, are one epoch's token stream. Sample j
-of the epoch is the window of seq_length + 1 tokens that begins at token j * seq_length: the last
+of the epoch is the window of seq_length + 1 tokens that starts at token j * seq_length: the last
 token of one window, a label only, is the first of the next.
 
     documents     A A A A A B B C C C C C C     seq_length 4
     window 0      A A A A A
     window 1              A B B C C
-    window 2                      C C C C C     what is left after the last whole window is dropped
+    window 2                      C C C C C     the rest after the last whole window is dropped
 
 Both orders, of documents in the stream and of samples drawn from the epoch, are
-`RandomPermutation`s of (seed, epoch). Only the document that a window begins in cannot be computed
-on the spot, since that takes a running sum over all documents before it. So it is stored, and
-nothing else.
+`RandomPermutation`s of (seed, epoch). Only the document that a window starts in cannot be computed
+on the spot, since that takes a running sum over all documents before it. So only this is stored.
 
 [Note: a stored start is not believed]
 
-The cache's folder may be shared, and files in it may rot. Checking all starts when the file is
+The cache's directory may be shared, and files in it may rot. Checking all starts when the file is
 opened would cost as much as computing them. But a window's last token is the first of the next
-window: reading a window leads to where the next one begins, and after the last one the rest of the
+window: reading a window leads to where the next one starts, and after the last one the rest of the
 epoch is known, too. So each window that is read is checked against the start that follows. A wrong
 start is found before any of its tokens are used.
 """
@@ -37,13 +36,11 @@ import json
 import logging
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +49,13 @@ import xxhash
 from megatron.core.datasets.data_files import DataFile, IndexedDatasetError, MappedFile
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.permutation import RandomPermutation, derive_key
-from megatron.core.files import failures_named, published, sync_folder, sync_stream
+from megatron.core.files import published
 
 logger = logging.getLogger(__name__)
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FORMAT = 1  # raised when the same description would give other numbers
-_PARTIAL = ".partial"  # suffix of an index that is being built
 _SECONDS_UNTIL_STALE = 3600
 _CHUNK = 1 << 18  # documents, or samples, handled at a time: it bounds the memory of a build
 
@@ -72,14 +68,14 @@ def epoch_permutation(size: int, seed: int, purpose: str, epoch: int) -> RandomP
 
 @dataclass(frozen=True)
 class EpochStream:
-    """The sequences of one split as an endless row of epochs, each in an order of its own."""
+    """The sequences of one split as an endless row of epochs, each in its own order."""
 
     indexed: IndexedDataset
     documents: range  # sequences of `indexed` that belong to the split
     seed: int
 
     def sequences(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which sequences of `indexed` stand at these positions of the epoch's stream: int64 [n] ->
+        """The sequences of `indexed` at these positions of the epoch's stream: int64 [n] ->
         int64 [n].
         """
         order = epoch_permutation(len(self.documents), self.seed, "documents", epoch)
@@ -88,7 +84,7 @@ class EpochStream:
     def sample_starts(
         self, epoch: int, seq_length: int, num_samples: int
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """Where windows 0 .. num_samples - 1 of the epoch begin, in pieces.
+        """Where windows 0 .. num_samples - 1 of the epoch start, in pieces.
 
         Yields:
             int64 [n, 2]: position of the document in the stream, offset of the first token in that
@@ -115,7 +111,7 @@ class EpochStream:
 
 @dataclass(frozen=True)
 class SampleStarts:
-    """Where windows begin, as stored. See [Note: a stored start is not believed].
+    """Where windows start, as stored. See [Note: a stored start is not believed].
 
     Attributes:
         file: the index, mapped.
@@ -137,7 +133,7 @@ class SampleIndex:
     """The stored starts of the samples of `num_epochs` epochs.
 
     Attributes:
-        stream: what is cut.
+        stream: the tokens.
         seq_length: tokens from one window to the next.
         samples_per_epoch: whole windows in an epoch.
         num_epochs: epochs stored.
@@ -159,7 +155,7 @@ class SampleIndex:
         """All that the numbers depend on; its hash is the file's name."""
         indexed, documents = self.stream.indexed, self.stream.documents
         files = []
-        # The files that are mapped, and not what may stand under their names by now.
+        # The files that are mapped, not the ones that may be under their names by now.
         for path, version in (
             (indexed.idx_path, indexed.idx_version),
             (indexed.bin_path, indexed.bin_version),
@@ -202,7 +198,7 @@ class SampleIndex:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._map()
                 if found is None:
-                    self._remove_others_partial_files()
+                    self._remove_leftovers()
                     self._build()
                     found = self._map()
         except OSError as error:
@@ -218,9 +214,9 @@ class SampleIndex:
         return found
 
     def _map(self) -> SampleStarts | None:
-        """The file, mapped, or None if there is none of the right shape.
+        """The file, mapped, or None without one of the right shape.
 
-        Nothing of it is parsed: `_build` alone writes it, so its header and size are known.
+        It is not parsed: `_build` alone writes it, so its header and size are known.
         """
         if not os.path.lexists(self.path):
             return None
@@ -234,7 +230,7 @@ class SampleIndex:
                 raise IndexedDatasetError(f"{self.path}: expected {expected}, got something else.")
             mapped = file.map()
         except IndexedDatasetError as error:
-            # As text: whoever keeps the record would keep the error's frames, and their open files.
+            # As text: a kept record would keep the error's frames, and their open files.
             logger.warning("%s It is built anew.", str(error))
             return None
 
@@ -251,18 +247,13 @@ class SampleIndex:
         begun = time.monotonic()
         with published(self.path.with_suffix(".json")) as stream:
             stream.write(json.dumps(self.description, indent=2, sort_keys=True).encode() + b"\n")
-        partial = self.path.with_suffix(_PARTIAL)
-        try:
-            with failures_named(self.path), _open_partial(partial) as stream:
-                self._write(stream)
-            # Without working locks, another node may have given this file its name.
-            with contextlib.suppress(FileNotFoundError):
-                partial.replace(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise
-        sync_folder(self.folder)
+        with published(self.path) as stream:
+            stream.write(self._header())
+            for epoch in range(self.num_epochs):
+                for starts in self.stream.sample_starts(
+                    epoch, self.seq_length, self.samples_per_epoch
+                ):
+                    stream.write(starts.tobytes())
 
         logger.info(
             "sample index of %s (%d documents, %d epochs of %d samples): built in %.1f s",
@@ -273,69 +264,35 @@ class SampleIndex:
             time.monotonic() - begun,
         )
 
-    def _write(self, stream: BinaryIO) -> None:
-        stream.write(self._header())
-        for epoch in range(self.num_epochs):
-            for starts in self.stream.sample_starts(epoch, self.seq_length, self.samples_per_epoch):
-                stream.write(starts.tobytes())
-        stream.truncate()
-        sync_stream(stream)
-
-    def _remove_others_partial_files(self) -> None:
-        """Removes files that killed builds of other indices have left: their lock is free, and no
-        process, on a node with separate locks perhaps, has written to them for an hour.
-        """
-        own = self.path.with_suffix(_PARTIAL)
+    def _remove_leftovers(self) -> None:
+        """Removes what killed builds have left: files without a write for an hour."""
         # The file system's clock, which may differ from this node's.
         lock = self.path.with_suffix(".lock")
         os.utime(lock)
         now = lock.stat().st_mtime
-        for path in self.folder.glob(f"{'[0-9a-f]' * 32}{_PARTIAL}"):
+        for path in self.folder.glob(f"{'[0-9a-f]' * 32}.npy.*.tmp"):
             with contextlib.suppress(OSError):
-                is_old = now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE
-                if path != own and is_old:
-                    with _locked(path.with_suffix(".lock"), waits=False):
-                        path.unlink()
-
-
-def _open_partial(path: Path) -> BinaryIO:
-    """Opens the file that an index is built in, which a killed build may have left.
-
-    It is neither truncated nor replaced by another file: nodes whose locks do not reach each other
-    then write the same bytes to the same file, which harms neither.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Expected a regular file to write", str(path))
-    return os.fdopen(descriptor, "r+b")
+                if now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE:
+                    path.unlink()
 
 
 @contextmanager
-def _locked(path: Path, *, waits: bool = True) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on a file among the processes of this node.
 
-    Args:
-        waits: for another process that holds it; otherwise BlockingIOError.
-
-    The file stays: removing it would let a process that waits and one that comes later lock two
-    different files. A file system without locks costs only work: every process builds the index and
-    publishes it whole.
+    The file stays: if it were removed, a process that waits and one that comes later could lock two
+    different files. Without locks in the file system every process builds the index.
 
     Raises:
-        OSError: the file cannot be opened, or something else stands there. Links are not followed.
+        OSError: the file cannot be opened, or is something else. Links are not followed.
     """
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "Expected a regular file to lock", str(path))
-
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in _NO_LOCKS or not waits:
+            if error.errno not in _NO_LOCKS:
                 raise
             logger.warning(
                 "%s cannot be locked (%s); processes may each build the sample index.", path, error

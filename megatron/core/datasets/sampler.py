@@ -19,7 +19,7 @@ from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
-# PyTorch's errors name the object, /torch_PROCESS_NUMBER, or say what it is.
+# PyTorch's errors name the object, /torch_PROCESS_NUMBER, or describe it.
 _ABOUT_SHARED_MEMORY = ("/torch_", "shared memory")
 
 
@@ -36,10 +36,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     Args:
         num_samples: samples of the dataset.
-        consumed_samples: samples that earlier steps have used; the first global batch begins there.
+        consumed_samples: samples that earlier steps have used; the first global batch starts there.
         micro_batch_size: samples of one forward pass on one rank.
         global_batch_size: samples of one optimizer step over all ranks.
-        data_parallel_rank, data_parallel_size: this rank among those that read different samples.
+        data_parallel_rank, data_parallel_size: this rank among the ranks that read different
+            samples.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -99,7 +100,7 @@ class BatchLoader:
     """Micro-batches in the order of a sampler, read ahead by worker processes.
 
     A worker hands over an error in the data as a value. Raised in the worker, it would come out of
-    PyTorch's loader with the worker's traceback in place of its one line. The same holds for a
+    PyTorch's loader with the worker's traceback instead of its one line. The same holds for a
     lack of shared memory. Without that, a thread of the worker would meet it and lose the batch,
     and the loader would wait forever.
     """
@@ -200,7 +201,7 @@ def build_data_loader(
         num_workers: processes that read ahead; 0 reads in this one.
         pin_memory: whether batches come in page-locked memory, for asynchronous copies to a GPU.
     """
-    # A loader draws a seed for its workers whenever it is iterated. From a generator of its own:
+    # A loader draws a seed for its workers whenever it is iterated. From its own generator:
     # drawn from the global one, it would shift every random number after a resume, which no longer
     # equal the uninterrupted run's.
     generator = torch.Generator()
@@ -234,7 +235,7 @@ def _report_own_error(
 ) -> None:
     """In a worker: an excepthook that is silent about a rank that has gone.
 
-    A thread of multiprocessing's passes batches on and calls it if the rank ends in the middle of
+    A thread of multiprocessing passes batches on and calls it if the rank ends in the middle of
     one. Errors of the dataset take another way, to the rank.
     """
     if not isinstance(error, (ConnectionError, EOFError)):

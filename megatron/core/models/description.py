@@ -1,4 +1,4 @@
-"""ModelDescription: what a model is, without its weights."""
+"""ModelDescription: a model without its weights."""
 
 from __future__ import annotations
 

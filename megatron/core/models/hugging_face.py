@@ -109,7 +109,7 @@ def hf_rows(
 ) -> dict[str, RowMap]:
     """Returns the rows of all weights, sections of fused weights and buffers in the tensors of the
     transformers library, by their names in our checkpoints without "model.". One of their tensors
-    may contain several of ours.
+    may contain several of this project's.
 
     Args:
         there: the names of tensors in the files to load, which decide the form of experts; empty

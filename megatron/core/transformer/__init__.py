@@ -1,3 +1,1 @@
-"""The transformer's parts: plain `nn.Module`s that know nothing of sharding, optimizers or
-checkpoints.
-"""
+"""The transformer's parts: plain `nn.Module`s, independent of sharding and checkpoints."""

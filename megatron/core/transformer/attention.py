@@ -6,19 +6,18 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from megatron.core.transformer.attention_core import attend, run_core
-from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.attention_core import Attention
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 
-class SelfAttention(nn.Module):
-    """Multi-head attention of every position to itself and those before it, or to all positions.
+class SelfAttention(Attention):
+    """Multi-head attention.
 
     Query heads are consecutive within a group: head h reads key and value head h // (heads /
-    groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are those of all
+    groups) (Ainslie et al. 2023, arXiv:2305.13245). The rows of `linear_qkv` are the rows of all
     queries, then of the output gate where there is one, of all keys, and of all values; each
     section head by head.
 
@@ -27,11 +26,7 @@ class SelfAttention(nn.Module):
         hidden_size: width of the residual stream.
         init_std: standard deviation of the initial weights and of learned sinks.
         output_init_std: that of the output projection.
-        recomputes_core: a training forward keeps queries, keys and values only, and backward
-            computes the attention again.
-
-    Attributes:
-        sinks: [num_heads], the sinks' logits, if they are learned.
+        recomputes_core: see `Attention`.
     """
 
     def __init__(
@@ -43,10 +38,9 @@ class SelfAttention(nn.Module):
         output_init_std: float,
         recomputes_core: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(spec, spec.dropout, recomputes_core)
         self.spec = spec
         self.init_std = init_std
-        self.recomputes_core = recomputes_core
 
         self.linear_qkv = FusedLinear(
             hidden_size, _sections(spec), bias=spec.has_qkv_bias, init_std=init_std
@@ -60,52 +54,26 @@ class SelfAttention(nn.Module):
             spec.query_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
         )
 
-        has_learned_sinks = spec.sinks is Sinks.LEARNED
-        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if has_learned_sinks else None
+        if spec.sinks is Sinks.LEARNED:
+            self.sinks = nn.Parameter(torch.empty(spec.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the initial sinks as weights are drawn, which is how gpt-oss and Megatron begin.
+        """Draws the initial sinks as weights are drawn, as gpt-oss and Megatron do.
         Near zero each counts as one key of average score.
         """
         if self.sinks is not None:
             nn.init.normal_(self.sinks, mean=0.0, std=self.init_std)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: RotaryAngles | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Attends within each sequence.
-
-        Args:
-            hidden: [batch, seq, hidden].
-            rotary: the angles of the positions; None leaves queries and keys unrotated.
-            documents: of the batch, which is one row then.
-
-        Returns:
-            [batch, seq, hidden], same dtype.
-        """
-        mixed, gate = self.inputs(hidden, rotary)
-        return self.output(self.core(mixed, documents), gate)
-
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What the core mixes: queries [batch, heads, seq, head_dim], keys and values [batch,
-        groups, seq, head_dim]. And what the output reads besides.
-        """
+        """See `Attention`; the output reads the gate besides."""
         query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
         return self._heads(query, key, value, rotary), tuple(gate)
 
-    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
-        recomputes = self.recomputes_core and self.training
-        return run_core(self._core_attention, mixed, documents, recomputes=recomputes)
-
     def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
-        """From the core's result: [batch, seq, hidden]."""
+        """See `Attention`."""
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         if self.spec.has_output_gate:
             context = context * gate[0].sigmoid()
@@ -137,13 +105,6 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key
         return self.q_layernorm(query), self.k_layernorm(key)
-
-    def _core_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> Tensor:
-        """Each head's weighted sums of values: [batch, heads, seq, head_dim]."""
-        dropout = self.spec.dropout if self.training else 0.0
-        return attend(query, key, value, self.spec, self.sinks, dropout, documents)
 
 
 def _sections(spec: AttentionSpec) -> FusedWeight:

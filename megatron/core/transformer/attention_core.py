@@ -2,7 +2,7 @@
 
 No path holds the scores of all pairs of positions, but for dropout without a window on the CPU,
 where PyTorch has no fused kernel. PyTorch's fused attention computes everything but a softcap. It
-knows a causal mask only, so windows and sinks are expressed by its inputs:
+has a causal mask only, so windows and sinks are expressed by its inputs:
 
 A sink is one more position in front of the others. Its key gives the sink's logit, its value is
 zero.
@@ -12,7 +12,7 @@ positions under a window of four, in blocks of two queries:
 
     position          0 1 2 3 4 5 6 7
     queries 0 .. 3    x x x x            plain causal attention: the window does not bind yet
-    queries 4, 5      k k k k x x        k: keys only; a small mask hides those too far back
+    queries 4, 5      k k k k x x        k: keys only; a small mask hides keys too far back
     queries 6, 7          k k k k x x
 
 All blocks have the same mask and form one batch. Cost and memory grow with seq * window, on every
@@ -25,19 +25,20 @@ fp32 for one block of queries at a time, and again in backward.
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
 from megatron.core.products import is_slow
 from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
 
@@ -58,20 +59,72 @@ _SINK_CHANNELS = 8
 _LARGEST_LOGIT = 2.0**100
 
 
-def run_core(
-    core: Callable[..., Tensor],
-    mixed: tuple[Tensor, ...],
-    documents: Documents | None,
-    *,
-    recomputes: bool,
-) -> Tensor:
-    """`core` of queries, keys and values, which backward computes again where `recomputes` says so:
-    then no more than these three is kept.
+class Attention(nn.Module, abc.ABC):
+    """Attention of every position to itself and earlier ones, or to all positions.
+
+    Args:
+        core_spec: the arithmetic once each head has its query, key and value.
+        dropout: probability to leave out a weight in training.
+        recomputes_core: a training forward keeps queries, keys and values only, and backward
+            computes the attention again.
+
+    Attributes:
+        sinks: [num_heads], the sinks' logits, if they are learned.
     """
-    if not recomputes or not torch.is_grad_enabled():
-        return core(*mixed, documents)
-    context: Tensor = checkpoint(core, *mixed, documents, use_reentrant=False)
-    return context
+
+    def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
+        super().__init__()
+        self._core_spec = core_spec
+        self._dropout = dropout
+        self.recomputes_core = recomputes_core
+        self.sinks: nn.Parameter | None = None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryAngles | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attends within each sequence.
+
+        Args:
+            hidden: [batch, seq, hidden].
+            rotary: the angles of the positions; None leaves queries and keys unrotated.
+            documents: of the batch, which is one row then.
+
+        Returns:
+            [batch, seq, hidden], same dtype.
+        """
+        mixed, beside = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), beside)
+
+    @abc.abstractmethod
+    def inputs(
+        self, hidden: Tensor, rotary: RotaryAngles | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns the core's inputs: queries [batch, heads, seq, head_dim], keys and values
+        [batch, groups, seq, dim]. And the output's other inputs.
+        """
+
+    @abc.abstractmethod
+    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+        """Returns the output for the core's result: [batch, seq, hidden]."""
+
+    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        query, key, value = mixed
+        if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
+            return self._core_attention(query, key, value, documents)
+        context: Tensor = checkpoint(
+            self._core_attention, query, key, value, documents, use_reentrant=False
+        )
+        return context
+
+    def _core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> Tensor:
+        dropout = self._dropout if self.training else 0.0
+        return attend(query, key, value, self._core_spec, self.sinks, dropout, documents)
 
 
 def attend(
@@ -83,11 +136,11 @@ def attend(
     dropout: float = 0.0,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention with the scale, window, sinks and softcap of `spec`; causal, if that says so.
+    """Attention with the scale, window, sinks and softcap of `spec`; causal, if the spec is.
 
     With the logit s_h of head h's sink, position j has the weight exp(a_ij) / (exp(s_h) + sum_k
-    exp(a_ik)) for position i, where a are the scaled products, capped if `spec` says so, and j and
-    k the positions that i attends to. A sink is not capped.
+    exp(a_ik)) for position i, where a are the scaled products, capped if `spec` has a softcap, and
+    j and k the positions that i attends to. A sink is not capped.
 
     Args:
         query: [batch, heads, seq, head_dim].
@@ -182,8 +235,8 @@ def _power_of_two(x: float) -> float:
 
 
 def _finite(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """`logits` in `dtype`, those beyond its range at its ends. Infinity, which says that there is
-    no sink, would be nan times the zeros of the other keys.
+    """`logits` in `dtype`, values beyond its range at its ends. Infinity, which means no sink,
+    would be nan times the zeros of the other keys.
     """
     largest = min(torch.finfo(dtype).max, _LARGEST_LOGIT)
     return logits.clamp(-largest, largest).to(dtype)
@@ -237,7 +290,7 @@ def _attend_fused(
 
 def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tensor:
     """For each block of `rows` queries the keys, or values, of its own positions and of the
-    `window` before them, after those of the sinks.
+    `window` before them, after the sinks'.
 
     Args:
         part: [batch, groups, num_sinks + window + blocks * rows, head_dim].
@@ -273,7 +326,7 @@ def _fused(
     if is_widened:
         query, key, value = query.float(), key.float(), value.float()
     if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
-        # Zeros add nothing to the scores, and give channels of zeros.
+        # Zeros do not change the scores, and give channels of zeros.
         width = max(value_dim, key.shape[-1])
         query, key, value = (
             F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)
@@ -310,11 +363,11 @@ def _wants_equal_widths(query: Tensor, value_dim: int, mask: Tensor | None) -> b
 
 
 def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether one of PyTorch's fused kernels takes grouped queries, of this size and dtype, on this
+    """Whether a fused kernel of PyTorch takes grouped queries, of this size and dtype, on this
     device and under this mask, as they are.
 
-    The kernel for the CPU takes all. On a GPU it is FlashAttention, which knows 16-bit dtypes, the
-    causal mask only and, depending on the GPU, heads of up to 256 channels; those of a sink count,
+    The kernel for the CPU takes all. On a GPU it is FlashAttention, which has 16-bit dtypes, the
+    causal mask only and, depending on the GPU, heads of up to 256 channels; the sink's count,
     so a head of 256 with a learned sink is too large. The memory-efficient kernel, the one for all
     else, takes as many key heads as query heads. With `enable_gqa` PyTorch would fall back to the
     plain formula, which holds the scores of all pairs of positions; repeated keys and values are
@@ -389,7 +442,7 @@ def _attend_block(
     learned_sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of some consecutive queries, the first of which stands at key `offset`."""
+    """Attention of some consecutive queries, the first of which has key `offset`."""
     scores = softcap * torch.tanh(_scores(query, key, spec.scale) / softcap)
     visible = _visible(query.shape[2], key.shape[2], offset, spec.window, query.device)
     weights = _softmax(scores.masked_fill(~visible, -torch.inf), spec.sinks, learned_sinks)
@@ -448,7 +501,7 @@ def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
 def _visible(
     num_queries: int, num_keys: int, offset: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Which keys each query sees: [queries, keys] bool. Query i stands at key i + `offset`."""
+    """Which keys each query sees: [queries, keys] bool. Query i has key i + `offset`."""
     positions = torch.arange(num_queries, device=device) + offset
     distance = positions.unsqueeze(1) - torch.arange(num_keys, device=device)
     visible = distance >= 0

@@ -1,7 +1,7 @@
 """A causal convolution of each channel by itself, and SiLU.
 
 On a CPU it is computed a few positions at a time, as a sum of shifted products in fp32 that stays
-in a core's cache. Nothing but the input is kept for backward, and 16 bits are rounded once.
+in a core's cache. Only the input is kept for backward, and 16 bits are rounded once.
 PyTorch's grouped convolution, which takes channels before positions, is slower there
 (benchmarks/gated_delta_net.py); other devices use it.
 """
@@ -36,7 +36,7 @@ class CausalConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(kernel) of zero, as nn.Conv1d begins."""
+        """Uniform within 1 / sqrt(kernel) of zero, as nn.Conv1d starts."""
         bound = 1.0 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -93,7 +93,7 @@ class _BlockwiseConv(torch.autograd.Function):
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_taps = torch.zeros_like(taps)
 
-        # A block's window begins kernel - 1 positions before the block. Their gradients are carried
+        # A block's window starts kernel - 1 positions before the block. Their gradients are carried
         # to the block that they belong to, which is the next one in this order.
         carried = taps.new_zeros(x.shape[0], kernel - 1, x.shape[2])
         for start, stop in reversed(_blocks(x)):
@@ -127,8 +127,8 @@ def _blocks(x: Tensor) -> list[tuple[int, int]]:
 
 
 def _window(x: Tensor, start: int, stop: int, taps: Tensor) -> Tensor:
-    """What the positions from `start` to `stop` read: [batch, kernel - 1 + stop - start, channels]
-    in the dtype of the taps.
+    """The inputs of the positions from `start` to `stop`: [batch, kernel - 1 + stop - start,
+    channels] in the dtype of the taps.
     """
     reach = len(taps) - 1
     window = x[:, max(0, start - reach) : stop].to(taps.dtype)

@@ -1,6 +1,6 @@
 """TransformerConfig: everything that decides the shapes and the arithmetic of the model.
 
-`layer_specs.py` makes the specs of the layers out of it; nothing else reads these options to build
+`layer_specs.py` makes the specs of the layers out of it; no other code reads these options to build
 or to describe a model.
 """
 
@@ -235,7 +235,8 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
         self._check_delta_nets()
         self._check_rotation(self.head_dim, self.rotary_dim)
         self._check_moe()
-        # Lists of layers are read here, too, so that a wrong one is refused with the other options.
+        # Lists of layers are read here, too, so that a wrong one is rejected with the other
+        # options.
         self.windowed_layers()
         self.linear_layers()
         self.unrotated_layers()
@@ -253,7 +254,7 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
             resolve_default(self, "kv_channels", self.hidden_size // heads)
 
         if not self.group_query_attention:
-            # One group per head is what the absence of the flag means, so a config may be rebuilt
+            # One group per head is the meaning of the missing flag, so a config may be rebuilt
             # from its own values.
             expect(
                 self.num_query_groups in (None, heads),
@@ -324,7 +325,7 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head's query: `kv_channels`, resolved, or those of latent attention."""
+        """Channels of one head's query: `kv_channels`, resolved, or latent attention's."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         assert self.kv_channels is not None  # _resolve_attention set it

@@ -1,7 +1,7 @@
 """The gated delta rule: linear attention with a state that decays and is corrected.
 
-Each head keeps a matrix S [key_dim, value_dim] that answers a key with a value. A position first
-lets it decay, then replaces part of what it answers to the position's key, then asks it (Yang et
+Each head keeps a matrix S [key_dim, value_dim] that maps a key to a value. A position first
+lets it decay, then replaces part of its value for the position's key, then reads it (Yang et
 al. 2024, arXiv:2412.06464):
 
     S = exp(log_decay) S
@@ -59,7 +59,7 @@ def gated_delta_rule(
     """The outputs of the recurrence above, from a state of zeros, for each sequence of the batch.
 
     The arithmetic is fp32 (fp64 for values in fp64), under autocast too; sums of log decays are
-    fp64. Inputs of 16 bits are exact in fp32, so what they add is the rounding of the output and of
+    fp64. Inputs of 16 bits are exact in fp32, so they add only the rounding of the output and of
     the gradients: in bf16, no element is further from the recurrence in fp64 than 2^-8 of the
     largest.
 
@@ -69,8 +69,7 @@ def gated_delta_rule(
         value: [batch, seq, value_heads, value_dim]. Value head h reads key head h // (value_heads /
             key_heads).
         log_decay: [batch, seq, value_heads], zero or less, -inf too.
-        beta: [batch, seq, value_heads], from 0 (nothing is written) to 1 (the answer becomes the
-            value).
+        beta: [batch, seq, value_heads], from 0 (no write) to 1 (the value is replaced).
         chunk_size: how many positions are computed as matrices. It changes the speed, and results
             by roundings only.
 
@@ -117,8 +116,8 @@ class _Rows:
     heads, length, dim].
 
     Attributes:
-        length: positions of a chunk. The last one is filled up with zeros, which change nothing: no
-            decay, nothing written, nothing asked.
+        length: positions of a chunk. The last one is filled up with zeros, without effect: no
+            decay, no write, no read.
         num_repeats: value heads of each key head.
         dtype: of rows.
     """
@@ -277,7 +276,7 @@ def _normalize(rows: Tensor) -> Tensor:
 
 
 def _normalize_backward(rows: Tensor, grad: Tensor) -> Tensor:
-    """Only what is at right angles to a row turns it."""
+    """Only components at right angles to a row turn it."""
     scale = _inverse_length(rows)
     unit = rows * scale
     return torch.addcmul(grad, unit, row_dots(unit, grad), value=-1).mul_(scale)

@@ -80,7 +80,7 @@ class Segment:
 
 
 class Scan(NamedTuple):
-    """What the recurrence over a segment's chunks gives.
+    """Results of the recurrence over a segment's chunks.
 
     Attributes:
         states: before each chunk, [chunks, heads, key_dim, value_dim].
@@ -122,7 +122,7 @@ def prepare_segment(
     decay = _exp_in_place(differences)
 
     key_products = key @ key.mT
-    # Only what is below the diagonal is read.
+    # Only elements below the diagonal are read.
     inverse = torch.linalg.solve_triangular(
         key_products * beta,
         torch.eye(length, dtype=key.dtype, device=key.device).expand_as(key_products),
@@ -150,7 +150,7 @@ def scan_segment(segment: Segment, state: Tensor) -> Scan:
     corrections = torch.empty_like(segment.value)
     for i, (key, value) in enumerate(zip(segment.key, segment.value, strict=True)):
         states[i] = state
-        # What the state says of a key already is not written into it again.
+        # The state's own value for a key is not written into it again.
         known = torch.bmm(key, state).mul_(segment.from_start[i])
         news = torch.sub(value, known, out=known).mul_(segment.beta[i])
         torch.bmm(segment.inverse[i], news, out=corrections[i])
@@ -214,7 +214,7 @@ def _scan_back(
     """Takes the state's gradient from chunk to chunk, the last one first.
 
     Returns:
-        The gradients of what the triangular system is solved for, [chunks, heads, C, value_dim]; of
+        The gradients of the triangular system's solution, [chunks, heads, C, value_dim]; of
         the state after each chunk, [chunks, heads, key_dim, value_dim]; of the state before all.
     """
     through_scores = segment.scores.mT @ grad_output
@@ -238,7 +238,7 @@ def _scan_back(
 def _add_through_scores(
     segment: Segment, scan: Scan, grad_output: Tensor, grad_query: Tensor, grad_key: Tensor
 ) -> Tensor:
-    """Adds what comes through P = (q . k) D. Returns the gradient of D times D, below the diagonal,
+    """Adds the part through P = (q . k) D. Returns the gradient of D times D, below the diagonal,
     where D depends on g: [chunks, heads, C, C].
     """
     grad_scores = grad_output @ scan.corrections.mT
@@ -252,7 +252,7 @@ def _add_through_scores(
 def _add_through_system(
     segment: Segment, scan: Scan, grad_news: Tensor, grad_key: Tensor, grad_beta: Tensor
 ) -> Tensor:
-    """Adds what comes through A = beta (k . k) D. Returns as `_add_through_scores`."""
+    """Adds the part through A = beta (k . k) D. Returns as `_add_through_scores`."""
     grad_system = (grad_news @ scan.corrections.mT).neg_().mul_(segment.decay).tril_(-1)
     through_decay = grad_system * segment.key_products
     grad_beta += through_decay.sum(3, keepdim=True)

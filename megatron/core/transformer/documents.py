@@ -1,7 +1,7 @@
 """Documents: sequences packed one behind the other, which must not see each other.
 
 The lengths are numbers of the host. Attention is computed document by document, so a device that
-had to tell the lengths first would make the host wait in every layer.
+had to report the lengths first would make the host wait in every layer.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Documents:
         return self._on(device)[:-1]
 
     def bounds(self, device: torch.device) -> Tensor:
-        """Where each begins, and where the last one ends: [documents + 1] int64."""
+        """Where each starts, and where the last one ends: [documents + 1] int64."""
         return self._on(device)
 
     def spread(self, gap: int, device: torch.device) -> tuple[Tensor, int]:
-        """Where each position comes to lie when `gap` places are put between documents.
+        """The new place of each position when `gap` places are put between documents.
 
         Returns:
             [positions] int64, and the number of all places.

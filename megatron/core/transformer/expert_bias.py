@@ -1,6 +1,6 @@
-"""Balancing without an auxiliary loss: expert biases, moved after each step by what was routed.
+"""Balancing without an auxiliary loss: expert biases, moved after each step by the tokens routed.
 
-An expert's bias counts where experts are chosen and not in the weights of what they give, so moving
+An expert's bias counts where experts are chosen and not in the weights of their results, so moving
 it changes loads without a gradient that competes with the loss (Wang et al. 2024,
 arXiv:2408.15664). Why loads are balanced at all: [Note: balance] in docs/moe.md. The trainer calls
 `update_expert_bias` in each step that is not skipped; so does a training loop of another program,
@@ -61,7 +61,7 @@ def update_expert_bias(model: nn.Module, load: Tensor) -> None:
             of `model.modules()`: [routers, experts] int64, on any device.
 
     Raises:
-        ValueError: if a router has a bias and the rows are not those of the model's routers.
+        ValueError: if a router has a bias and the rows do not match the model's routers.
     """
     routers = _routers(model)
     if all(router.expert_bias is None for router in routers):

@@ -3,7 +3,7 @@
 An expert's matrix is consecutive rows of a parameter [experts x rows, columns], which the forward
 views as [experts, rows, columns]. Stored so, a parameter is cut between rows like any other, into
 as many parts as there are ranks: see docs/decisions/0037. Each expert's rows are sections of the
-parameter, so checkpoints store every expert under a name of its own.
+parameter, so checkpoints store every expert under its own name.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ExpertLinear(HasSections, nn.Module):
         """[tokens, in_features] -> [tokens, out_features].
 
         Args:
-            tokens: those of the first expert, then those of the second, ...
+            tokens: tokens of the first expert, then of the second, ...
             counts: tokens of each expert whose weights are here: [experts here] int64.
         """
         matrices = self.weight.unflatten(0, (len(counts), -1))
@@ -90,7 +90,7 @@ class ExpertLinear(HasSections, nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a mixture, or those that this rank holds."""
+    """All experts of a mixture, or this rank's part of them."""
 
     def __init__(
         self, spec: MoeSpec, hidden_size: int, *, init_std: float, output_init_std: float

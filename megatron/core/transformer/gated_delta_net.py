@@ -47,7 +47,7 @@ class Decay(Fp32Module):
     In bf16 a rate near 16 would change in steps of 1.6 %, and smaller updates would be lost.
 
     Attributes:
-        A_log, dt_bias: [num_value_heads] fp32. Names and case are those of all published models.
+        A_log, dt_bias: [num_value_heads] fp32. Names and case are as in all published models.
     """
 
     def __init__(self, num_value_heads: int) -> None:
@@ -60,7 +60,7 @@ class Decay(Fp32Module):
         """Rates from 1 to 16, as in Megatron-LM, and time steps from 0.001 to 0.1, as in Mamba-2
         and the gated delta net's own code (flash-linear-attention).
 
-        transformers and Megatron-LM begin with a bias of one instead: a time step of 1.3, at which
+        transformers and Megatron-LM start with a bias of one instead: a time step of 1.3, at which
         a head of the middling rate 8 forgets 99.997 % with each position.
         """
         with torch.no_grad():
@@ -135,12 +135,12 @@ class GatedDeltaNet(nn.Module):
         rotary: RotaryAngles | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Mixes the positions of each sequence, each with itself and those before it.
+        """Mixes the positions of each sequence, each with itself and earlier ones.
 
         Args:
             hidden: [batch, seq, hidden].
-            rotary: not read. Layers call every mixer alike; here decays say how far apart positions
-                are.
+            rotary: not read. Layers call every mixer alike; here decays encode how far apart
+                positions are.
             documents: of the batch, which is one row then.
 
         Returns:
@@ -154,9 +154,9 @@ class GatedDeltaNet(nn.Module):
         hidden: Tensor,
         rotary: RotaryAngles | None,  # noqa: ARG002
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What the core mixes: queries, keys and values before the convolution [batch, seq,
-        channels], log decays and betas [batch, seq, value heads] fp32. And what the output reads
-        besides: the gate [batch, seq, value_size].
+        """The core's inputs: queries, keys and values before the convolution [batch, seq,
+        channels], log decays and betas [batch, seq, value heads] fp32. And the output's other
+        input: the gate [batch, seq, value_size].
         """
         spec = self.spec
         # In four parts, not in the six sections: the convolution takes three of them as one.
@@ -172,7 +172,7 @@ class GatedDeltaNet(nn.Module):
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        """What each head reads of its state: [batch, seq, value heads, value_head_dim]."""
+        """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
         spec = self.spec
         heads, log_decay, beta = mixed
         query, key, value = self.conv1d(heads, documents).split(
@@ -208,7 +208,7 @@ def _delta_rule(
         return _fla_delta_rule(kernel, query, key, value, log_decay, beta, documents)
 
     if documents is not None:
-        # A decay to nothing: the first position of a document finds a state of zeros.
+        # A decay to zero: the first position of a document finds a state of zeros.
         starts = documents.starts(log_decay.device)
         log_decay = log_decay.index_fill(1, starts, -math.inf)
     return gated_delta_rule(query, key, value, log_decay, beta)
@@ -235,7 +235,7 @@ def _fla_kernel() -> Callable[..., tuple[Tensor, Any]] | None:
 
 
 def _suits_fla(query: Tensor) -> bool:
-    """Whether fla's kernels, which are Triton's, take such queries: its releases before 0.5 refuse
+    """Whether fla's kernels, which are Triton's, take such queries: its releases before 0.5 reject
     fp32.
     """
     kind = query.device.type

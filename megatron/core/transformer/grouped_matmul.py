@@ -1,6 +1,6 @@
 """The product of sorted tokens with the matrices of their experts.
 
-Tokens of the first expert, then those of the second, ..., each group with its own matrix:
+Tokens of the first expert, then of the second, ..., each group with its expert's matrix:
 
     tokens [5, in]    counts [2, 0, 3]    output [5, out]
 
@@ -12,7 +12,7 @@ Every group is summed by one kernel, in one order, so results are the same
 bits each time.
 
 [Note: two ways] PyTorch has one kernel for all groups in bf16 on recent accelerators. It reads the
-groups' ends on the device, so the host need not wait to learn the counts. Elsewhere, on the CPU
+groups' ends on the device, so the host need not wait for the counts. Elsewhere, on the CPU
 too, PyTorch's function of that name is itself a loop over the groups and no faster than the one
 here, which writes each product where it belongs.
 """
@@ -41,7 +41,7 @@ def grouped_matmul(
     and biases are cast, as for any matrix product.
 
     Args:
-        tokens: [tokens, in], those of the first expert, then those of the second, ...
+        tokens: [tokens, in], tokens of the first expert, then of the second, ...
         matrices: [experts, in, out]; their gradient has their strides.
         counts: tokens of each expert, on the tokens' device: [experts] int64. Their sum is the
             number of tokens.
@@ -52,7 +52,7 @@ def grouped_matmul(
 
     Raises:
         ValueError: shapes that do not fit; dtypes that differ where autocast does not make them
-            one; counts that do not add up to the tokens, where the host learns the counts.
+            one; counts that do not add up to the tokens, where the host has the counts.
     """
     _check_shapes(tokens, matrices, counts, biases)
     dtype = _autocast_dtype(tokens)
@@ -217,7 +217,7 @@ def _is_one_kernel(tokens: Tensor, matrices: Tensor) -> bool:
 @cache
 def _has_kernel(device: torch.device) -> bool:
     """Whether PyTorch has the kernel for this device, tried on a small product: neither its version
-    nor the kind of device says so.
+    nor the kind of device is enough.
     """
     if not hasattr(torch, "_grouped_mm"):
         return False
@@ -260,8 +260,8 @@ def _sums_of_all(grad_output: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_between(grad: Tensor, ends: Tensor) -> Tensor:
-    """Writes zeros for the experts that have no tokens: for those the kernel leaves what was in
-    memory before on some devices (pytorch/pytorch#172439).
+    """Writes zeros for the experts that have no tokens: there the kernel leaves memory unwritten on
+    some devices (pytorch/pytorch#172439).
     """
     is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
     return grad.masked_fill_(is_empty.view(-1, *[1] * (grad.dim() - 1)), 0)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), as it is trained.
 
 Keys and values of all heads are computed from one small latent for each position, queries from
-another one or from the layer's input. The latent of keys and values is what a cache would hold; a
-forward that has all positions computes the heads' keys and values themselves.
+another one or from the layer's input. The latent of keys and values is the part that a cache would
+hold; a forward that has all positions computes the heads' keys and values themselves.
 
     input -- linear_q_down_proj -- q_layernorm -- linear_q_up_proj ---- query: content, rotary
     input -- linear_kv_down_proj +- latent - kv_layernorm - linear_kv_up_proj - key: content; value
@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.transformer.attention_core import attend, run_core
-from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.attention_core import Attention
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import AttentionSpec, LatentAttentionSpec
 
 
-class LatentAttention(nn.Module):
-    """Multi-head latent attention of every position to itself and those before it.
+class LatentAttention(Attention):
+    """Multi-head latent attention.
 
-    The rows of `linear_q_up_proj`, or of `linear_q_proj` where queries have no latent, are those of
-    each head in turn, content before rotary. `linear_kv_down_proj` has the latent's rows, then
-    those of the rotary part of the key; `linear_kv_up_proj` the keys' of all heads, then the
+    The rows of `linear_q_up_proj`, or of `linear_q_proj` where queries have no latent, are each
+    head's in turn, content before rotary. `linear_kv_down_proj` has the latent's rows, then the
+    rows of the rotary part of the key; `linear_kv_up_proj` the keys' of all heads, then the
     values'.
 
     Args:
@@ -36,8 +35,7 @@ class LatentAttention(nn.Module):
         hidden_size: width of the residual stream.
         init_std: standard deviation of the initial weights.
         output_init_std: that of the output projection.
-        recomputes_core: a training forward keeps queries, keys and values only, and backward
-            computes the attention again.
+        recomputes_core: see `Attention`.
     """
 
     def __init__(
@@ -49,9 +47,14 @@ class LatentAttention(nn.Module):
         output_init_std: float,
         recomputes_core: bool = False,
     ) -> None:
-        super().__init__()
+        core_spec = AttentionSpec(
+            num_heads=spec.num_heads,
+            num_key_value_heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+        )
+        super().__init__(core_spec, spec.dropout, recomputes_core)
         self.spec = spec
-        self.recomputes_core = recomputes_core
 
         def linear(in_features: int, out_features: int) -> Linear:
             return Linear(in_features, out_features, bias=False, init_std=init_std)
@@ -76,50 +79,16 @@ class LatentAttention(nn.Module):
             spec.value_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
         )
 
-        # What is left once each head has its query, key and value.
-        self._core_spec = AttentionSpec(
-            num_heads=spec.num_heads,
-            num_key_value_heads=spec.num_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: RotaryAngles | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Attends within each sequence.
-
-        Args:
-            hidden: [batch, seq, hidden].
-            rotary: the angles of the positions; None leaves queries and keys unrotated.
-            documents: of the batch, which is one row then.
-
-        Returns:
-            [batch, seq, hidden], same dtype.
-        """
-        mixed, beside = self.inputs(hidden, rotary)
-        return self.output(self.core(mixed, documents), beside)
-
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What the core mixes: queries and keys [batch, heads, seq, head_dim], values [batch,
-        heads, seq, value_dim]. And what the output reads besides, which is nothing.
-        """
+        """See `Attention`; the output has no other input."""
         query = self._query(hidden, rotary)
         key, value = self._key_and_value(hidden, rotary)
         return (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), ()
 
-    def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        """Each head's weighted sums of values: [batch, heads, seq, value_dim]."""
-        recomputes = self.recomputes_core and self.training
-        return run_core(self._core_attention, mixed, documents, recomputes=recomputes)
-
     def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:  # noqa: ARG002
-        """From the core's result: [batch, seq, hidden]."""
+        """See `Attention`."""
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         output: Tensor = self.linear_proj(context)
         return output
@@ -160,10 +129,3 @@ class LatentAttention(nn.Module):
     def _rotated(self, part: Tensor, rotary: RotaryAngles) -> Tensor:
         is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
         return apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)
-
-    def _core_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> Tensor:
-        """Each head's weighted sums of values: [batch, heads, seq, value_dim]."""
-        dropout = self.spec.dropout if self.training else 0.0
-        return attend(query, key, value, self._core_spec, dropout=dropout, documents=documents)

@@ -11,7 +11,7 @@ from megatron.core.options import expect, option, options_of
 
 _MOST_CHANNELS = 2**24
 
-# Options of attention that say nothing about this one.
+# Options of attention that do not apply to this one.
 _OF_OTHER_ATTENTION = (
     "kv_channels",
     "group_query_attention",

@@ -29,7 +29,7 @@ from megatron.core.transformer.spec import (
 )
 
 LayerOutput: TypeAlias = Tensor | tuple[Tensor, RouterReport]
-# What runs in place of a layer's body; see compiled_layers.py.
+# A replacement of a layer's body; see compiled_layers.py.
 CompiledBody: TypeAlias = (
     "Callable[[TransformerLayer, Tensor, RotaryAngles | None, Documents | None], LayerOutput]"
 )
@@ -37,7 +37,8 @@ CompiledBody: TypeAlias = (
 
 class TransformerLayer(nn.Module):
     """A mixer and a feed-forward network. Each reads the normalized residual stream, and its
-    output, normalized once more where the spec says so, is added to the stream after dropout.
+    output, normalized once more where the spec has a second norm, is added to the stream after
+    dropout.
 
     The mixer is `self_attention` and the other `mlp`, whatever they are, as in Megatron.
 
@@ -45,7 +46,7 @@ class TransformerLayer(nn.Module):
         recompute_granularity: see TransformerConfig.
 
     Attributes:
-        compiled: what runs in place of the body, if anything.
+        compiled: a replacement of the body, if any.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class TransformerLayer(nn.Module):
         their router's report besides. It is an output, not a note on the side, so that backward
         finds this layer's weights gathered, and recomputation counts no token twice.
 
-        With documents, positions see those of their own document only, the angles are those of all
-        positions in one row, and padding is sent to no expert.
+        With documents, positions see their own document only, the angles are of all positions in
+        one row, and padding is sent to no expert.
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.

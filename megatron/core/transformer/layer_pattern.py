@@ -1,6 +1,6 @@
 """Which layers are of a kind: a number, or a list of zeros and ones in Python's syntax.
 
-Megatron's flags say so in either form. For 8 layers:
+Megatron's flags have either form. For 8 layers:
 
     "4"                1 1 1 0 1 1 1 0     all but every fourth
     "[1,1,1,0]*2"      1 1 1 0 1 1 1 0
@@ -29,7 +29,8 @@ def layer_pattern(
     Args:
         flag: for messages.
         text: a number N or a list of zeros and ones, one for each layer.
-        every_nth: of a number N, whether every N-th layer is of the kind; else all but those are.
+        every_nth: of a number N, whether every N-th layer is of the kind; else all other layers
+            are.
         from_first: of a number N, whether layer 0 is the first of these; else it is layer N - 1.
 
     Raises:
@@ -54,7 +55,7 @@ def layer_pattern(
 
 
 def _evaluated(flag: str, text: str) -> list[bool]:
-    """The list that an expression of lists, +, * and parentheses stands for."""
+    """The list that an expression of lists, +, * and parentheses represents."""
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError("too long")

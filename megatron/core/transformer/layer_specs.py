@@ -31,7 +31,7 @@ from megatron.core.transformer.spec import (
 
 
 def model_spec(config: TransformerConfig) -> ModelSpec:
-    """What a model of these options is made of."""
+    """The spec of a model of these options."""
     norm = NormSpec(
         NormKind(config.normalization), config.norm_epsilon, config.layernorm_zero_centered_gamma
     )
@@ -214,7 +214,7 @@ def _scaling(config: TransformerConfig) -> RotaryScaling | None:
 
 
 def _yarn_attention_factor(config: TransformerConfig) -> float:
-    """What cosines and sines are multiplied by where no option says so."""
+    """The factor of cosines and sines where no option sets it."""
     factor = _yarn_factor(config)
     # The defaults of --mscale and --mscale-all-dim, which are for latent attention, give the factor
     # of other attention.

@@ -10,10 +10,10 @@ both products of the backward, in one buffer:
                               -> gradient of the hidden states [chunk, hidden]
                               -> added to the weight's gradient [vocab, hidden], in fp32
 
-What a chunk's gradient needs, besides logits and labels, is how much each token's loss counts.
-`weighted_cross_entropy` is told, so it does all of this in the forward, and its backward multiplies
-by one number. `linear_cross_entropy` returns the loss of each token, learns in the backward how
-much each counts, and computes the logits a second time.
+A chunk's gradient needs logits, labels and how much each token's loss counts.
+`weighted_cross_entropy` has all of it, so it does everything in the forward, and its backward
+multiplies by one number. `linear_cross_entropy` returns the loss of each token, receives in the
+backward how much each counts, and computes the logits a second time.
 
 Weights of tokens are divided by a power of two, the least that is not below the largest of them,
 and the results multiplied by it: the gradient of a logit is a number between -1 and 1 then, which
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     """How much is done at a time.
 
     Attributes:
-        chunk: elements of logits that there are. The more, the less often all of the weight's
+        chunk: elements of logits. The more, the less often all of the weight's
             gradient is read and written.
         piece: of these, how many become fp32.
     """
@@ -61,7 +61,7 @@ class WeightedLoss(NamedTuple):
 
     Attributes:
         loss: the weighted sum, the z-loss included: [] fp32, differentiable.
-        z_loss: what the z-loss has added to it: [] fp32, without a gradient.
+        z_loss: the z-loss in it: [] fp32, without a gradient.
     """
 
     loss: Tensor
@@ -70,12 +70,12 @@ class WeightedLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What is between the projection and the loss.
+    """Options between the projection and the loss.
 
     Attributes:
         softcap: logits x become softcap * tanh(x / softcap).
         z_coeff: of the z-loss, the square of log(sum(exp(logits))) of each token.
-        chunk_numel: elements of logits that there are at a time, at least those of one token; None:
+        chunk_numel: elements of logits at a time, at least one token's; None:
             what suits the device.
     """
 
@@ -189,7 +189,7 @@ class _Gradients(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a pass over all tokens finds.
+    """Results of a pass over all tokens.
 
     Attributes:
         losses, log_sums: [tokens] fp32; log_sums are log(sum(exp(logits))).

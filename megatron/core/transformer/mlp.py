@@ -52,7 +52,7 @@ class MLP(nn.Module):
     """An activation between two linear layers, or a gated one: fc2(activation(gate) * up) (Shazeer
     2020, arXiv:2002.05202).
 
-    If it is gated, `linear_fc1` holds the gate's rows and then those of up.
+    If it is gated, `linear_fc1` holds the gate's rows and then the up rows.
     """
 
     def __init__(

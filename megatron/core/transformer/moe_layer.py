@@ -3,7 +3,7 @@
 [Note: capacity] With a capacity factor an expert takes at most ceil(factor x an even share) of the
 choices of a rank's microbatch, a number known from the shapes. A choice beyond it is dropped: the
 expert does not compute the token, and the token goes without this part of its sum. The weights of
-its other experts stay as they are, as in Megatron: what an expert adds to a token does not depend
+its other experts stay as they are, as in Megatron: an expert's share in a token does not depend
 on how many others chose the same experts. A token all of whose choices are dropped passes through
 the residual stream alone, and the shared experts.
 """
@@ -101,7 +101,7 @@ class MoELayer(nn.Module):
     def forward(
         self, hidden: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, RouterReport]:
-        """[batch, seq, hidden] -> the same, and what the router reports.
+        """[batch, seq, hidden] -> the same, and the router's report.
 
         The padding of documents is left out of all of it: no expert computes it, it takes no room
         in an expert's capacity, and its result is zero.

@@ -1,8 +1,8 @@
 """Normalization over the last dim. The arithmetic is fp32 for inputs of 16 bits, the result has the
 input's dtype.
 
-A zero-centred weight is stored as its difference from one, so that it begins at zero and, in 16
-bits, changes in steps that are small beside zero rather than beside one.
+A zero-centred weight is stored as its difference from one, so that it starts at zero and, in 16
+bits, changes in steps that are small relative to zero rather than to one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LayerNorm(nn.Module):
 
 
 def _fp32_scale(weight: Tensor, is_zero_centered: bool) -> Tensor:
-    """What a norm multiplies by, in fp32: one plus a small weight is not a number of 16 bits."""
+    """The factor of a norm, in fp32: one plus a small weight is not a number of 16 bits."""
     return weight.float() + 1.0 if is_zero_centered else weight.float()
 
 

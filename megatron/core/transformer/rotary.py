@@ -3,7 +3,7 @@
 Channel i of the first half of the rotated channels and channel i of the second half form a plane,
 or channels 2i and 2i + 1 where they are interleaved. Position p turns it by p * frequency_i, where
 frequency_i = base^(-2i / rotary_dim). A scaling lowers some or all of the frequencies, to reach
-positions beyond those of the first training.
+positions beyond the ones of the first training.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class RotaryAngles:
     """The cosines and sines of every position's angles, times YaRN's attention factor.
 
     Not a tuple: a wrapper that casts the floating point tensors it finds among a module's inputs to
-    the compute dtype (mixed precision of FSDP) looks into tuples, and angles in bf16 cannot tell
-    neighbouring positions apart.
+    the compute dtype (mixed precision of FSDP) looks into tuples, and angles in bf16 are equal for
+    neighbouring positions.
     """
 
     cos: Tensor  # [seq, rotary_dim / 2] fp32, or [batch, seq, rotary_dim / 2]
     sin: Tensor  # the same
 
     def in_one_row(self) -> RotaryAngles:
-        """Those of all positions of a batch, one row behind the other: [1, batch * seq, ...]."""
+        """Angles of all positions of a batch, one row behind the other: [1, batch * seq, ...]."""
         return RotaryAngles(
             self.cos.flatten(0, 1).unsqueeze(0), self.sin.flatten(0, 1).unsqueeze(0)
         )
@@ -96,8 +96,8 @@ def _frequencies(spec: RotarySpec, device: torch.device) -> Tensor:
 
 def _kept_by_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """The share of each frequency that is not divided by the factor. It rises linearly from zero,
-    for planes that turn `low_freq_factor` times within the original length, to one, for those that
-    turn `high_freq_factor` times (the code published with Llama 3.1).
+    for planes that turn `low_freq_factor` times within the original length, to one, for frequencies
+    that turn `high_freq_factor` times (the code published with Llama 3.1).
     """
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -140,7 +140,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
         [batch, seq, heads, head_dim] in the dtype of x; the arithmetic is fp32.
 
     Raises:
-        ValueError: the angles are not fp32, or are those of another number of positions or of too
+        ValueError: the angles are not fp32, or of another number of positions or of too
             many channels.
     """
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:

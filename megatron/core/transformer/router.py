@@ -1,6 +1,6 @@
 """Router: which experts compute each token, and with which weights.
 
-Nothing here makes an accelerator's host wait. Routers are no `Fp32Module`: with bf16 compute their
+An accelerator's host never waits here. Routers are no `Fp32Module`: with bf16 compute their
 weights are rounded like all others, as in the published models, of which some compute with them in
 fp32 (`RouterSpec.dtype`).
 """
@@ -23,7 +23,7 @@ _TINY = 1e-20  # keeps a token's weights finite where all its scores are zero
 
 
 class RouterReport(NamedTuple):
-    """What a router has to say besides its choices, for one microbatch.
+    """A router's report besides its choices, for one microbatch.
 
     Attributes:
         balance_loss, z_loss: times their coefficients; scalars, fp32, differentiable. Zero where
@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: [tokens, top_k] int64, different ones in each row.
-        weights: [tokens, top_k], of what each of them gives; fp32 or fp64.
+        weights: [tokens, top_k], of each expert's result; fp32 or fp64.
     """
 
     experts: Tensor
@@ -67,7 +67,7 @@ class Router(nn.Module):
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.has_bias else None
-        # On the CPU, even where parameters are made on meta: nothing else would fill it.
+        # On the CPU, even where parameters are made on meta: no other code would fill it.
         bias = torch.zeros(spec.num_experts, device="cpu") if spec.has_expert_bias else None
         self.register_buffer("expert_bias", bias)
         if not self.weight.is_meta:

@@ -1,9 +1,9 @@
-"""What a model is made of: frozen values that say, layer by layer, which parts to build.
+"""The parts of a model: frozen values that specify, layer by layer, which modules to build.
 
 `layer_specs.model_spec` derives them from the flags, once. Everything else (the model, its
 FLOP count, the mapping to the transformers library) reads specs and never flags, so layers of
-different kinds stand side by side without a branch on the name of a model. Three gated delta nets
-and one gated attention, repeated:
+different kinds are combined without a branch on the name of a model. Three gated delta nets and one
+gated attention, repeated:
 
     layers = (LayerSpec(GatedDeltaNetSpec(...), DenseSpec(...), norm),) * 3 + (
         LayerSpec(AttentionSpec(has_output_gate=True, ...), DenseSpec(...), norm),
@@ -37,7 +37,7 @@ class Activation(enum.Enum):
 
 
 class Sinks(enum.Enum):
-    """What a softmax adds to its denominator besides the keys, for each head."""
+    """The softmax's extra term in the denominator besides the keys, for each head."""
 
     NONE = "vanilla"
     ZERO = "off-by-one"  # exp(0): a key that is always there and has no value
@@ -89,11 +89,11 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended.
+    """Long wavelengths are stretched by `factor`, short ones kept, the others blended.
 
     Attributes:
         low_freq_factor, high_freq_factor: wavelengths above `original_length / low_freq_factor`
-            positions are long, those below `original_length / high_freq_factor` short.
+            positions are long, the ones below `original_length / high_freq_factor` short.
         original_length: positions of the training before the model was extended.
     """
 
@@ -106,11 +106,11 @@ class Llama3Scaling:
 @dataclass(frozen=True)
 class YarnScaling:
     """Wavelengths that turn fewer than `beta_slow` times within `original_length` positions are
-    stretched by `factor`, those that turn more than `beta_fast` times kept, those between blended;
+    stretched by `factor`, the ones that turn more than `beta_fast` times kept, the others blended;
     the cosines and sines are multiplied by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
 
     Attributes:
-        rounds_range: whether the channels where blending begins and ends are whole numbers.
+        rounds_range: whether the channels where blending starts and ends are whole numbers.
     """
 
     factor: float
@@ -152,14 +152,14 @@ class AttentionSpec:
         scale: what products of queries and keys are multiplied by.
         rotary: of the first channels of each head; None leaves queries and keys unrotated.
         window: how many positions each one attends to, itself included; None: all before it.
-        sinks: what the softmax adds to its denominator.
+        sinks: the softmax's extra term in the denominator.
         qk_norm: of queries and keys, before the rotation.
         qk_norm_is_per_head: it is one of each head; else of all heads' channels together.
         has_output_gate: the heads' outputs are multiplied by the sigmoid of a projection of the
             input, which is a section of the fused QKV weight.
         softcap: products of queries and keys become softcap * tanh(product / softcap).
         has_qkv_bias, has_output_bias: of the two projections.
-        is_causal: each position attends to itself and those before it; else to all of its document.
+        is_causal: each position attends to itself and earlier ones; else to all of its document.
             Then there are no window, sinks and softcap.
     """
 
@@ -209,7 +209,7 @@ class LatentAttentionSpec:
         value_dim: channels of a head's value.
         scale: what products of queries and keys are multiplied by.
         rotary: None leaves the rotary channels as they are.
-        latent_norm: of each latent; None: there is none.
+        latent_norm: of each latent, or None.
         has_output_bias: of the projection of the heads' outputs, the only one that may have one.
     """
 
@@ -295,7 +295,7 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """What chooses experts for each token, and weighs what they give.
+    """The choice of experts for each token, and their weights.
 
     Attributes:
         top_k: experts of each token.
@@ -304,7 +304,7 @@ class RouterSpec:
             largest logits are chosen, and scores are taken over these. Sigmoids are the same both
             ways.
         is_normalized: a token's weights are divided by their sum.
-        scale: what they are multiplied by then.
+        scale: their factor after that.
         num_groups, top_groups: experts in groups, of which a token chooses the `top_groups` with
             the largest sums of their two best scores, and experts in these only.
         has_bias: of the logits; learned.
@@ -345,8 +345,8 @@ class MoeSpec:
         capacity_factor: an expert takes at most this times an even share of the tokens; None: all.
         drop_policy: which ones it takes.
         rows_are_inputs: the rows of an expert's stored matrices are its input channels, and in the
-            columns of the first one gate and up alternate; else rows are output channels, those of
-            the gate before those of up.
+            columns of the first one gate and up alternate; else rows are output channels, the
+            gate's before the up rows.
     """
 
     router: RouterSpec
@@ -388,7 +388,7 @@ class ModelSpec:
         hidden_size: width of the residual stream.
         final_norm: of the residual stream after the last layer.
         is_tied: the output projection reads the embedding's weight.
-        max_length: positions of the longest sequence the model accepts; None: no limit of its own.
+        max_length: positions of the longest sequence the model accepts; None: no limit.
         embedding_scale: what embeddings are multiplied by.
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap).
         dropout: of the embeddings, in training.

@@ -9,7 +9,7 @@ and the second 1 and 2:
     where each choice has gone:    2 0
                                    1 3
 
-Both ways gather, forward and backward: nothing is added where another thread adds, too, so results
+Both ways gather, forward and backward: no two threads add to one place, so results
 are the same bits each time.
 """
 
@@ -34,8 +34,8 @@ class TokenOrder(NamedTuple):
     Attributes:
         choices: places in the flattened choices, in the order of experts, then of tokens: [kept]
             int64.
-        places: where each choice is in `choices`; 0 for those dropped: [tokens, top_k] int64.
-        is_kept: [tokens, top_k] bool; None: nothing is dropped.
+        places: where each choice is in `choices`; 0 for dropped ones: [tokens, top_k] int64.
+        is_kept: [tokens, top_k] bool; None: all are kept.
         counts: tokens of each expert: [experts] int64.
     """
 
@@ -113,12 +113,12 @@ def permute_tokens(tokens: Tensor, order: TokenOrder) -> Tensor:
 
 
 def combine_tokens(outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
-    """[kept, hidden] -> [tokens, hidden]: of each token, the weighted sum over its choices. What is
-    dropped has no part in it; the weights of the others stay as they are.
+    """[kept, hidden] -> [tokens, hidden]: of each token, the weighted sum over its choices. Dropped
+    ones have no part in it; the weights of the others stay as they are.
 
     Args:
-        outputs: what the experts made of the permuted tokens.
-        weights: [tokens, top_k], in any dtype; outputs' is what is computed in.
+        outputs: the experts' results for the permuted tokens.
+        weights: [tokens, top_k], in any dtype; the outputs' dtype is the one of the computation.
     """
     apply: Any = _Combine.apply
     combined: Tensor = apply(outputs, weights, order)
@@ -163,14 +163,14 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_choices(rows: Tensor, order: TokenOrder, weights: Tensor | None) -> Tensor:
-    """[kept, hidden] -> [tokens, hidden], times `weights` [tokens, top_k] if there are any. Summed
+    """[kept, hidden] -> [tokens, hidden], times `weights` [tokens, top_k] if any. Summed
     in fp32. Dropped choices are left out: zero times a row that is not finite would be NaN.
     """
     if not len(rows):
         return rows.new_zeros(len(order.places), rows.shape[1])
     is_kept = order.is_kept
     if rows.device.type == "cpu":
-        # Adds rows up where they lie, ten times as fast as with a tensor of all of them.
+        # Adds rows up in place, ten times as fast as with a tensor of all of them.
         if is_kept is None:
             return F.embedding_bag(order.places, rows, per_sample_weights=weights, mode="sum")
         sizes = is_kept.sum(1)

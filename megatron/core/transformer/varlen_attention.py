@@ -1,8 +1,8 @@
 """Attention of all documents of a row by one kernel: FlashAttention for sequences of many lengths.
 
 PyTorch has it as `torch.nn.attention.varlen.varlen_attn` from 2.11 on, for 16-bit dtypes, without
-dropout. Written by its documentation: it has not been run on a GPU. Tests compare what it is given
-with attention document by document.
+dropout. Written by its documentation: it has not been run on a GPU. Tests compare its inputs with
+attention document by document.
 """
 
 from __future__ import annotations

@@ -27,10 +27,14 @@ ROOM = 64 << 20
 MODELS: dict[str, dict[str, Any]] = {
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "recomputed": {"recompute_granularity": "full", "hidden_dropout": 0.1},
-    "selective": {"recompute_granularity": "selective", "attention_dropout": 0.1},
-    "delta nets": {"linear_attention_freq": "2", "swiglu": True, "normalization": "RMSNorm"},
+    "delta nets": {
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "experts": {"num_experts": 4, "moe_router_topk": 2},
-    "latents": {"multi_latent_attention": True},
 }
 
 
@@ -119,17 +123,6 @@ def test_gradients_of_some_layers_alone() -> None:
     assert_same_bits(gradients(moved), gradients(plain))
 
 
-def test_a_model_with_frozen_layers() -> None:
-    plain, moved = build(), build()
-    offloaded(moved)
-    for model in (plain, moved):
-        for number in (0, 2):
-            model.decoder.layers[number].requires_grad_(requires_grad=False)
-        model.embedding.requires_grad_(requires_grad=False)
-        loss_of(model).backward()
-    assert_same_bits(gradients(moved), gradients(plain))
-
-
 def test_forwards_that_nobody_goes_backward_from_give_their_memory_back() -> None:
     model = build()
     offload = offloaded(model)
@@ -162,14 +155,6 @@ def test_a_forward_that_fails_does_no_harm() -> None:
 
 def _fail(*_: object) -> None:
     raise ArithmeticError
-
-
-def test_nothing_moves_without_gradients() -> None:
-    model = build()
-    offload = offloaded(model)
-    with torch.no_grad():
-        loss_of(model)
-    assert offload.peak_nbytes == 0
 
 
 def test_what_finds_no_room_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,8 +214,8 @@ def test_tensors_of_one_storage_move_once_and_weights_do_not() -> None:
     for layer in layers:
         hidden = layer(hidden, angles)
     hidden.sum().backward()
-    # Of the first layer: its input, the product that the halves are views of, and what the weight
-    # multiplies. The other two stay.
+    # Of the first layer: its input, the product that the halves are views of, and the weight's
+    # factor. The other two stay.
     assert offload.peak_nbytes == pytest.approx(3 * 4000, abs=3 * 64)
 
 
@@ -250,7 +235,7 @@ def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="not modified in place before backward"):
         hidden.sum().backward()
 
-    # The next batch knows nothing of it.
+    # The next batch is unaffected.
     hidden = torch.ones(100, requires_grad=True)
     for layer in layers:
         hidden = layer(hidden)
@@ -319,22 +304,6 @@ def test_small_outputs_that_are_saved_with_their_operation_keep_no_graph_alive()
         del hidden
     gc.collect()
     assert sum(isinstance(one, _Storage) for one in gc.get_objects()) == before
-
-
-def test_hidden_states_may_have_a_name() -> None:
-    class Layer(nn.Module):
-        def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
-            return hidden * hidden * scale
-
-    layers = nn.ModuleList(Layer() for _ in range(3))
-    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=1)
-    offload.attach(layers)
-    hidden = torch.ones(1000, requires_grad=True)
-    for layer in layers:
-        hidden = layer(hidden=hidden, scale=torch.ones(1000))
-    hidden.sum().backward()
-    # The input and its square.
-    assert offload.peak_nbytes == pytest.approx(4000, abs=64)
 
 
 def test_wrong_use_is_refused() -> None:

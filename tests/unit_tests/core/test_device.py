@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from megatron.core.device import Device, DeviceConfig
-from megatron.core.mesh import build_mesh
 from megatron.core.options import ConfigError
 from tests.helpers.ranks import run_ranks
-
-
-def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert DeviceConfig().kind == "cuda"
-    assert DeviceConfig(device="cpu").kind == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert DeviceConfig().kind == "cpu"
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
@@ -85,12 +76,6 @@ def test_a_rank_takes_the_one_gpu_that_it_sees_only_if_slurm_gave_it_to_no_other
             Device.for_rank("cuda", 3, local_world_size=4)
 
 
-def test_a_gpu_carries_cpu_tensors_over_gloo_too():
-    assert Device("cuda", 1).collective_backend == "cpu:gloo,cuda:nccl"
-    assert Device("cuda", 1).torch_device == torch.device("cuda", 1)
-    assert Device("cpu").collective_backend == "gloo"
-
-
 def test_the_cpu_has_no_generator_of_its_own():
     device = Device.for_rank("cpu", 3, local_world_size=4)
     assert device == Device("cpu", 0)
@@ -110,13 +95,4 @@ def _peak_growth(extra: int) -> int:
 def test_peak_memory_grows_with_what_is_allocated():
     # On a rank: this process may have held gigabytes before, which would have to be touched again.
     extra = 64 * 2**20
-    assert run_ranks(2, _peak_growth, extra)[0] > 0.5 * extra
-
-
-def _mesh() -> tuple[int, tuple[str, ...] | None]:
-    mesh = build_mesh("cpu", 2)
-    return mesh.size(), mesh.mesh_dim_names
-
-
-def test_the_mesh_covers_all_ranks_with_one_axis():
-    assert run_ranks(2, _mesh) == [(2, ("dp",))] * 2
+    assert run_ranks(1, _peak_growth, extra)[0] > 0.5 * extra

@@ -20,7 +20,7 @@ from megatron.core.options import ConfigError
 
 
 class Pretended(Driver):
-    """A kind of accelerator that answers what a test says."""
+    """A kind of accelerator with a test's values."""
 
     collective_backend = "its own"
 
@@ -122,7 +122,7 @@ def test_flash_attention_takes_heads_by_the_gpus_generation(monkeypatch, capabil
 
 
 def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
-    """CUDA keeps the last error until somebody asks for it, and every launch does."""
+    """CUDA keeps the last error until it is read, as every launch does."""
     left = ["out of memory"]
 
     class Number:

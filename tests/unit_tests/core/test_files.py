@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import stat
@@ -15,7 +14,6 @@ from megatron.core.files import (
     open_regular,
     published,
     read_regular,
-    temporary_path,
 )
 
 
@@ -87,23 +85,6 @@ def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_on
     assert names(tmp_path) == ["moved"]
 
 
-def test_a_note_can_be_left_where_syncing_fails(tmp_path, monkeypatch):
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output"), published(tmp_path / "file") as stream:
-        stream.write(b"content")
-    assert names(tmp_path) == []
-    with published(tmp_path / "file", Sync.NOTHING) as stream:
-        stream.write(b"content")
-    assert (tmp_path / "file").read_bytes() == b"content"
-
-
-def test_two_writers_never_share_a_temporary_name(tmp_path):
-    assert temporary_path(tmp_path / "file") != temporary_path(tmp_path / "file")
-
-
 def test_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     with files.published(tmp_path / "published"):
@@ -119,15 +100,6 @@ def test_a_file_is_read_whole_up_to_the_bound_and_not_beyond(tmp_path):
         UnusableFileError, match=r"Expected a marker of at most 6 bytes, got 7 or more.*file"
     ):
         read_regular(path, max_bytes=6, what="a marker")
-
-
-def test_a_sparse_file_of_a_terabyte_is_refused_without_being_read(tmp_path, monkeypatch):
-    path = tmp_path / "sparse"
-    with path.open("wb") as stream:
-        stream.truncate(1 << 40)
-    monkeypatch.setattr(files, "_READ_BYTES", 0)  # a read of nothing would look like the end
-    with pytest.raises(UnusableFileError, match=r"at most 100 bytes, got 1099511627776 or more"):
-        read_regular(path, max_bytes=100)
 
 
 def test_a_file_that_says_nothing_of_its_size_is_read_up_to_the_bound(monkeypatch):
@@ -188,8 +160,3 @@ def test_what_is_refused_leaves_no_descriptor_open(tmp_path, monkeypatch):
     with pytest.raises(UnusableFileError):
         open_regular(path)
     assert names(Path("/proc/self/fd")) == before
-
-
-def test_a_missing_file_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "file", max_bytes=10)

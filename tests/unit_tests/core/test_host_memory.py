@@ -21,7 +21,6 @@ from megatron.core.host_memory import (
     HostSlab,
     SlabBuilder,
     check_host_memory,
-    format_bytes,
 )
 
 CPU = Device("cpu")
@@ -31,7 +30,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="r
 
 
 class PinningDevice(Device):
-    """Notes what it is told to pin, and whether the memory is still there when it is unpinned."""
+    """Records calls of pin, and whether the memory is still there when it is unpinned."""
 
     events: list[tuple[str, int, int]]
 
@@ -62,9 +61,7 @@ def resident_bytes() -> int:
 
 
 def mappings_of(address: int) -> list[str]:
-    """The line of this process's mappings that holds an address; none if nothing is mapped
-    there.
-    """
+    """The line of this process's mappings that holds an address; none without a mapping there."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return [
@@ -89,16 +86,6 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def test_a_slab_is_zero_and_its_arrays_share_its_memory():
-    memory = slab(1000)
-    numbers = memory.tensor(0, 250, torch.float32)
-    assert numbers.shape == (250,)
-    assert not numbers.any()
-    memory.tensor(4, 1, torch.int32).fill_(0x3F800000)
-    assert numbers[:3].tolist() == [0.0, 1.0, 0.0]
-    assert numbers.untyped_storage().nbytes() == 1000
-
-
 def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
     memory = slab(1001)
     assert memory.nbytes == 1001
@@ -114,21 +101,6 @@ def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
             ValueError, match="Expected an aligned array within the 1001 bytes for moments, got"
         ):
             memory.tensor(offset, numel, dtype)
-
-
-def test_a_slab_of_nothing_has_arrays_of_nothing(pinning):
-    memory = slab(0, pinning, is_pinned=True)
-    assert memory.tensor(0, 0, torch.bfloat16).dtype == torch.bfloat16
-    assert pinning.events == []
-    with pytest.raises(ValueError, match="within the 0 bytes"):
-        memory.tensor(0, 1, torch.uint8)
-
-
-def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError, match="at least 0 bytes for moments, got -1"):
-        slab(-1)
-    with pytest.raises(ValueError, match="at least 0 elements, got -1"):
-        SlabBuilder().add(-1, torch.float32)
 
 
 def test_what_the_system_does_not_map_is_refused_by_name():
@@ -186,16 +158,6 @@ def test_memory_is_given_back_with_the_last_array():
 
 
 @needs_proc
-def test_no_more_than_the_pages_of_a_slab_become_resident():
-    memory = slab(5 * MIB + 1)
-    whole = memory.tensor(0, 5 * MIB + 1, torch.uint8)
-    before = resident_bytes()
-    whole.fill_(1)
-    # The kernel counts pages in batches of a few dozen per processor.
-    assert 4 * MIB < resident_bytes() - before < 6 * MIB
-
-
-@needs_proc
 def test_a_slab_may_have_huge_pages_and_is_not_forked():
     memory = slab(3 * MIB)
     address = memory.tensor(0, 1, torch.uint8).data_ptr()
@@ -206,12 +168,6 @@ def test_a_slab_may_have_huge_pages_and_is_not_forked():
         assert "hg" in flags
     ordinary = torch.empty(8 * MIB, dtype=torch.uint8).fill_(1)
     assert "dc" not in flags_of(ordinary.data_ptr())
-
-
-def test_nothing_is_pinned_on_the_cpu():
-    assert not slab(100, CPU, is_pinned=True).is_pinned
-    CPU.pin(0, 100)
-    CPU.unpin(0)
 
 
 @needs_proc
@@ -228,14 +184,6 @@ def test_a_slab_is_pinned_once_and_unpinned_while_it_is_still_mapped(pinning):
     gc.collect()
     assert pinning.events[1:] == [("unpin", address, 1)]
     assert mappings_of(address) == []
-
-
-def test_a_slab_is_not_pinned_unless_asked(pinning):
-    memory = slab(100, pinning)
-    assert not memory.is_pinned
-    del memory
-    gc.collect()
-    assert pinning.events == []
 
 
 def test_a_forked_process_unpins_nothing(pinning, monkeypatch):
@@ -309,31 +257,7 @@ def test_a_gpu_takes_a_slab_for_pinned_memory_until_it_is_gone():
     assert not slab(4 * MIB, device).tensor(0, 1, torch.float32).is_pinned()
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "shown"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.50 KiB"),
-        (12 * GIB, "12.00 GiB"),
-        (1 << 41, "2.00 TiB"),
-    ],
-)
-def test_sizes_are_shown_in_the_unit_that_fits(nbytes, shown):
-    assert format_bytes(nbytes) == shown
-
-
 NEEDS = [HostNeed("main weights", 12 * GIB, False), HostNeed("gradients", 4 * GIB, True)]
-
-
-def test_the_sum_is_shown_when_it_does_not_fit():
-    with pytest.raises(HostMemoryError) as caught:
-        check_host_memory(NEEDS, num_local_ranks=8, limits=HostLimits(100 * GIB, 64 * GIB))
-    assert str(caught.value) == (
-        "Expected host memory for main weights 12.00 GiB + gradients 4.00 GiB (pinned) = 16.00 "
-        "GiB, times 8 ranks on "
-        "this machine = 128.00 GiB, got available: MemAvailable 100.00 GiB, cgroup 64.00 GiB."
-    )
 
 
 @pytest.mark.parametrize(
@@ -356,13 +280,6 @@ def test_without_known_limits_everything_passes(tmp_path):
     check_host_memory(NEEDS, num_local_ranks=1000, limits=limits)
 
 
-@needs_proc
-def test_the_limits_of_this_machine_are_read_where_none_are_given():
-    check_host_memory([HostNeed("a page", 4096, False)], num_local_ranks=1)
-    with pytest.raises(HostMemoryError, match="MemAvailable"):
-        check_host_memory([HostNeed("everything", 1 << 60, False)], num_local_ranks=1)
-
-
 def write(root: Path, files: dict[str, object]) -> Path:
     for name, content in files.items():
         path = root / name
@@ -379,53 +296,42 @@ def read_limits(tmp_path: Path, membership: str, files: dict[str, object]) -> Ho
     return HostLimits.read(proc, write(tmp_path / "cgroup", files))
 
 
-def test_the_machine_and_the_cgroup_are_read_page_cache_counted_as_available(tmp_path):
-    limits = read_limits(
-        tmp_path,
-        "0::/job",
-        {
-            "job/memory.max": 1000,
-            "job/memory.current": 700,
-            "job/memory.stat": "anon 500\ninactive_file 200",
-        },
-    )
-    assert limits == HostLimits(5 * 1024, 500)
+NO_LIMIT = 0x7FFFFFFFFFFFF000
+VERSION_1 = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
 
 
-def test_the_tightest_cgroup_on_the_way_up_counts(tmp_path):
-    files = {
-        "slice/memory.max": 1000,
-        "slice/memory.current": 900,
-        "slice/job/memory.max": 500,
-        "slice/job/memory.current": 100,
-        "slice/job/step/memory.max": "max",
-        "slice/job/step/memory.current": 100,
-    }
-    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 100
-    files["slice/memory.max"] = 2000
-    assert read_limits(tmp_path, "0::/slice/job/step", files).cgroup_available == 400
-
-
-def test_a_container_that_does_not_see_its_path_has_its_limit_at_the_top(tmp_path):
-    files = {"memory.max": 300, "memory.current": 100}
-    assert read_limits(tmp_path, "0::/../../host.slice/container", files).cgroup_available == 200
-    assert read_limits(tmp_path, "0::/", files).cgroup_available == 200
-
-
-def test_the_first_version_of_cgroups_is_read_too(tmp_path):
-    membership = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
-    files = {
-        "memory/job/memory.limit_in_bytes": 800,
-        "memory/job/memory.usage_in_bytes": 600,
-        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50",
-        "memory/memory.limit_in_bytes": 0x7FFFFFFFFFFFF000,
-        "memory/memory.usage_in_bytes": 900,
-    }
-    assert read_limits(tmp_path, membership, files).cgroup_available == 250
-    files["memory/job/memory.limit_in_bytes"] = 0x7FFFFFFFFFFFF000
-    assert read_limits(tmp_path, membership, files).cgroup_available is None
-
-
-def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path):
-    files = {"memory.max": 100, "memory.current": 150}
-    assert read_limits(tmp_path, "0::/", files).cgroup_available == 0
+@pytest.mark.parametrize(
+    ("membership", "files", "available"),
+    [
+        ("0::/", {"memory.max": 100, "memory.current": 150}, 0),
+        (
+            "0::/job",
+            {"job/memory.max": 1000, "job/memory.current": 700}
+            | {"job/memory.stat": "anon 500\ninactive_file 200"},
+            500,
+        ),
+        (
+            "0::/slice/job/step",
+            {"slice/memory.max": 2000, "slice/memory.current": 900, "slice/job/memory.max": 500}
+            | {"slice/job/memory.current": 100, "slice/job/step/memory.max": "max"},
+            400,
+        ),
+        (
+            VERSION_1,
+            {"memory/job/memory.limit_in_bytes": 800, "memory/job/memory.usage_in_bytes": 600}
+            | {"memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 50"}
+            | {"memory/memory.limit_in_bytes": NO_LIMIT, "memory/memory.usage_in_bytes": 900},
+            250,
+        ),
+        (
+            VERSION_1,
+            {"memory/memory.limit_in_bytes": NO_LIMIT, "memory/memory.usage_in_bytes": 900},
+            None,
+        ),
+    ],
+    ids=["over its limit", "page cache", "parents", "version 1", "version 1 without a limit"],
+)
+def test_the_tightest_cgroup_counts_and_page_cache_is_available(
+    tmp_path, membership, files, available
+):
+    assert read_limits(tmp_path, membership, files) == HostLimits(5 * 1024, available)

@@ -1,4 +1,4 @@
-"""How many cores a process may use: those of its affinity, or as many as a quota pays for."""
+"""How many cores a process may use: its affinity's, or as many as a quota pays for."""
 
 from __future__ import annotations
 

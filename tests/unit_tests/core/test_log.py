@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import sys
 
 import pytest
@@ -28,29 +27,11 @@ def test_other_ranks_show_warnings_with_their_rank(capsys):
     assert line.endswith("] ERROR: broken")
 
 
-def test_the_date_can_be_left_out(capsys):
-    log.configure(rank=0, short_time=True)
-    logging.getLogger("megatron.some.file").info("loss")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d loss", line)
-
-
 def test_configuring_again_does_not_say_everything_twice(capsys):
     log.configure(rank=0)
     log.configure(rank=0)
     logging.getLogger("megatron").info("once")
     assert capsys.readouterr().out.count("once") == 1
-
-
-def test_an_exception_is_shown_with_its_traceback(capsys):
-    log.configure(rank=0)
-    try:
-        raise ValueError("the cause")
-    except ValueError:
-        logging.getLogger("megatron").exception("it failed")
-    shown = capsys.readouterr().out
-    assert "Traceback" in shown
-    assert "the cause" in shown
 
 
 @pytest.mark.parametrize(
@@ -89,15 +70,3 @@ def test_long_text_is_cut_at_the_limit_with_an_ellipsis(char: str, limit: int) -
     shown = log.printable(char * 1000, limit)
     assert len(shown) == limit
     assert "...".startswith(shown[-3:])
-
-
-def test_text_of_the_very_limit_is_not_cut() -> None:
-    assert log.printable("a" * 500) == "a" * 500
-    assert log.printable("\n" * 5, limit=10) == "\\n" * 5
-    assert log.printable("\n" * 6, limit=10) == "\\n\\n\\n\\..."
-
-
-def test_a_number_takes_the_plural_of_its_noun():
-    counts = [(0, "rank"), (1, "rank"), (2, "bad line"), (1, "microbatch"), (3, "microbatch")]
-    shown = [log.counted(number, noun) for number, noun in counts]
-    assert shown == ["0 ranks", "1 rank", "2 bad lines", "1 microbatch", "3 microbatches"]

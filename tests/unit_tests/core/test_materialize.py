@@ -156,15 +156,6 @@ def _tied() -> nn.Sequential:
     return model
 
 
-def test_a_parameter_shared_on_meta_stays_shared() -> None:
-    model, alone = _tied(), nn.Sequential(Linear(5, 5))
-    materialize(model, "cpu", SEED)
-    materialize(alone, "cpu", SEED)
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
-    assert model[0].weight is model[1].weight is model[1].alias
-    assert torch.equal(model[1].weight, alone[0].weight)
-
-
 @on_ranks(2)
 def test_a_parameter_shared_on_meta_stays_shared_when_sharded() -> None:
     plain, model = _tied(), _tied()

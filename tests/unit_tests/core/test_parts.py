@@ -1,4 +1,4 @@
-"""Parts of a model: what is frozen, and what has a rate of its own."""
+"""Parts of a model: frozen ones, and ones with another rate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import process_groups
-from megatron.core.mesh import build_hybrid_mesh
-from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -24,29 +21,6 @@ def test_no_group_of_one_is_made_where_another_launcher_has_started_several_rank
     with pytest.raises(RuntimeError, match=f"Expected RANK, since {name} says"):
         process_groups.ensure_default_group("gloo")
     assert not dist.is_initialized()
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    return group._get_backend(CPU).options._timeout
-
-
-def _timeouts_of_a_hybrid_mesh() -> tuple[bool, list[timedelta]]:
-    default = dist.distributed_c10d._get_default_group()
-    before = _timeout(default)
-    process_groups.set_timeout(CPU, timedelta(minutes=7))
-    try:
-        mesh = build_hybrid_mesh("cpu", 2, 2)
-        groups = [mesh.get_group(axis) for axis in range(2)]
-        return any(group is not default for group in groups), [_timeout(group) for group in groups]
-    finally:
-        process_groups.set_timeout(CPU, before)
-
-
-def test_the_groups_of_a_hybrid_mesh_have_the_timeout_of_the_default_one():
-    """torch gives them 10 or 30 minutes, whatever the job was started with."""
-    for has_own, timeouts in run_ranks(2, _timeouts_of_a_hybrid_mesh):
-        assert has_own
-        assert timeouts == [timedelta(minutes=7)] * 2
 
 
 class Failing:
@@ -86,14 +60,6 @@ def test_a_failure_that_a_backend_has_found_is_told_with_its_group(
     groups = [_group("default", Failing("SUCCESS")), _group("outer", Failing(error, is_wrapped))]
     monkeypatch.setattr(process_groups, "_world", SimpleNamespace(pg_map=groups))
     assert process_groups.failed_collective() == text
-
-
-def _failure_over_gloo() -> str | None:
-    return process_groups.failed_collective()
-
-
-def test_a_backend_that_finds_no_failures_has_found_none():
-    assert run_ranks(2, _failure_over_gloo) == [None, None]
 
 
 def test_devices_are_connected_where_the_backend_can_do_so_early(monkeypatch):

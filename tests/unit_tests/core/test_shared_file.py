@@ -33,7 +33,7 @@ def test_ranks_that_share_pages_leave_each_others_bytes(tmp_path: Path, is_direc
         begin = 0
         for number in range(13):
             end = min(begin + 3001, num_bytes) if number < 12 else num_bytes
-            # As it will lie in its pages, and otherwise.
+            # As it will be in its pages, and otherwise.
             where = begin % PAGE + 8 * (number % 3 == 0)
             span = buffers[number % 2][where : where + end - begin]
             span[:] = content[begin:end]

@@ -1,41 +1,21 @@
-"""A timeline says when lanes work and what the computation waits for, and costs nothing when there
-is none.
-"""
+"""A timeline shows when lanes work and the computation waits, and without one there is no cost."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.lane_timings import D2H, HOST, NoTimings, TimingRecorder
-from megatron.core.lanes import InlineLane, RelayedEvent, delays, relay
-from megatron.core.spans import ClockSpan, Interval, Origin
+from megatron.core.lane_timings import D2H, HOST, TimingRecorder
+from megatron.core.spans import Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
+from tests.unit_tests.core.helpers.clock import Clock
 
 CPU = Device("cpu")
-
-
-class Clock:
-    """Goes on by a number of seconds whenever a piece of work asks for that."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, seconds: float) -> Callable[[], None]:
-        def work() -> None:
-            self.now += seconds
-
-        return work
 
 
 def recorded(timeline: Timeline, clock: Callable[[], float]) -> list[Slice]:
@@ -116,28 +96,6 @@ def test_slices_are_there_once_all_of_it_is_over_and_asking_does_not_wait():
     lane.close()
 
 
-def test_what_is_over_is_asked_for_its_time_once_however_long_other_work_takes():
-    class Asked(ClockSpan):
-        times = 0
-
-        def interval(self, origin: Origin) -> Interval | None:
-            self.times += 1
-            return super().interval(origin)
-
-    timeline, over, late = Timeline(CPU), Asked(), Asked()
-    timeline.begin_iteration(1)
-    for name, span in (("over", over), ("late", late)):
-        timeline.note(GATHER, name, span)
-    with over:
-        pass
-    timeline.end_iteration()
-    assert [timeline.slices(0.0) for _ in range(3)] == [None] * 3
-    with late:
-        pass
-    assert {one.name for one in timeline.slices(0.0)} == {"iteration 1", "over", "late"}
-    assert (over.times, late.times) == (1, 4)
-
-
 def test_work_that_begins_between_two_recorded_iterations_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -178,31 +136,16 @@ def test_without_a_timeline_nothing_is_made():
     assert closed.waiting(GATHER) is NO_TIMELINE.waiting(GATHER)
 
 
-def test_delays_show_as_gaps_before_the_work_of_the_lane_that_they_are_injected_into():
-    timeline, lane = Timeline(CPU), CPU.lane("delayed")
+def test_without_lanes_work_is_a_wait_of_the_computation():
+    clock = Clock()
+    recorder, timeline = TimingRecorder(CPU, has_lanes=False, clock=clock), Timeline(CPU, clock)
+    recorder.record_to(timeline)
     timeline.begin_iteration(1)
-    with delays(7):
-        events = [lane.enqueue(timeline.timed(GATHER, str(n), lambda: None)) for n in range(5)]
-        timeline.awaited(events[-1], GATHER).wait()
+    recorder.begin().timed(HOST, clock.taking(1.0), 8, "layers.1")()
     timeline.end_iteration()
-    slices = timeline.slices(0.0)
-    generator = random.Random("7:delayed")
-    pauses = [generator.random() * 0.004 for _ in range(5)]
-    work = [one for one in slices if one.kind == WORK]
-    for (before, after), pause in zip(pairwise(work), pauses[1:], strict=True):
-        assert after.begin - before.end >= 0.99 * pause
-    (wait,) = (one for one in slices if one.kind == WAIT)
-    assert wait.end >= work[-1].end
-    assert wait.end - wait.begin > 0.5 * sum(pauses)
-    lane.close()
-
-
-# The recorder of sums
-
-
-def done(work: Callable[[], object]) -> RelayedEvent:
-    lane = InlineLane(CPU)
-    return relay(lane, lambda: lane.enqueue(work))
+    _, wait, work = recorded(timeline, clock)
+    assert (work.row, wait.name) == (HOST, "wait for host")
+    assert (work.begin, work.end) == (wait.begin, wait.end)
 
 
 def test_the_spans_that_are_added_up_are_those_of_the_timeline():
@@ -224,20 +167,3 @@ def test_the_spans_that_are_added_up_are_those_of_the_timeline():
     ]
     timings = recorder.collect()
     assert (timings.d2h, timings.waited_host) == (5.0, 2.0)
-
-
-def test_without_lanes_work_is_a_wait_of_the_computation():
-    clock = Clock()
-    recorder, timeline = TimingRecorder(CPU, has_lanes=False, clock=clock), Timeline(CPU, clock)
-    recorder.record_to(timeline)
-    timeline.begin_iteration(1)
-    recorder.begin().timed(HOST, clock.taking(1.0), 8, "layers.1")()
-    timeline.end_iteration()
-    _, wait, work = recorded(timeline, clock)
-    assert (work.row, wait.name) == (HOST, "wait for host")
-    assert (work.begin, work.end) == (wait.begin, wait.end)
-
-
-def test_a_recorder_without_spans_cannot_show_any():
-    with pytest.raises(RuntimeError, match="records_timings=True"):
-        NoTimings().record_to(Timeline(CPU))

@@ -1,3 +1,3 @@
-"""Families: one table for each architecture of the transformers library that computes what a GPT
-here computes.
+"""Families: one table for each architecture of the transformers library that computes the same as a
+GPT here computes.
 """

@@ -91,7 +91,7 @@ class ConfigFile:
 
         Args:
             content: fields of the file, or of a section in it.
-            known: the fields that are read, and those that have no effect.
+            known: the fields that are read, and fields without effect.
             owner: owner of the fields, for messages.
         """
         unknown = sorted(name for name, value in content.items() if name not in known and value)

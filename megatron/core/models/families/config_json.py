@@ -1,6 +1,6 @@
 """From a config.json to our options, and from a model's spec to a config.json.
 
-A family fits a spec exactly or not at all: what it would write is read back, and must give the same
+A family fits a spec exactly or not at all: its own file is read back, and must give the same
 spec. A file that leaves out part of a model is therefore never written.
 """
 
@@ -10,20 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.families.config_file import ConfigFile
-from megatron.core.models.families.deepseek import DEEPSEEK_V3
+from megatron.core.models.families.dense import (
+    ARCEE,
+    GEMMA3,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
 from megatron.core.models.families.fields import num_heads_of
-from megatron.core.models.families.gemma import GEMMA3
-from megatron.core.models.families.glm import GLM4_MOE
-from megatron.core.models.families.gpt_oss import GPT_OSS
-from megatron.core.models.families.llama import ARCEE, LLAMA
-from megatron.core.models.families.olmo import OLMOE
+from megatron.core.models.families.mixtures import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    OLMOE,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from megatron.core.models.families.quantization import refuse_quantized_config
-from megatron.core.models.families.qwen import QWEN2, QWEN3, QWEN3_5
-from megatron.core.models.families.qwen_moe import QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
-from megatron.core.models.families.smollm import SMOLLM3
 from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
-from megatron.core.models.families.stablelm import STABLELM
-from megatron.core.models.families.starcoder import STARCODER2
 from megatron.core.models.families.table import Family
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
@@ -50,7 +59,7 @@ FAMILIES = (
     GPT_OSS,
 )
 
-# Fields of any architecture that change nothing in what is computed from tokens and weights: where
+# Fields of any architecture without effect on results computed from tokens and weights: where
 # a file comes from, token ids, dtypes, training, classification, generation.
 HARMLESS = frozenset(
     """
@@ -83,8 +92,8 @@ def read_config(content: Mapping[str, Any], source: str) -> tuple[TransformerCon
 
     Raises:
         ConfigError: for an architecture that is not known here; for quantized weights; for a field
-            that must be there and is not; for a value, by its name, that asks for what a model here
-            does not have.
+            that must be there and is not; for a value, by its name, that requires a feature that
+            models here do not have.
     """
     file = ConfigFile(content, source)
     kind = file.wanted("model_type")
@@ -138,7 +147,7 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
             not: the first.
 
     Raises:
-        ConfigError: naming the flags, if there is none.
+        ConfigError: naming the flags, if no family fits.
     """
     candidates, errors = [], []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
@@ -155,8 +164,8 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
 
     differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
     flags = ", ".join(difference.flag for difference in differences)
-    expected = ", ".join(difference.expected_flag for difference in differences)
-    got = ", ".join(difference.got_flag for difference in differences)
+    expected = ", ".join(f"{difference.name} {difference.expected}" for difference in differences)
+    got = ", ".join(f"{difference.name} {difference.got}" for difference in differences)
     raise ConfigError(
         f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
         f"which {nearest.class_name} is the nearest ({expected}), got {got}."
@@ -184,7 +193,7 @@ def clauses(
 
 
 def differences_of(family: Family, spec: ModelSpec) -> list[Difference]:
-    """What is different in the model that the family's file for this spec would describe."""
+    """Differences of the model that the family's file for this spec would describe."""
     heads = num_heads_of(spec)
     if family.has_even_heads and spec.hidden_size % heads:
         expected = f"a multiple of {heads} heads"
@@ -196,5 +205,5 @@ def differences_of(family: Family, spec: ModelSpec) -> list[Difference]:
 
 
 def _distance(differences: list[Difference]) -> tuple[int, int]:
-    """The order in which families are near: first those with the same kinds of layers."""
+    """The order in which families are near: first families with the same kinds of layers."""
     return sum(difference.flag in KIND_FLAGS for difference in differences), len(differences)

@@ -112,6 +112,17 @@ def dense_of(spec: ModelSpec) -> DenseSpec:
 
 
 @dataclass(frozen=True)
+class NamedField(Field):
+    """One field of a config.json."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+@dataclass(frozen=True)
 class Value(Field):
     """A field with the value of an option.
 
@@ -119,22 +130,28 @@ class Value(Field):
         option: the option of TransformerConfig, which checks the value.
         of: returns the value to write for a spec; None omits the field.
         absent: the value of a field that is null or missing.
+        other_name: name in some versions. A file may have either name, or both with one value.
     """
 
     name: str
     option: str
     of: Callable[[ModelSpec], Any]
     absent: Any = REQUIRED
+    other_name: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,)
+        return (self.name,) if self.other_name is None else (self.name, self.other_name)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        if self.absent is REQUIRED:
-            return {self.option: file.wanted(self.name)}
-        value = file.get(self.name)
-        return {self.option: self.absent if value is None else value}
+        given = [(name, file.get(name)) for name in self.names if file.get(name) is not None]
+        if not given:
+            value = file.wanted(self.name) if self.absent is REQUIRED else self.absent
+            return {self.option: value}
+        (_, value), (last, other) = given[0], given[-1]
+        if value != other:
+            raise file.error(last, f"{self.name}, {value}", other)
+        return {self.option: value}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
         value = self.of(spec)
@@ -171,9 +188,7 @@ class KeyValueHeads(Field):
     may_be_null: bool = False
     may_be_absent: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("num_key_value_heads",)
+    names = ("num_key_value_heads",)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         is_there = "num_key_value_heads" in file.content
@@ -199,9 +214,7 @@ class HeadDim(Field):
 
     may_be_absent: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("head_dim",)
+    names = ("head_dim",)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         return {
@@ -222,9 +235,7 @@ class TiedEmbeddings(Field):
 
     absent: bool | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("tie_word_embeddings",)
+    names = ("tie_word_embeddings",)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         is_tied = file.boolean("tie_word_embeddings", self.absent)
@@ -235,7 +246,7 @@ class TiedEmbeddings(Field):
 
 
 @dataclass(frozen=True)
-class HiddenActivation(Field):
+class HiddenActivation(NamedField):
     """The feed-forward network's activation.
 
     Attributes:
@@ -246,10 +257,6 @@ class HiddenActivation(Field):
     name: str = "hidden_act"
     is_gated: bool = True
     only: Activation | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         got = file.wanted(self.name)
@@ -323,9 +330,7 @@ class BiasFields(Field):
 class ScaledEmbeddings(Field):
     """Embeddings multiplied by the root of the hidden size, for which the file has no field."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
+    names = ()
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         return {"embedding_multiplier": math.sqrt(file.integer("hidden_size"))}
@@ -335,14 +340,10 @@ class ScaledEmbeddings(Field):
 
 
 @dataclass(frozen=True)
-class QueryScalar(Field):
+class QueryScalar(NamedField):
     """The number whose square root divides the products of queries and keys."""
 
     name: str = "query_pre_attn_scalar"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         return {"softmax_scale": 1 / math.sqrt(file.positive(self.name))}
@@ -353,15 +354,10 @@ class QueryScalar(Field):
 
 
 @dataclass(frozen=True)
-class Always(Field):
+class Always(NamedField):
     """A field that is missing or has this value. It is not written."""
 
-    name: str
     value: Any
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         got = file.get(self.name)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of our tensor that are also consecutive in theirs."""
+    """Consecutive rows of a tensor of this project that are also consecutive in the library's."""
 
     own_start: int
     own_stop: int
@@ -36,14 +36,15 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class RowMap:
-    """The rows of one of our tensors in one of theirs, along dim 0. Other dims are the same.
+    """The rows of one of this project's tensors in one of the library's, along dim 0. Other dims
+    are the same.
 
     Attributes:
         name: name of their tensor.
         start: their row that is our first.
         block: number of rows that stay together; None for all rows.
         stride: distance in their rows between the starts of two blocks.
-        matrix_rows: rows of each matrix of a stack, which has one dim more than ours; None if their
+        matrix_rows: rows of each matrix of a stack, which has one dim more; None if their
             tensor is not a stack.
 
     Raises:

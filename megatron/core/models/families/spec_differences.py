@@ -118,14 +118,6 @@ _FLAGS = {
     "feed_forward.up_offset": "--glu-linear-offset",
     "post_norm": "--post-norm",
 }
-# Flags that turn off what the spec's value turns on.
-_OFF_FLAGS = (
-    "--untie-embeddings-and-output-weights",
-    "--disable-bias-linear",
-    "--no-rope-freq",
-    "--moe-router-no-norm-topk",
-    "--qk-layernorm-across-heads",
-)
 # The flag for each kind of scaling.
 _SCALING_FLAGS = {
     "linear": "--rotary-seq-len-interpolation-factor",
@@ -183,37 +175,6 @@ class Difference(NamedTuple):
     name: str
     expected: object
     got: object
-
-    @property
-    def expected_flag(self) -> str:
-        """The expected value as a command line gives it."""
-        return _as_given(self.flag, self.expected)
-
-    @property
-    def got_flag(self) -> str:
-        """The value that is there as a command line gives it."""
-        return _as_given(self.flag, self.got)
-
-
-def _as_given(flag: str, value: object) -> str:
-    if flag in _OFF_FLAGS:
-        value = not value
-    if flag in _SCALING_FLAGS.values() and (value is None or value in _SCALING_FLAGS):
-        return _SCALING_FLAGS.get(str(value), "no scaling of rotary")
-    if flag == "--position-embedding-type":
-        value = value or "none"
-    if flag == "--window-size" and isinstance(value, int):
-        value = f"{value - 1},0"  # positions before each one
-    if flag == "--moe-layer-freq":
-        value = value != _EXPERTS  # without the flag all layers have them
-    if flag == "--multi-latent-attention":
-        value = value == _LATENT
-    if flag == "--num-experts" and isinstance(value, str):
-        value = value == _EXPERTS
-
-    if value is None or value is False:
-        return f"no {flag}"
-    return flag if value is True else f"{flag} {value}"
 
 
 def spec_differences(
@@ -275,7 +236,7 @@ def _compared(
             one[path],
             other[path],
         )
-        # A part that only one of them has is named as such, without what it is made of.
+        # A part that only one of them has is named as such, without its own parts.
         for path in one
         if path in other and not _are_equal(one[path], other[path])
     }
@@ -293,7 +254,7 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
     kind = True if path in _PRESENT else _PARTS.get(type(value), True)
     found: dict[str, object] = {path: kind} if path else {}
     if isinstance(value, RotaryScaling):
-        path = f"{path}.{_PARTS[type(value)]}"  # kinds have flags of their own
+        path = f"{path}.{_PARTS[type(value)]}"  # kinds have their own flags
     for field in dataclasses.fields(value):
         if field.name not in (*_NOT_ARITHMETIC, "layers", *ignored):
             inner = f"{path}.{field.name}" if path else field.name
@@ -309,8 +270,8 @@ def _flattened(value: object, path: str, ignored: Collection[str]) -> dict[str, 
 
 
 def _canonical(router: RouterSpec) -> RouterSpec:
-    """One form for what is computed in two ways: a softmax over all experts that is divided by the
-    sum of the chosen ones is one over these, unless what is added to it decides which are chosen.
+    """One form for two equivalent computations: a softmax over all experts that is divided by the
+    sum of the chosen ones is one over these, unless an added bias decides which are chosen.
     """
     is_plain = router.num_groups == 1 and not router.has_expert_bias
     if router.scores is Scores.SOFTMAX and router.is_normalized and is_plain:
@@ -323,7 +284,7 @@ def _flag_of(path: str, expected: object, got: object) -> str:
         return _SCALING_FLAGS[str(got or expected)]
     if path == "mixer" and _LATENT in (expected, got):
         return "--multi-latent-attention"
-    # The networks in a mixture have what is not their size from the flags of all networks.
+    # The networks in a mixture take everything but their size from the flags of all networks.
     of_all = path.replace(".expert.", ".").replace(".shared.", ".")
     for known in (path, of_all):
         if known in _FLAGS:

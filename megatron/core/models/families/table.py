@@ -7,19 +7,11 @@ A family is a value. A new architecture is a new table, as long as its parts exi
         class_name="LlamaForCausalLM",
         options={"normalization": "RMSNorm"},
         fields=(*SIZES, norm_eps("rms_norm_eps"), Rope(absent_base=10000.0), ...),
-        norms={"input_layernorm": "input_layernorm", ...},
-        attention={"self_attention.query": "self_attn.q_proj", ...},
-        dense={"mlp.gate": "mlp.gate_proj", ...},
     )
 
-An architecture with mixtures of experts adds the names of a mixture's modules and of the experts'
-matrices, which files may contain in several forms:
-
-    Family(
-        ...,
-        mixture={"mlp.router": "mlp.gate"},
-        experts=(EXPERTS, STACKED_EXPERTS),
-    )
+It adds the names of modules that differ from most architectures', such as
+`attention={"self_attention.query": "self_attn.q_proj", ...}`, and with mixtures of experts
+`mixture={"mlp.router": "mlp.gate"}`.
 """
 
 from __future__ import annotations
@@ -126,16 +118,16 @@ class Family:
         options: our options that all of its models share.
         fields: fields of config.json.
         norms, attention, latent_attention, delta_net, dense: the library's names of a layer's
-            modules, by our names, without modules that the architecture lacks. For a module of ours
-            that is only some rows of one of theirs, a function of the mixer returns the rows, named
+            modules, by our names, by default those of most architectures. For a module that is
+            only some rows of one of the library's, a function of the mixer returns the rows, named
             after the module.
         mixture: the same for a mixture's router and shared experts. A tensor whose last name
             differs has a separate item.
         experts: the forms in which files may contain the experts' matrices, by our names of the
             matrices. The first form is written.
         harmless: fields specific to the architecture that have no effect here.
-        ignored: prefixes of tensors that the library does not load either. `{extra_layer}` stands
-            for the number of each layer that predicts further tokens.
+        ignored: prefixes of tensors that the library does not load either. `{extra_layer}`
+            represents the number of each layer that predicts further tokens.
         has_even_heads: whether the hidden size must be a multiple of the number of heads, although
             heads may have another width.
     """
@@ -144,9 +136,11 @@ class Family:
     class_name: str
     options: Mapping[str, Any]
     fields: tuple[Field, ...]
-    norms: Mapping[str, str]
-    dense: Mapping[str, str]
-    attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]] = field(default_factory=dict)
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    dense: Mapping[str, str] = field(default_factory=lambda: GATED_MLP)
+    attention: Mapping[str, str | Callable[[AttentionSpec], RowMap]] = field(
+        default_factory=lambda: ATTENTION
+    )
     latent_attention: Mapping[str, str | Callable[[LatentAttentionSpec], RowMap]] = field(
         default_factory=dict
     )
@@ -154,7 +148,7 @@ class Family:
         default_factory=dict
     )
     mixture: Mapping[str, str] = field(default_factory=dict)
-    experts: tuple[Mapping[str, ExpertMatrix], ...] = ()
+    experts: tuple[Mapping[str, ExpertMatrix], ...] = (EXPERTS, STACKED_EXPERTS)
     harmless: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     has_even_heads: bool = False
@@ -170,7 +164,7 @@ class Family:
         return dataclasses.replace(self, experts=self.experts[:1])
 
     def rows_of(self, own: str, num_rows: int, layers: tuple[LayerSpec, ...]) -> RowMap:
-        """Returns the rows of one of our tensors in theirs.
+        """Returns the rows of one of this project's tensors in the library's.
 
         Args:
             own: name of a parameter, a section of one, or a buffer in our checkpoints, without

@@ -18,10 +18,10 @@ from megatron.core.models.families.config_json import (
     read_family,
     write_config,
 )
+from megatron.core.models.families.dense import QWEN3_5, QWEN3_VL
 from megatron.core.models.families.fields import ACTIVATIONS
+from megatron.core.models.families.mixtures import QWEN3_5_MOE
 from megatron.core.models.families.quantization import refuse_quantized_config
-from megatron.core.models.families.qwen import QWEN3_5, QWEN3_VL
-from megatron.core.models.families.qwen_moe import QWEN3_5_MOE
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.families.table import Family
 from megatron.core.models.multimodal.vision_config import OF_PICTURES, VisionConfig, sections_of
@@ -91,7 +91,7 @@ class VisionFamily:
         return dataclasses.replace(self, text=self.text.as_in(names))
 
     def rows_of(self, own: str, num_rows: int, layers: tuple[LayerSpec, ...]) -> RowMap:
-        """Where one of our tensors lies in theirs: see `Family.rows_of`."""
+        """Where one of this project's tensors is in the library's: see `Family.rows_of`."""
         if own.startswith(_TEXT):
             rows = self.text.rows_of(own.removeprefix(_TEXT), num_rows, layers)
             return dataclasses.replace(rows, name=_text_name(rows.name))
@@ -186,7 +186,7 @@ def vision_family_of(
         preferred: the model_type of the one that is taken if several do, or of its decoder.
 
     Raises:
-        ConfigError: naming the flags, if there is none.
+        ConfigError: naming the flags, if no family fits.
     """
     errors = []
     for family in sorted(
@@ -194,7 +194,7 @@ def vision_family_of(
     ):
         try:
             lines = [
-                f"{one.expected_flag}, got {one.got_flag}."
+                f"{one.flag}: expected {one.name} {one.expected}, got {one.got}."
                 for one in differences_of(family.text, spec)
             ]
         except ConfigError as error:
@@ -221,7 +221,7 @@ def vision_family_of(
 
 
 def vision_differences(there: VisionConfig, own: VisionConfig, spec: ModelSpec) -> list[str]:
-    """Where a folder's tower and image tokens are not those of a model, each difference as a
+    """Differences between a directory's tower and image tokens and a model's, each as a
     clause.
 
     Args:
@@ -238,7 +238,7 @@ def vision_differences(there: VisionConfig, own: VisionConfig, spec: ModelSpec) 
 
 
 def _part(file: ConfigFile, name: str, kind: str) -> ConfigFile:
-    """A section with a model of its own. ConfigError for another kind than `kind`."""
+    """A section with its own model. ConfigError for another kind than `kind`."""
     if not file.section(name):
         raise ConfigError(f"Expected {name} in {file.source}, got none.")
     section = file.section(name)
@@ -299,7 +299,7 @@ def _text_name(theirs: str) -> str:
 
 
 def _vision_rows(own: str, num_rows: int) -> RowMap:
-    """Where a tensor of the tower or the projector lies; the name is without the prefix."""
+    """Where a tensor of the tower or the projector is; the name is without the prefix."""
     module, _, kind = own.rpartition(".")
     if module in _TOWER:
         return RowMap(f"{_TOWER[module]}.{kind}")

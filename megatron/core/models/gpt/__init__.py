@@ -1,1 +1,1 @@
-"""The GPT decoder-only language model and what it costs in floating point operations."""
+"""The GPT decoder-only language model and its cost in floating point operations."""

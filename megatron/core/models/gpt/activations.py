@@ -3,7 +3,7 @@
 Counted tensor by tensor, as the modules' forwards leave them to autograd: inputs of matrix products
 and norms, what attention's kernel reads, both factors of a gate. Statistics of rows (a mean, a
 log-sum-exp) and the angles of positions are left out, being a few bytes a token. So are the blocks
-that windowed attention cuts, and masks of attention's dropout.
+that windowed attention cuts, and dropout masks of attention.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class ActivationBytes:
 
     Attributes:
         layers: kept by each layer, in their order.
-        recomputed: what the largest layer has for the time of its backward, where layers keep only
+        recomputed: bytes of the largest layer during its backward, where layers keep only
             their inputs.
         rest: the final norm's input.
-        loss: beside these, while the losses are computed: logits of a chunk of tokens, and the
+        loss: in addition, while the losses are computed: logits of a chunk of tokens, and the
             gradients of hidden states and of the head's weight, in fp32.
     """
 
@@ -83,7 +83,7 @@ def activation_bytes(
     batch: Microbatch,
     recompute_granularity: str | None = None,
 ) -> ActivationBytes:
-    """What a training step with a loss in one number keeps; see `weighted_cross_entropy`.
+    """Bytes that a training step with a loss in one number keeps; see `weighted_cross_entropy`.
 
     Args:
         vocab_size: rows of the output projection.
@@ -183,7 +183,7 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
 
 def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
     key, value, heads = spec.key_size, spec.value_size, spec.num_value_heads
-    # The projection, the convolution's output, and what the output's projection reads.
+    # The projection, the convolution's output, and the input of the output's projection.
     elements = (2 * key + 2 * value + 2 * heads) + (2 * key + value) + value
     # The gated norm of the heads' outputs is composed in fp32; rates and decays are fp32.
     copies = 4 if batch.itemsize == _FP32 else 5

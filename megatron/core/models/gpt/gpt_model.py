@@ -64,13 +64,13 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of a batch stand.
+    """Positions of the tokens of a batch.
 
     Attributes:
         positions: [batch, seq] int64, or [axes, batch, seq] with `sections`; None: counted in each
             row.
         sections: how many planes of the rotation turn by each axis: see `rotary_angles`.
-        documents: those of which tokens see only their own; None: each row is one.
+        documents: documents, of which tokens see only their own; None: each row is one.
     """
 
     positions: Tensor | None = None
@@ -119,7 +119,7 @@ class RoutingReport(NamedTuple):
 
     @classmethod
     def of(cls, reports: Sequence[RouterReport]) -> RoutingReport | None:
-        """From the reports of the layers, first to last; None if there are none."""
+        """From the reports of the layers, first to last; None without any."""
         if not reports:
             return None
         balance, z, loads = zip(*reports, strict=True)
@@ -151,11 +151,11 @@ class TransformerBlock(nn.Module):
 
         Args:
             hidden: [batch, seq, hidden].
-            additions: what is added behind the first layer, the second, and so on; of the shape of
+            additions: tensors added behind the first layer, the second, and so on; of the shape of
                 `hidden`, at most as many as there are layers.
 
         Returns:
-            [batch, seq, hidden], and what the routers report, if there are any.
+            [batch, seq, hidden], and the reports of routers, if any.
         """
         # Layers that turn their heads alike share the angles.
         angles = {
@@ -224,9 +224,9 @@ class GPTModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64, the token that follows each.
             positions: [batch, seq] int64; None: counted from the beginning of each row.
-            documents: those that the rows consist of, if tokens are to see their own only.
+            documents: the documents in the rows, if tokens are to see their own only.
             loss_weights: [batch, seq] fp32, how much the loss of each token counts in their sum.
-            with_routing: whether to return what the routers of mixtures of experts report, too.
+            with_routing: whether to return the reports of routers, too.
 
         Returns:
             Without labels logits [batch, seq, vocab] in the compute dtype. With labels losses
@@ -267,7 +267,7 @@ class GPTModel(nn.Module):
     def checked_targets(
         self, tokens: Tensor, labels: Tensor | None, loss_weights: Tensor | None, places: Places
     ) -> Targets | None:
-        """The targets, if there are any. ValueError for what `forward` does not take."""
+        """The targets, if any. ValueError for inputs that `forward` does not take."""
         if tokens.dim() != 2 or tokens.dtype != torch.int64:
             raise ValueError(
                 f"Expected int64 tokens [batch, seq], got {tokens.dtype} {tuple(tokens.shape)}."

@@ -22,7 +22,7 @@ Output = Tensor | WeightedLoss
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What the model is to say.
+    """Targets of a model.
 
     Attributes:
         labels: [batch, seq] int64, the token that follows each.
@@ -47,7 +47,7 @@ class Targets:
 def project(
     hidden: Tensor, weight: Tensor, options: HeadOptions, targets: Targets | None
 ) -> Output:
-    """What a model returns.
+    """Returns a model's output.
 
     Args:
         hidden: [batch, seq, hidden].

@@ -1,4 +1,4 @@
-"""Patches of an image: their order, and where each stands.
+"""Patches of an image: their order, and the position of each.
 
 Patches come in the order in which the projector takes them together: the blocks of `merge` x
 `merge` patches row by row, and within a block its patches row by row. For a grid of 2 rows and 4
@@ -50,12 +50,12 @@ class PatchGrid(NamedTuple):
 
 
 class PatchPlaces(NamedTuple):
-    """Where the patches of images stand, on the host.
+    """Positions of the patches of images, on the host.
 
     Attributes:
         rows, columns: [patches] int64.
         taps: [patches, 4] int64, the learned positions around each in their grid.
-        tap_weights: [patches, 4] fp32, what they are multiplied by before they are added.
+        tap_weights: [patches, 4] fp32, factors of the taps.
     """
 
     rows: Tensor
@@ -130,18 +130,18 @@ def decoder_positions(
     """The positions of a document's tokens: in time, of rows and of columns.
 
     Text counts up by one in all three. The tokens of an image have the time of the position where
-    it begins, and count its rows and columns from there; the text behind it continues where the
+    it starts, and count its rows and columns from there; the text behind it continues where the
     longer of the two ends (Wang et al. 2024, arXiv:2409.12191).
 
     Args:
-        tokens: [tokens], with `image_token` in the place of each merged block of patches.
+        tokens: [tokens], with `image_token` instead of each merged block of patches.
         grids: of the images, in their order, each of one frame.
 
     Returns:
         [3, tokens].
 
     Raises:
-        ValueError: the places of images in the text are not those of the grids, or an image has
+        ValueError: the places of images in the text differ from the grids', or an image has
             more than one frame.
     """
     positions = np.empty((3, len(tokens)), np.int64)

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec import (
 _MOST_CHANNELS = 2**24
 
 
-# How pictures become patches, which no config.json says: a folder has another file for it.
+# How pictures become patches, which no config.json specifies: a directory has another file for it.
 OF_PICTURES = ("image_min_pixels", "image_max_pixels", "image_mean", "image_std")
 
 

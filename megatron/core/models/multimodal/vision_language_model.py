@@ -42,7 +42,7 @@ class VisionLanguageModel(nn.Module):
 
     Args:
         config: of the decoder.
-        vision: of the tower, the projector, and the tokens that stand for images.
+        vision: of the tower, the projector, and the tokens that represent images.
         vocab_size: rows of the embedding, padding included.
 
     Raises:
@@ -87,13 +87,13 @@ class VisionLanguageModel(nn.Module):
 
         Args:
             tokens: [batch, seq] int64, with the image token for each block of patches.
-            images: those of the rows, one row after the other.
+            images: images of the rows, one row after the other.
             positions: [3, batch, seq] int64, see `decoder_positions`; None, without images only:
                 counted from the beginning of each row.
 
         Raises:
             ValueError: as GPTModel; for images without positions; and, on a CPU, for other images
-                than the tokens say.
+                than the tokens name.
         """
         places = Places(positions, None if positions is None else self.sections, documents)
         targets = self.language_model.checked_targets(tokens, labels, loss_weights, places)
@@ -113,7 +113,7 @@ class VisionLanguageModel(nn.Module):
     def _features(
         self, tokens: Tensor, images: Images | None, positions: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What the decoder reads in the place of image tokens: [image tokens, hidden], and the same
+        """The decoder's inputs for image tokens: [image tokens, hidden], and the same
         for its first layers.
         """
         if images is not None and positions is None:
@@ -143,7 +143,7 @@ class VisionLanguageModel(nn.Module):
             )
 
     def _blank(self, device: torch.device) -> Images:
-        """The smallest image that there is, which no token stands for."""
+        """The smallest image, which no token represents."""
         merge = self.vision.vision_merge_size
         grid = PatchGrid(1, merge, merge)
         shape = (grid.num_patches, math.prod(self.vision.patch_shape))
@@ -151,8 +151,8 @@ class VisionLanguageModel(nn.Module):
 
 
 def _checked_image_token(config: TransformerConfig, vision: VisionConfig, vocab_size: int) -> int:
-    """The token that stands for an image's patches. ConfigError if there is none, and for a decoder
-    that cannot take what the tower gives.
+    """The token that represents an image's patches. ConfigError without one, and for a decoder that
+    cannot take the tower's output.
     """
     expect(
         config.position_embedding_type != "none",

@@ -42,7 +42,7 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the initial weights as those of other linear layers are drawn."""
+        """Draws the initial weights as in other linear layers."""
         reset_linear(self.weight, self.bias, self.init_std)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class PatchMerger(nn.Module):
 
 
 class TowerOutput(NamedTuple):
-    """What a tower makes of patches: [patches, hidden] each.
+    """A tower's output: [patches, hidden] each.
 
     Attributes:
         last: behind the last layer.
@@ -176,7 +176,7 @@ class VisionTower(nn.Module):
         return TowerOutput(hidden.squeeze(0), tuple(between))
 
     def _angles(self, places: PatchPlaces) -> RotaryAngles:
-        """Those of a row of patches: [1, patches, head_dim / 2]."""
+        """Angles of a row of patches: [1, patches, head_dim / 2]."""
         rows, columns = (
             rotary_angles(self._rotary, part.unsqueeze(0)) for part in (places.rows, places.columns)
         )

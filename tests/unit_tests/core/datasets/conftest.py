@@ -1,4 +1,4 @@
-"""Token files for the tests of this folder."""
+"""Token files for the tests of this directory."""
 
 from __future__ import annotations
 

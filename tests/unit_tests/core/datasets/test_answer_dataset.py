@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.answer_dataset import AnswerDataset, AnswerFiles, mask_prefix
-from megatron.core.datasets.builder import build_answer_datasets, build_gpt_datasets
+from megatron.core.datasets.builder import build_answer_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.data_files import IndexedDatasetError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -21,7 +21,6 @@ from megatron.core.options import ConfigError
 from tests.unit_tests.core.datasets.conftest import write_tokens
 
 FILLER, VOCAB = 999, 1000
-Answer = tuple[tuple[int, ...], tuple[int, ...]]  # labels that are to be learned, and where
 
 
 def write_chats(prefix: Path, lengths: list[int], *, first_token: int = 0) -> Path:
@@ -126,7 +125,7 @@ def test_conversations_longer_than_a_row_are_refused_with_the_length_or_cut(
 def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answers of the second and the fourth begin where a row has ended."""
+    """The answers of the second and the fourth start where a row has ended."""
     write_tokens(tmp_path / "chats", [[number] * 21 for number in range(5)])
     masks = [[0] * 20 + [1], [0] * 9 + [1] * 12, [1] + [0] * 20, [0] * 8 + [1] * 13, [1] * 21]
     write_masks(tmp_path / "chats", masks)
@@ -188,7 +187,7 @@ def test_conversations_that_have_lost_their_mask_are_refused_in_every_part_and_s
     for suffix in lost:
         Path(f"{mask_prefix(tmp_path / prefix)}{suffix}").unlink()
     whole, part = str(tmp_path / "whole_chat_document"), str(tmp_path / prefix)
-    # Without both, a name that says nothing is that of text, which another part may stand beside.
+    # Without both, any other name is of text, which another part may be blended with.
     blends = (
         [(part,)] if len(lost) == 2 and prefix == "merged" else [(part,), ("9", whole, "1", part)]
     )
@@ -197,47 +196,6 @@ def test_conversations_that_have_lost_their_mask_are_refused_in_every_part_and_s
         for num_samples in ((4, 0, 0), (0, 4, 0), (0, 0, 4)):
             with pytest.raises((ConfigError, IndexedDatasetError), match=rf"{prefix}.*--chat"):
                 build_answer_datasets(config, num_samples, VOCAB, seed=1, filler=FILLER)
-
-
-def test_text_beside_conversations_is_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_tokens(tmp_path / "news_text_document", [[1, 2, 3]])
-    write_chats(tmp_path / "out_chat_document", [8])
-    with caplog.at_level("INFO"):
-        assert AnswerFiles(tmp_path / "news_text_document").mask is None
-        assert AnswerFiles(tmp_path / "out_chat_document").mask is not None
-    (line,) = caplog.messages
-    assert "news_text_document" in line
-
-
-def test_conversations_that_are_learned_whole_without_sft_are_named_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_chats(tmp_path / "out_chat_document", [8] * 50)
-    config = GPTDatasetConfig(seq_length=16, data_path=(str(tmp_path / "out_chat_document"),))
-    with caplog.at_level("INFO"):
-        build_gpt_datasets(config, (4, 0, 0), VOCAB, seed=1)
-    (line,) = [line for line in caplog.messages if "mask" in line]
-    assert "out_chat_document" in line
-    assert "--sft" in line
-
-
-def test_parallel_conversations_of_a_blend_do_not_meet(tmp_path: Path) -> None:
-    """Two sets of the same lengths, of which the second has the other's tokens plus 500."""
-    lengths = [9] * 50
-    prefixes = [
-        str(write_chats(tmp_path / str(first), lengths, first_token=first)) for first in (0, 500)
-    ]
-    config = GPTDatasetConfig(
-        seq_length=8, data_path=("1", prefixes[0], "1", prefixes[1]), split="1", sft=True
-    )
-    train = build_answer_datasets(config, (100, 0, 0), VOCAB, seed=1, filler=FILLER).train
-    assert train is not None
-    found = [int(train[number]["tokens"][0]) for number in range(100)]
-    orders = [[token % 500 for token in found if token // 500 == part] for part in range(2)]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(0, 450, 9))
-    assert sum(a == b for a, b in zip(*orders, strict=True)) < 10
 
 
 def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> None:

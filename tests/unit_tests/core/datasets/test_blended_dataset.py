@@ -62,17 +62,6 @@ def test_far_samples_follow_each_other_without_gap(weights: list[float], index: 
         assert order.counts(later + 1) == counts
 
 
-def test_shares_are_kept_all_along() -> None:
-    order = BlendOrder([5, 3, 2])
-    for num_samples in (10, 1000, 123_450):
-        for count, share in zip(order.counts(num_samples), (0.5, 0.3, 0.2), strict=True):
-            assert abs(count - share * num_samples) <= 1
-
-
-def test_the_drawing_in_the_docstring_is_right() -> None:
-    assert [BlendOrder([2, 1]).locate(index).dataset for index in range(6)] == [0, 1, 0, 0, 1, 0]
-
-
 def test_samples_come_from_the_located_dataset() -> None:
     order = BlendOrder([0.7, 0.3])
     blend = BlendedDataset([_Numbered(0, 70), _Numbered(1, 30)], [0.7, 0.3], 100)
@@ -103,8 +92,3 @@ def test_a_dataset_that_is_too_short_is_refused() -> None:
 def test_impossible_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=r"Expected (positive weights|weights whose shares)"):
         BlendOrder(weights)
-
-
-def test_a_weight_too_many_is_refused() -> None:
-    with pytest.raises(ValueError, match="each of 1 datasets, got 2"):
-        BlendedDataset([_Numbered(0, 70)], [1, 1], 1)

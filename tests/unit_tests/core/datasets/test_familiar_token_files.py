@@ -1,4 +1,4 @@
-"""Token files as users of megatron-core's `indexed_dataset` write and read them."""
+"""Token files as users of `indexed_dataset` of megatron-core write and read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.data_files import DataFile
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
@@ -38,7 +37,7 @@ def written(prefix: Path) -> tuple[bytes, bytes]:
 
 
 def as_there(prefix: Path, sequences: Sequence[Sequence[int]], ends: Sequence[int]) -> Path:
-    """Writes items, and ends documents behind those numbers of them, with the calls of there."""
+    """Writes items, and ends documents behind these numbers of them, with the calls of there."""
     builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=np.int32)
     for number, sequence in enumerate(sequences, start=1):
         builder.add_item(torch.tensor(sequence, dtype=torch.int64))
@@ -125,7 +124,7 @@ def test_indices_are_added_with_their_documents(tmp_path: Path) -> None:
     builder.finalize(f"{tmp_path}/merged.idx")
     lengths = [1, 2, 1, 1, 0, 2, 2, 1]
     tokens = np.array([9, 1, 2, 3, 4, 5, 6, 1, 2, 3], "<i4").tobytes()
-    # [5, 6], in no document of its own files, joins the one that follows.
+    # [5, 6], in no its own document files, joins the one that follows.
     expected = index_bytes(lengths, [0, 2, 3, 5, 7, 8])
     assert written(tmp_path / "merged") == (tokens, expected)
     assert (builder.num_sequences, builder.num_documents, builder.num_tokens) == (8, 5, 10)
@@ -142,42 +141,11 @@ def test_an_index_that_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
     assert [each.tolist() for each in IndexedDataset(tmp_path / "tokens")] == [[1]]
 
 
-def test_an_index_that_fails_while_it_is_read_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = as_there(tmp_path / "other", [[4], [5]], [2])
-    builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
-    read = DataFile.read
-
-    def read_a_little(file: DataFile, offset: int, num_bytes: int) -> bytes:
-        if file.path.suffix == ".bin" and offset:
-            raise IndexedDatasetError("cut while it was in use")
-        return read(file, offset, num_bytes)
-
-    monkeypatch.setattr("megatron.core.datasets.indexed_dataset._PIECE_BYTES", 4)
-    monkeypatch.setattr(DataFile, "read", read_a_little)
-    with pytest.raises(IndexedDatasetError, match="cut while"):
-        builder.add_index(other)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.bin", "other.idx"]
-    with pytest.raises(RuntimeError, match="finalized or aborted"):
-        builder.finalize()
-
-
 def test_an_index_elsewhere_than_beside_its_tokens_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
     with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, beside its \.bin"):
         builder.finalize(tmp_path / "other.idx")
     builder.abort()
-
-
-def test_the_index_may_be_named_by_another_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    builder = IndexedDatasetBuilder("tokens.bin", np.int32)
-    builder.add_document([1, 2])
-    builder.finalize(tmp_path / "folder" / ".." / "tokens.idx")
-    assert IndexedDataset("tokens")[0].tolist() == [1, 2]
 
 
 def test_arguments_of_megatron_core_are_taken_or_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -140,28 +139,6 @@ def test_samples_longer_than_a_row_and_tokens_of_another_vocabulary_are_refused(
         list(map(dataset.__getitem__, range(dataset.samples_per_epoch)))
     with pytest.raises(ConfigError, match="at least one sample"):
         dataset_of(prefix, documents=range(0))
-
-
-def test_splits_and_blends_are_built_of_whole_samples(prefix: str, tmp_path: Path) -> None:
-    other = str(tmp_path / "other")
-    write(other, some_samples(8, seed=1))
-    config = GPTDatasetConfig(seq_length=ROW, data_path=("1", prefix, "3", other), split="3,1,0")
-    train, valid, test = build_image_text_datasets(config, (12, 4, 4), VOCAB, 0, FILLER)
-    assert train is not None
-    assert valid is not None
-    assert test is None
-    counts = np.zeros(2, int)
-    ours = {tuple(sample.tokens.tolist()) for sample in some_samples(30)}
-    for number in range(12):
-        texts = [tuple(text) for text in documents_of(train[number])]
-        assert len({text in ours for text in texts}) == 1
-        counts[int(texts[0] in ours)] += 1
-    assert counts.tolist() == [9, 3]
-    sampler = GlobalBatchSampler(12, 0, 2, 2, 0, 1)
-    batch = next(iter(build_data_loader(train, sampler, 0, pin_memory=False)))
-    assert batch["positions"].shape == (3, 2, ROW), "a blend's batches are made as its parts'"
-    seen = [{tuple(t) for n in range(4) for t in documents_of(one[n])} for one in (train, valid)]
-    assert seen[0].isdisjoint(seen[1])
 
 
 def test_data_with_other_images_is_refused(prefix: str, tmp_path: Path) -> None:

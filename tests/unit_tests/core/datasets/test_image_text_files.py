@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -144,38 +142,3 @@ def test_answers_may_be_anywhere_or_nowhere(prefix: str) -> None:
     found = _with(prefix, [5, 6, 7, 8], [0, 1, 2, 4], [])
     assert found.is_answer.tolist() == [True, False, True, True]
     assert not _with(prefix, [5, 6], [], []).is_answer.any()
-
-
-@pytest.mark.parametrize("is_at_the_end", [False, True])
-@pytest.mark.parametrize("name", ["_text", "_images"])
-def test_a_full_disk_is_named_and_leaves_nothing(
-    prefix: str, name: str, is_at_the_end: bool
-) -> None:
-    (sample,) = some_samples(3)[2:]
-
-    def write_to_a_full_disk() -> None:
-        with ImageTextWriter(prefix, FORMAT) as writer, Path("/dev/full").open("wb") as full:
-            writer.add(sample)
-            os.dup2(full.fileno(), getattr(writer, name)._tokens.fileno())
-            for _ in range(0 if is_at_the_end else 2000):
-                writer.add(sample)
-
-    with pytest.raises(OSError, match=rf"No space left.*{name}\.bin"):
-        write_to_a_full_disk()
-    assert list(Path(prefix).parent.iterdir()) == []
-
-
-def test_a_writer_whose_second_file_cannot_be_made_leaves_nothing(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = IndexedDatasetBuilder.__init__
-
-    def fail(self: IndexedDatasetBuilder, name: str, *rest: object) -> None:
-        if name.endswith("_images"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        made(self, name, *rest)
-
-    monkeypatch.setattr(IndexedDatasetBuilder, "__init__", fail)
-    with pytest.raises(OSError, match="No space left"):
-        ImageTextWriter(prefix, FORMAT)
-    assert list(Path(prefix).parent.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Token files against megatron-core itself, in an environment of its own
+"""Token files against megatron-core itself, in its own environment
 (`MEGATRON_PEER_PYTHON`).
 """
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.permutation import RandomPermutation, derive_key, mix64
+from megatron.core.datasets.permutation import RandomPermutation, derive_key
 
 KEYS = st.integers(min_value=0, max_value=2**64 - 1)
 
@@ -52,10 +52,6 @@ def test_position_outside_is_refused(size: int, position: int) -> None:
         RandomPermutation(size, 1)(position)
 
 
-def test_no_positions_give_no_values() -> None:
-    assert RandomPermutation(1000, 1)(np.empty(0, dtype=np.int64)).tolist() == []
-
-
 def test_values_stay_those_of_this_version() -> None:
     # A run that is resumed with a later version of the code must see the same samples.
     assert derive_key(1234, "documents", 0) == 6627909991493420777
@@ -77,9 +73,9 @@ def test_keys_depend_on_every_part_its_type_and_its_place() -> None:
     assert len({derive_key(*part) for part in parts}) == len(parts)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 13, 100, 257, 300])
+@pytest.mark.parametrize("size", [2, 3, 5, 13, 100, 257])
 def test_every_position_goes_everywhere_equally_often(size: int) -> None:
-    num_keys = 200 * size if size <= 13 else 6000
+    num_keys = 200 * size if size <= 13 else 1500
     counts = np.zeros((size, size))
     for key in range(num_keys):
         counts[np.arange(size), RandomPermutation(size, derive_key(key))(np.arange(size))] += 1
@@ -87,23 +83,3 @@ def test_every_position_goes_everywhere_equally_often(size: int) -> None:
     per_freedom = ((counts - expected) ** 2 / expected).sum() / (size - 1) ** 2
     # Chi squared over its degrees of freedom: 1, give or take a few times sqrt(2 / freedoms).
     assert abs(per_freedom - 1) < 5 * np.sqrt(2) / (size - 1)
-
-
-@pytest.mark.parametrize("size", [1000, 100_003, 50_000_000])
-def test_neighbours_do_not_stay_near_each_other(size: int) -> None:
-    for key in range(20):
-        permuted = RandomPermutation(size, derive_key("neighbours", key))(
-            np.arange(min(size, 100_000))
-        )
-        for distance in (1, 2, 64):
-            gaps = (permuted[distance:] - permuted[:-distance]) % size
-            counts = np.bincount(gaps * 16 // size, minlength=16)
-            expected = len(gaps) / 16
-            assert ((counts - expected) ** 2 / expected).sum() < 60  # 15 degrees of freedom
-
-
-def test_mixed_bits_are_half_ones() -> None:
-    bits = np.unpackbits(
-        mix64(np.arange(20_000, dtype=np.uint64), 3).view(np.uint8).reshape(-1, 8), axis=1
-    )
-    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.02

@@ -26,7 +26,7 @@ from megatron.core.options import ConfigError
 def _global_batches(
     num_samples: int, consumed: int, micro: int, batch: int, size: int
 ) -> list[list[int]]:
-    """All global batches, each put together from what the ranks read, rank by rank within each
+    """All global batches, each put together from the ranks' samples, rank by rank within each
     micro-batch.
     """
     samplers = [
@@ -103,13 +103,6 @@ def test_loading_draws_nothing_from_the_global_generator(num_workers: int) -> No
         assert batches[0][name].shape == (2, 8)
         expected = torch.stack([sample[name] for sample in samples])
         assert torch.equal(torch.cat([batch[name] for batch in batches]), expected)
-
-
-def test_a_plain_loader_would_draw_from_the_global_generator() -> None:
-    """What the test above guards against exists."""
-    before = torch.get_rng_state()
-    list(torch.utils.data.DataLoader([1, 2], num_workers=0))
-    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_data_worker_ignores_the_signals_to_its_job_and_the_end_of_its_rank(capfd):

@@ -1,4 +1,4 @@
-"""The activations that are counted from shapes are those that autograd is left."""
+"""The activations that are counted from shapes are the ones that autograd keeps."""
 
 from __future__ import annotations
 

@@ -47,19 +47,13 @@ def test_count_is_that_of_the_matrix_products_with_attention_halved(
     model = GPTModel(config, VOCAB)
     query_size = config.num_attention_heads * config.head_dim
     tokens = torch.randint(VOCAB, (BATCH, SEQ))
-    # The written-out kernel is made of products that the counter knows; it does not skip what the
-    # mask hides.
+    # The written-out kernel is made of products that the counter has; it does not skip scores that
+    # the mask hides.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).sum().backward()
     attention = 3 * config.num_layers * (2 * 2 * SEQ * SEQ * query_size) * BATCH
     counted = counter.get_total_flops()
     assert num_floating_point_operations(model.spec, VOCAB, SEQ, BATCH) == counted - attention // 2
-
-
-def test_count_of_gpt3_175b_is_about_six_per_parameter_and_token() -> None:
-    config = TransformerConfig(96, 12288, 96)
-    per_token = num_floating_point_operations(model_spec(config), 51200, 2048) / 2048
-    assert per_token == pytest.approx(6 * 175e9, rel=0.03)
 
 
 def test_a_window_counts_the_pairs_of_positions_within_it() -> None:
@@ -81,12 +75,6 @@ def test_a_window_counts_the_pairs_of_positions_within_it() -> None:
         expected = 3 * 4 * 32 * (pairs(64, window) - pairs(64, 1))
         assert attention(64, window) == pytest.approx(expected, rel=1e-3)
     assert attention(64, 64) == attention(64, None) == attention(64, 1000)
-
-
-def test_a_gated_delta_net_costs_the_same_for_every_token() -> None:
-    spec = model_spec(TransformerConfig(2, 32, 4, linear_attention_freq="[1,1]"))
-    one, two = (num_floating_point_operations(spec, VOCAB, length) for length in (512, 1024))
-    assert two == 2 * one
 
 
 def test_count_of_a_mixture_follows_the_chosen_experts_and_not_their_number() -> None:

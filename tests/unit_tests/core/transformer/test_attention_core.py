@@ -43,7 +43,7 @@ def _inputs(spec: AttentionSpec, seq_length: int, batch: int = 2, seed: int = 0)
 def _formula(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention as its definition says, in fp64."""
+    """Attention by its definition, in fp64."""
     repeats = spec.num_heads // spec.num_key_value_heads
     query, key, value = (part.double() for part in (query, key, value))
     key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -120,32 +120,11 @@ def test_output_and_gradients_are_those_of_the_formula(
         _assert_equals_the_formula(_inputs(spec, seq_length, seed=seed), spec)
 
 
-@pytest.mark.parametrize("value_dim", [5, 13])
-@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
-def test_values_may_be_of_another_width(spec: AttentionSpec, value_dim: int) -> None:
-    query, key, value, *sinks = _inputs(spec, 20)
-    value = torch.randn(*value.shape[:3], value_dim, requires_grad=True)
-    _assert_equals_the_formula([query, key, value, *sinks], spec)
-    empty = [part[:, :, :0] for part in (query, key, value)]
-    assert _attend([*empty, *sinks], spec).shape == (2, 4, 0, value_dim)
-
-
 @pytest.mark.parametrize("window", [None, 1, 63, 200, 512, 599, 600, 601])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_blocks_of_full_size_give_the_formula(window: int | None, softcap: float | None) -> None:
     spec = replace(SINKS, window=window, softcap=softcap)
     _assert_equals_the_formula(_inputs(spec, 600, batch=1), spec)
-
-
-def test_the_parts_of_the_spec_change_the_output() -> None:
-    inputs = _inputs(SINKS, 20)
-    outputs = [
-        _formula(*inputs[:3], spec, inputs[3])
-        for spec in (BASE, replace(BASE, scale=0.2), WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP)
-    ]
-    for number, output in enumerate(outputs):
-        for other in outputs[:number]:
-            assert (output - other).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
@@ -185,21 +164,6 @@ def test_a_sink_may_be_absent_or_large_in_every_dtype(
     for sinks in ([-math.inf, -3e38, -6000.0, 1.0], [3e38, 6000.0, 60.0, -60.0]):
         for scale in (1 / 16, 0.3, 2.0):
             assert _errors_by_sink(sinks, dtype, scale, softcap).max() < bound
-
-
-@pytest.mark.parametrize("scale", [3e-4, 1e3])
-def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
-    """Divided by the small one, the logits would be beyond the range of fp16."""
-    errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
-    assert errors.max() < 8 * torch.finfo(torch.float16).eps
-
-
-@pytest.mark.parametrize("spec", [BASE, SINKS, WINDOW_AND_SINKS, SOFTCAP])
-def test_no_positions_give_nothing(spec: AttentionSpec) -> None:
-    inputs = _inputs(spec, 0)
-    output = _attend(inputs, spec)
-    output.sum().backward()
-    assert output.shape == inputs[0].grad.shape == (2, 4, 0, 8)
 
 
 def test_capped_scores_are_fp32_under_autocast() -> None:
@@ -278,30 +242,8 @@ def test_no_tensor_holds_the_scores_of_all_pairs_of_positions(
     assert largest.numel >= seq_length**2, "the formula holds them"
 
 
-@pytest.mark.parametrize("spec", [replace(BASE, softcap=5.0), SOFTCAP])
-def test_backward_computes_capped_scores_again(spec: AttentionSpec) -> None:
-    inputs = _inputs(spec, 600, batch=1)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda part: (saved.append(part.numel()), part)[1], lambda part: part
-    ):
-        _attend(inputs, spec)
-    assert all(numel <= inputs[0].numel() for numel in saved)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_generators_state_is_kept_only_for_dropout(
-    monkeypatch: pytest.MonkeyPatch, dropout: float
-) -> None:
-    states: list[Tensor] = []
-    get_state = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: (states.append(get_state()), states[-1])[1])
-    _attend(_inputs(SOFTCAP, 20), SOFTCAP, dropout)
-    assert bool(states) is (dropout > 0)
-
-
 class FusedCalls(TorchFunctionMode):
-    """Remembers the number of key heads of each call of PyTorch's attention, and whether queries
+    """Remembers the number of key heads of each call of the fused attention, and whether queries
     are grouped in it; and the channels of a query and of a value.
     """
 
@@ -337,9 +279,7 @@ class OldDriver(Driver):
 def test_keys_are_repeated_only_where_no_fused_kernel_takes_grouped_queries(
     device: str, dtype: torch.dtype, causal: tuple[int, bool], masked: tuple[int, bool]
 ) -> None:
-    """Meta tensors stand for an accelerator's: they are not on the CPU, and nothing else tells them
-    apart here.
-    """
+    """Meta tensors replace an accelerator's: only their device is different here."""
     inputs = [part.detach().to(device=device, dtype=dtype) for part in _inputs(WINDOW, 9)]
     with FusedCalls() as calls:
         _attend(inputs, BASE)
@@ -388,21 +328,8 @@ def test_values_are_widened_only_for_kernels_that_want_one_width(
     assert calls.widths == [widths]
 
 
-def _function_names(node: Any) -> set[str]:
-    """Of all backward functions that `node` leads to."""
-    if node is None:
-        return set()
-    return {type(node).__name__}.union(
-        *(_function_names(child) for child, _ in node.next_functions)
-    )
-
-
-@pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_for_the_cpu_takes_windows_and_sinks(
-    spec: AttentionSpec, dtype: torch.dtype
-) -> None:
-    output = _attend([part.to(dtype) for part in _inputs(spec, 20)], spec)
-    names = _function_names(output.grad_fn)
-    assert any("FlashAttention" in name for name in names)
-    assert not any("Softmax" in name for name in names)
+@pytest.mark.parametrize("scale", [3e-4, 1e3])
+def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
+    """Divided by the small one, the logits would be beyond the range of fp16."""
+    errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
+    assert errors.max() < 8 * torch.finfo(torch.float16).eps

@@ -48,12 +48,6 @@ def test_a_load_next_to_a_mean_that_no_float_holds_counts():
     assert biases(model) == [[0.25, 0.25, 0.25, -0.25]]
 
 
-def test_a_row_is_of_the_router_of_its_layer_also_where_others_have_no_bias():
-    model = nn.Sequential(router(has_bias=False), router())
-    update_expert_bias(model, torch.tensor([[9, 0, 0, 0], [0, 0, 0, 9]]))
-    assert biases(model) == [None, [0.25, 0.25, 0.25, -0.25]]
-
-
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), router(has_bias=False)], ids=type)
 def test_a_model_without_such_biases_takes_any_loads_and_stays_as_it_is(model: nn.Module):
     before = [parameter.clone() for parameter in model.parameters()]
@@ -109,3 +103,9 @@ def test_a_model_in_another_dtype_keeps_its_biases_and_their_steps(dtype: torch.
     for _ in range(700):
         update_expert_bias(model, load)
     assert biases(model)[0] == pytest.approx([1.0, 0.0, -1.0, 0.0], rel=1e-4)
+
+
+def test_a_row_is_of_the_router_of_its_layer_also_where_others_have_no_bias():
+    model = nn.Sequential(router(has_bias=False), router())
+    update_expert_bias(model, torch.tensor([[9, 0, 0, 0], [0, 0, 0, 9]]))
+    assert biases(model) == [None, [0.25, 0.25, 0.25, -0.25]]

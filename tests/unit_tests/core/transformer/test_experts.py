@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from megatron.core.transformer.experts import Experts
 from megatron.core.transformer.fused_weight import fused_weights
@@ -93,49 +90,6 @@ def test_each_expert_computes_its_own_tokens(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_experts_with_clamped_gates_are_those_of_gpt_oss() -> None:
-    config = GptOssConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=SIZE,
-        num_local_experts=3,
-        num_experts_per_tok=1,
-        swiglu_limit=1.5,
-    )
-    theirs = GptOssExperts(config).double()
-    ours = _experts(
-        3, rows_are_inputs=True, activation=Activation.QUICK_GELU, clamp=1.5, up_offset=1.0
-    )
-    theirs.load_state_dict(
-        {
-            "gate_up_proj": ours.linear_fc1.weight.view(3, HIDDEN, -1),
-            "gate_up_proj_bias": ours.linear_fc1.bias.view(3, -1),
-            "down_proj": ours.linear_fc2.weight.view(3, SIZE, -1),
-            "down_proj_bias": ours.linear_fc2.bias.view(3, -1),
-        }
-    )
-    counts = [7, 0, 9]
-    tokens = torch.randn(16, HIDDEN, dtype=torch.float64)
-    chosen = torch.arange(3).repeat_interleave(torch.tensor(counts))[:, None]
-    inner = ours.linear_fc1(tokens, torch.tensor(counts))
-    assert (inner.abs() > 1.5).any()
-    torch.testing.assert_close(
-        ours(tokens, torch.tensor(counts)),
-        theirs(tokens, chosen, torch.ones(16, 1, dtype=torch.float64)),
-    )
-
-
-@pytest.mark.parametrize("counts", [[0, 0], [0, 3]])
-def test_every_weight_has_a_gradient_even_where_no_token_came(counts: list[int]) -> None:
-    experts = _experts(2)
-    tokens = torch.randn(sum(counts), HIDDEN, dtype=torch.float64, requires_grad=True)
-    experts(tokens, torch.tensor(counts)).sum().backward()
-    for name, parameter in experts.named_parameters():
-        assert parameter.grad is not None, name
-        first, second = parameter.grad.chunk(2)
-        assert not first.any(), name
-        assert bool(second.any()) == (counts[1] > 0), name
-
-
 def test_weights_have_their_rows_and_sections_by_expert() -> None:
     by_outputs = _experts(2)
     assert {name: tuple(p.shape) for name, p in by_outputs.named_parameters()} == {
@@ -168,15 +122,3 @@ def test_weights_have_their_rows_and_sections_by_expert() -> None:
         "linear_fc2.weight": (("0.linear_fc2", SIZE), ("1.linear_fc2", SIZE)),
         "linear_fc2.bias": downs,
     }
-
-
-def test_a_rank_may_hold_some_of_the_experts() -> None:
-    """Expert parallelism gives a module the rows of its experts only."""
-    experts = _experts(4)
-    tokens = torch.randn(5, HIDDEN, dtype=torch.float64)
-    everything = experts(tokens, torch.tensor([0, 0, 2, 3]))
-    for layer in (experts.linear_fc1, experts.linear_fc2):
-        assert layer.bias is not None
-        layer.weight = nn.Parameter(layer.weight.detach().chunk(2)[1])
-        layer.bias = nn.Parameter(layer.bias.detach().chunk(2)[1])
-    torch.testing.assert_close(experts(tokens, torch.tensor([2, 3])), everything)

@@ -7,13 +7,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.core.drivers import Driver
 from megatron.core.fp32_module import Fp32Module
@@ -23,8 +21,7 @@ from megatron.core.optimizer.torch_optimizer import parameter_groups
 from megatron.core.transformer import gated_delta_net
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.documents import Documents
-from megatron.core.transformer.fused_weight import fused_weights
-from megatron.core.transformer.gated_delta_net import Decay, GatedDeltaNet, GatedRMSNorm
+from megatron.core.transformer.gated_delta_net import Decay, GatedDeltaNet
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 
 SPEC = GatedDeltaNetSpec(2, 6, key_head_dim=8, value_head_dim=12, conv_kernel=4, norm_eps=1e-6)
@@ -104,17 +101,6 @@ def test_the_net_computes_what_the_transformers_library_computes(
         assert (ours.grad - other.grad).abs().max() < 1e-4 * other.grad.abs().max()
 
 
-def test_gated_norm_computes_what_the_transformers_library_computes() -> None:
-    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
-    theirs, ours = qwen.Qwen3_5RMSNormGated(16, eps=1e-3), GatedRMSNorm(16, 1e-3)
-    assert torch.equal(ours.weight, theirs.weight)
-    nn.init.normal_(ours.weight)
-    theirs.load_state_dict(ours.state_dict())
-    x, gate = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3, 16)
-    torch.testing.assert_close(ours(x, gate), theirs(x, gate))
-    assert ours(x.bfloat16(), gate.bfloat16()).dtype == torch.bfloat16
-
-
 def test_decay_follows_its_formula_in_fp32() -> None:
     decay = Decay(4)
     alpha = torch.randn(2, 5, 4).bfloat16()
@@ -159,44 +145,6 @@ def test_weights_on_meta_materialize_and_only_matrices_decay() -> None:
     ]
 
 
-def test_the_projections_sections_are_declared() -> None:
-    (fused,) = fused_weights(_net()).values()
-    assert fused.sections == (
-        ("query", 16),
-        ("key", 16),
-        ("value", 72),
-        ("z", 72),
-        ("beta", 6),
-        ("alpha", 6),
-    )
-
-
-def test_recomputation_gives_the_same_bits() -> None:
-    net = _net()
-    hidden = torch.randn(2, 40, HIDDEN, requires_grad=True)
-    inputs = [hidden, *net.parameters()]
-    expected = torch.autograd.grad(net(hidden).square().sum(), inputs)
-    output = checkpoint(net, hidden, use_reentrant=False)
-    for a, b in zip(torch.autograd.grad(output.square().sum(), inputs), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_bf16_weights_train_beside_decays_in_fp32() -> None:
-    net, rounded = _net(), _net().bfloat16()
-    rounded.decay.float()
-    rounded.decay.load_state_dict(net.decay.state_dict())
-    hidden = torch.randn(2, 100, HIDDEN)
-    output, expected = rounded(hidden.bfloat16()), net(hidden)
-    output.float().square().mean().backward()
-    assert output.dtype == torch.bfloat16
-    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
-    assert {name: p.grad.dtype for name, p in rounded.named_parameters()} == {
-        name: torch.float32 if name.startswith("decay.") else torch.bfloat16
-        for name, _ in net.named_parameters()
-    }
-    assert all(p.grad.abs().max() > 0 for p in rounded.parameters())
-
-
 def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     betas: list[Tensor] = []
 
@@ -214,21 +162,11 @@ def test_betas_are_not_rounded_to_the_weights_dtype(monkeypatch: pytest.MonkeyPa
     assert not torch.equal(beta, beta.bfloat16().float())
 
 
-def test_no_position_sees_a_later_one() -> None:
-    net = _net()
-    hidden = torch.randn(1, 90, HIDDEN)
-    changed = hidden.clone()
-    changed[:, 70] += 1
-    before, after = net(hidden), net(changed)
-    torch.testing.assert_close(after[:, :70], before[:, :70])
-    assert not torch.allclose(after[:, 70:], before[:, 70:], atol=1e-3)
-
-
 class FakeKernel:
-    """Takes the place of fla's: the same signature, our arithmetic."""
+    """Replaces the kernel of fla: the same signature, our arithmetic."""
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+        self.shapes: list[tuple[int, ...]] = []
 
     def __call__(
         self,
@@ -237,20 +175,15 @@ class FakeKernel:
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        scale: float | None = None,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
+        *,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        assert scale is None
-        assert initial_state is None
-        assert not output_final_state
         assert use_qk_l2norm_in_kernel
         assert q.dtype == k.dtype == v.dtype == beta.dtype != torch.float32
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert g.dtype == torch.float32
-        self.calls.append({"q": q})
+        self.shapes.append(tuple(q.shape))
         if cu_seqlens is None:
             return gated_delta_rule(q, k, v, g, beta), None
         assert len(q) == 1
@@ -293,32 +226,19 @@ def kernel(fla: Callable[[str], None]) -> FakeKernel:
     return fake
 
 
+@pytest.mark.parametrize("documents", [None, Documents((7, 20, 13))])
 def test_flash_linear_attention_is_used_where_it_is_installed(
-    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, documents: Documents | None
 ) -> None:
     net = _net().bfloat16()
-    hidden = torch.randn(2, 40, HIDDEN).bfloat16()
-    output = net(hidden)
-    assert len(kernel.calls) == 1
-    assert kernel.calls[0]["q"].shape == (2, 40, 6, 8)
-    monkeypatch.setattr(gated_delta_net, "_suits_fla", lambda _: False)
-    expected = net(hidden)
-    assert len(kernel.calls) == 1
-    # Only beta is rounded for the kernel.
-    assert (output - expected).abs().max() < 0.02 * expected.abs().max()
-
-
-def test_flash_linear_attention_is_told_where_documents_begin(
-    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, documents = _net().bfloat16(), Documents((7, 20, 13))
     hidden = torch.randn(1, 40, HIDDEN).bfloat16()
     output = net(hidden, documents=documents)
-    assert len(kernel.calls) == 1
+    assert kernel.shapes == [(1, 40, 6, 8)]
     monkeypatch.setattr(gated_delta_net, "_suits_fla", lambda _: False)
     expected = net(hidden, documents=documents)
+    assert len(kernel.shapes) == 1
+    # Only beta is rounded for the kernel.
     assert (output - expected).abs().max() < 0.02 * expected.abs().max()
-    assert (net(hidden) - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 def test_what_its_kernels_do_not_take_is_computed_here(
@@ -331,7 +251,7 @@ def test_what_its_kernels_do_not_take_is_computed_here(
     _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
     monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", list)
     _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
-    assert kernel.calls == []
+    assert kernel.shapes == []
 
 
 @pytest.mark.parametrize(
@@ -360,11 +280,3 @@ def test_one_line_says_why_it_is_not_used(
             net(torch.randn(1, 5, HIDDEN).bfloat16())
     [message] = caplog.messages
     assert reason in message
-
-
-def test_it_is_not_imported_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(gated_delta_net, "_fla_kernel", fail)
-    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())

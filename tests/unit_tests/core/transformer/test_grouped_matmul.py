@@ -100,36 +100,6 @@ def test_one_kernel_for_all_groups_gives_the_same(counts: list[int], is_transpos
     _check_against_one_by_one(counts, torch.bfloat16, is_transposed, 2**-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_dtypes_are_as_exact_as_they_can_be(dtype: torch.dtype) -> None:
-    tolerance = 1e-6 if dtype is torch.float32 else 2**-7
-    _check_against_one_by_one([9, 0, 40, 1], dtype, True, tolerance)
-
-
-@pytest.mark.parametrize("counts", [[2, 0, 3], [0, 4], [1]])
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_gradients_are_the_slopes_of_the_product(counts: list[int], is_transposed: bool) -> None:
-    tokens, matrices, biases = _inputs(counts, sizes=(3, 2), is_transposed=is_transposed)
-
-    def product(*inputs: Tensor) -> Tensor:
-        return grouped_matmul(inputs[0], inputs[1], torch.tensor(counts), inputs[2])
-
-    inputs = tuple(x.detach().requires_grad_() for x in (tokens, matrices, biases))
-    assert torch.autograd.gradcheck(product, inputs)
-
-
-@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 5, 0]])
-def test_experts_without_tokens_have_gradients_of_zeros(counts: list[int]) -> None:
-    tokens, matrices, biases = _inputs(counts)
-    output = grouped_matmul(tokens, matrices, torch.tensor(counts), biases)
-    assert output.shape == (sum(counts), 16)
-
-    _, grad_matrices, grad_biases = _gradients(output, (tokens, matrices, biases))
-    for expert, count in enumerate(counts):
-        assert bool(grad_matrices[expert].any()) == (count > 0)
-        assert bool(grad_biases[expert].any()) == (count > 0)
-
-
 def test_experts_without_tokens_are_not_multiplied() -> None:
     counts = [0, 4, 0, 0, 2]
     tokens, matrices, _ = _inputs(counts)
@@ -158,13 +128,6 @@ def test_gradient_of_a_stored_matrix_is_contiguous(
     assert strides == [matrices.stride()]
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
-    inputs = [x.detach().requires_grad_(i != frozen) for i, x in enumerate(_inputs([2, 3]))]
-    grouped_matmul(*inputs[:2], torch.tensor([2, 3]), inputs[2]).sum().backward()
-    assert [x.grad is None for x in inputs] == [i == frozen for i in range(3)]
-
-
 def test_autocast_narrows_products_and_gradients_come_back_wide() -> None:
     counts = torch.tensor([4, 0, 2])
     inputs = _inputs(counts.tolist(), torch.float32)
@@ -177,15 +140,6 @@ def test_autocast_narrows_products_and_gradients_come_back_wide() -> None:
     assert doubled.dtype is torch.float64
     assert torch.equal(output, expected)
     assert all(grad.dtype is torch.float32 for grad in torch.autograd.grad(output.sum(), inputs))
-
-
-def test_backward_under_autocast_is_not_narrowed() -> None:
-    tokens, matrices, _ = _inputs([3, 2], torch.float32)
-    output = grouped_matmul(tokens, matrices, torch.tensor([3, 2]))
-    expected = torch.autograd.grad(output.square().sum(), (tokens, matrices), retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = torch.autograd.grad(output.square().sum(), (tokens, matrices))
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(
@@ -210,12 +164,6 @@ def test_shapes_that_do_not_fit_are_refused(
             torch.zeros(counts, dtype=torch.int64),
             None if biases is None else torch.zeros(biases),
         )
-
-
-def test_the_cpu_computes_group_by_group() -> None:
-    """PyTorch's function for all groups is a loop there, too, and demands more of its inputs."""
-    tokens, matrices, _ = _inputs([16], torch.bfloat16)
-    assert not module._is_one_kernel(tokens, matrices)
 
 
 def test_the_kernel_is_found_by_trying_it() -> None:

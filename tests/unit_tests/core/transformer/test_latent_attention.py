@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.core.materialize import materialize
-from megatron.core.transformer.fused_weight import fused_weights
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.spec import LatentAttentionSpec, NormKind, NormSpec, RotarySpec
@@ -127,72 +125,6 @@ def test_output_and_gradients_are_those_of_the_formulas_written_out(
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(other.abs().max() + 1))
-
-
-def test_gradients_are_those_of_small_differences() -> None:
-    spec = replace(SPEC, rotary=None)  # angles are fp32
-    attention = _attention(spec, dtype=torch.float64)
-    hidden = torch.randn(1, 4, HIDDEN, dtype=torch.float64, requires_grad=True)
-    names, weights = zip(*attention.named_parameters(), strict=True)
-
-    def output_of(hidden: Tensor, *weights: Tensor) -> Any:
-        return torch.func.functional_call(
-            attention, dict(zip(names, weights, strict=True)), (hidden,)
-        )
-
-    assert torch.autograd.gradcheck(output_of, (hidden, *weights), fast_mode=True)
-
-
-def test_recomputing_the_core_changes_no_bit() -> None:
-    hidden = torch.randn(2, 7, HIDDEN)
-    plain, recomputing = _attention(SPEC), _attention(SPEC, recomputes_core=True)
-    outputs = [one(hidden, _angles(SPEC, 7)) for one in (plain, recomputing)]
-    assert torch.equal(*outputs)
-
-    gradients = [
-        torch.autograd.grad(output.square().sum(), list(one.parameters()))
-        for output, one in zip(outputs, (plain, recomputing), strict=True)
-    ]
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_the_rotary_part_of_the_key_is_one_for_all_heads() -> None:
-    attention = _attention(SPEC)
-    hidden = torch.randn(1, 5, HIDDEN)
-    key, value = attention._key_and_value(hidden, _angles(SPEC, 5))
-    assert key.shape == (1, 5, HEADS, SPEC.head_dim)
-    assert value.shape == (1, 5, HEADS, SPEC.value_dim)
-    rotary, content = key[..., SPEC.content_dim :], key[..., : SPEC.content_dim]
-    assert torch.equal(rotary, rotary[:, :, :1].expand_as(rotary))
-    assert not torch.allclose(content, content[:, :, :1].expand_as(content))
-
-
-def test_no_position_sees_a_later_one() -> None:
-    attention = _attention(SPEC)
-    hidden = torch.randn(1, 6, HIDDEN)
-    changed = hidden.clone()
-    changed[:, 4:] += 1.0
-    before, after = (attention(one, _angles(SPEC, 6)) for one in (hidden, changed))
-    assert torch.equal(before[:, :4], after[:, :4])
-    assert not torch.allclose(before[:, 4:], after[:, 4:])
-
-
-def test_in_bf16_the_output_is_near_that_of_fp32() -> None:
-    narrow = _attention(SPEC, dtype=torch.bfloat16)
-    wide = _attention(SPEC)
-    wide.load_state_dict(narrow.state_dict())
-    hidden = torch.randn(2, 9, HIDDEN).bfloat16()
-    output, expected = narrow(hidden, _angles(SPEC, 9)), wide(hidden.float(), _angles(SPEC, 9))
-    assert output.dtype == torch.bfloat16
-    assert (output - expected).abs().max() < 0.05 * expected.abs().max()
-
-
-def test_fused_weights_declare_latent_and_rotary_key_and_keys_and_values() -> None:
-    fused = fused_weights(_attention(SPEC))
-    assert {name: weight.sections for name, weight in fused.items()} == {
-        "linear_kv_down_proj.weight": (("kv_latent", 11), ("key_rotary", 6)),
-        "linear_kv_up_proj.weight": (("key", HEADS * 10), ("value", HEADS * 7)),
-    }
 
 
 def test_weights_are_drawn_on_meta_and_off_alike() -> None:

@@ -30,19 +30,6 @@ def test_every_nth_layer_may_be_counted_from_the_first_one() -> None:
     assert _bits("[0,1,0]", 3, every_nth=True, from_first=True) == "010"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[1,1,1,0]*2", "11101110"),
-        ("([1]*3+[0])*2", "11101110"),
-        ("[0]+[1,1]*3+[0]", "01111110"),
-        ("[1,0,1,0,1,0,1,0]", "10101010"),
-    ],
-)
-def test_lists_are_written_as_in_python(text: str, expected: str) -> None:
-    assert _bits(text, 8) == expected
-
-
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.integers(1, 5))
 def test_a_repeated_list_is_what_python_makes_of_it(part: list[int], times: int) -> None:
     whole = part * times

@@ -36,26 +36,6 @@ def _attentions(config: TransformerConfig) -> list[AttentionSpec]:
     return mixers  # type: ignore[return-value]
 
 
-def test_a_plain_gpt_has_like_layers() -> None:
-    spec = model_spec(TransformerConfig(3, 64, 4))
-    assert len(spec.layers) == 3
-    assert len(set(spec.layers)) == 1
-    layer = spec.layers[0]
-    assert layer.norm == spec.final_norm == NormSpec(NormKind.LAYER_NORM, 1e-5)
-    assert layer.post_norm is None
-    assert (layer.feed_forward.size, layer.feed_forward.activation) == (256, Activation.GELU)
-    assert layer.mixer == AttentionSpec(
-        4,
-        4,
-        16,
-        0.25,
-        RotarySpec(16, 10000.0),
-        has_qkv_bias=True,
-        has_output_bias=True,
-        dropout=0.1,
-    )
-
-
 def test_delta_nets_stand_where_the_pattern_says() -> None:
     config = TransformerConfig(
         8,
@@ -226,27 +206,6 @@ def test_a_mixture_of_experts_is_made_of_its_options() -> None:
             rows_are_inputs=True,
         )
     )
-
-
-def test_a_mixture_drops_nothing_and_balances_nothing_by_default() -> None:
-    (layer,) = model_spec(TransformerConfig(1, 64, 4, num_experts=4)).layers
-    mixture = layer.feed_forward
-    assert isinstance(mixture, MoeSpec)
-    assert mixture.expert.size == 256
-    assert (mixture.shared, mixture.capacity_factor) == (None, None)
-    router = mixture.router
-    assert (router.top_k, router.is_scored_first, router.is_normalized) == (2, False, False)
-    assert (router.balance_coeff, router.z_coeff, router.has_expert_bias) == (0.0, 0.0, False)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [(None, "1111"), ("1", "1111"), ("2", "1010"), ("3", "1001"), ("[0]+[1]*3", "0111")],
-)
-def test_layers_with_experts_are_counted_from_the_first(text: str | None, expected: str) -> None:
-    config = TransformerConfig(4, 64, 4, num_experts=4, moe_layer_freq=text)
-    found = [isinstance(layer.feed_forward, MoeSpec) for layer in model_spec(config).layers]
-    assert "".join(str(int(has_experts)) for has_experts in found) == expected
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_weighted_sum_and_its_gradients_are_torchs(
+def test_sums_and_losses_of_tokens_and_their_gradients_are_torchs(
     dtype: torch.dtype, options: HeadOptions
 ) -> None:
     given = inputs(dtype)
@@ -94,21 +94,14 @@ def test_the_weighted_sum_and_its_gradients_are_torchs(
     assert_close(given.weight.grad, of_weight, dtype)
     assert bool((z_loss > 0.01) == (options.z_coeff > 0)), "the z-loss matters"
 
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_losses_of_tokens_and_their_gradients_are_torchs(
-    dtype: torch.dtype, options: HeadOptions
-) -> None:
-    given = inputs(dtype)
-    losses = linear_cross_entropy(*given[:3], options)
+    alone = inputs(dtype)
+    losses = linear_cross_entropy(*alone[:3], options)
     assert losses.dtype == torch.float32
-    (losses * given.token_weights).sum().backward()
-    without_z = HeadOptions(options.softcap)
-    loss, _, of_hidden, of_weight = expected_of(given, without_z)
-    assert_close((losses * given.token_weights).sum().detach(), loss, dtype)
-    assert_close(given.hidden.grad, of_hidden, dtype)
-    assert_close(given.weight.grad, of_weight, dtype)
+    (losses * alone.token_weights).sum().backward()
+    loss, _, of_hidden, of_weight = expected_of(alone, HeadOptions(options.softcap))
+    assert_close((losses * alone.token_weights).sum().detach(), loss, dtype)
+    assert_close(alone.hidden.grad, of_hidden, dtype)
+    assert_close(alone.weight.grad, of_weight, dtype)
 
 
 @settings(max_examples=40, deadline=None)
@@ -145,28 +138,6 @@ def test_leading_dims_are_those_of_the_labels_and_losses_are_no_view() -> None:
     assert torch.equal(found.loss, weighted_cross_entropy(*given).loss)
 
 
-def test_hidden_states_that_are_not_contiguous_are_taken() -> None:
-    given = inputs()
-    expected = linear_cross_entropy(*given[:3])
-    across = given.hidden.detach().t().contiguous().t().requires_grad_()
-    found = linear_cross_entropy(across, given.weight, given.labels)
-    assert torch.equal(found, expected)
-    weighted_cross_entropy(across, *given[1:]).loss.backward()
-    weighted_cross_entropy(*given).loss.backward()
-    assert given.hidden.grad is not None
-    assert torch.equal(across.grad, given.hidden.grad)
-
-
-def test_the_same_inputs_give_the_same_bits() -> None:
-    grads = []
-    for _ in range(2):
-        given = inputs(torch.bfloat16)
-        weighted_cross_entropy(*given, HeadOptions(chunk_numel=5 * VOCAB)).loss.backward()
-        grads.append((given.hidden.grad, given.weight.grad))
-    for one, other in zip(*grads, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_large_logits_do_not_overflow() -> None:
     hidden = torch.tensor([[100.0]], requires_grad=True)
     weight = torch.tensor([[100.0], [-100.0], [0.0]], requires_grad=True)
@@ -180,7 +151,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_gradients_in_fp16_are_not_lost_for_weights_that_are_small() -> None:
     given = inputs(torch.float16)
     small = given.token_weights * 2.0**-30
-    # As a loss scaler has it: what is too small by itself is multiplied afterwards.
+    # As a loss scaler has it: too small values are multiplied afterwards.
     (weighted_cross_entropy(*given[:3], small).loss * 2.0**30).backward()
     _, _, of_hidden, of_weight = expected_of(given, HeadOptions())
     assert_close(given.hidden.grad, of_hidden, torch.float16)
@@ -189,7 +160,7 @@ def test_gradients_in_fp16_are_not_lost_for_weights_that_are_small() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1024, 4000, 16, 32), (256, 150_000, 4, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1024, 4000, 16, 32), (128, 40_000, 4, 8)], ids=str)
 def test_memory_is_bounded_by_the_chunk_and_the_gradients(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -243,14 +214,6 @@ def test_only_gradients_that_are_wanted_are_computed(frozen: tuple[str, ...]) ->
         assert (grad is None) == (name in frozen)
         if grad is not None:
             assert torch.equal(grad, getattr(whole, name).grad)
-
-
-def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
-    given = inputs()
-    with torch.no_grad():
-        found = weighted_cross_entropy(*given)
-    assert found.loss.grad_fn is None
-    assert torch.equal(found.loss, weighted_cross_entropy(*given).loss)
 
 
 def test_autocast_decides_the_dtype_of_the_projection() -> None:
@@ -309,3 +272,15 @@ def test_labels_out_of_range_are_named(label: int) -> None:
 def test_inputs_that_do_not_fit_are_refused(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         weighted_cross_entropy(*inputs()._replace(**changed))
+
+
+def test_hidden_states_that_are_not_contiguous_are_taken() -> None:
+    given = inputs()
+    expected = linear_cross_entropy(*given[:3])
+    across = given.hidden.detach().t().contiguous().t().requires_grad_()
+    found = linear_cross_entropy(across, given.weight, given.labels)
+    assert torch.equal(found, expected)
+    weighted_cross_entropy(across, *given[1:]).loss.backward()
+    weighted_cross_entropy(*given).loss.backward()
+    assert given.hidden.grad is not None
+    assert torch.equal(across.grad, given.hidden.grad)

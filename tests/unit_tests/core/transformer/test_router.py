@@ -125,13 +125,6 @@ def test_choices_and_weights_of_sigmoids_in_groups_are_those_of_transformers(
     assert not torch.equal(ours(hidden).experts, unbiased)
 
 
-def test_groups_that_are_not_chosen_give_no_experts() -> None:
-    ours = _router(**SIGMOID, num_groups=4, top_groups=2)
-    groups = ours(_hidden()).experts // (EXPERTS // 4)
-    assert max(len(set(row)) for row in groups.tolist()) == 2
-    assert min(len(set(row)) for row in groups.tolist()) >= 1
-
-
 def test_the_expert_bias_counts_in_the_choice_only() -> None:
     ours = _router(**SIGMOID, top_k=EXPERTS, has_expert_bias=True)
     hidden = _hidden()
@@ -154,23 +147,6 @@ def test_tied_scores_still_choose_different_experts() -> None:
     assert all(len(set(row)) == 4 for row in routing.experts.tolist())
     assert torch.equal(routing.experts, ours(_hidden()).experts)
     torch.testing.assert_close(routing.weights, torch.full_like(routing.weights, 0.25))
-
-
-@pytest.mark.parametrize("num_experts", [1, 3])
-@pytest.mark.parametrize("order", [SOFTMAX_LAST, SOFTMAX_FIRST, SIGMOID])
-def test_a_token_may_choose_all_experts(num_experts: int, order: dict[str, Any]) -> None:
-    ours = _router(num_experts, num_experts, **order)
-    routing = ours(_hidden())
-    assert torch.equal(routing.report.load, torch.full((num_experts,), 60))
-    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(60))
-
-
-def test_the_load_counts_every_choice() -> None:
-    routing = _router()(_hidden())
-    expected = torch.bincount(routing.experts.flatten(), minlength=EXPERTS)
-    assert torch.equal(routing.report.load, expected)
-    assert routing.report.load.dtype is torch.int64
-    assert not routing.report.load.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -200,14 +176,6 @@ def test_a_router_computes_in_its_own_dtype_under_autocast_and_in_bf16(
 
     narrow = ours.bfloat16()(hidden.bfloat16())
     assert narrow.weights.dtype is expected
-
-
-def test_routers_in_fp32_differ_from_those_of_the_compute_dtype() -> None:
-    """Or the test above could not tell them apart."""
-    hidden = _hidden()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        wide, narrow = (_router(dtype=dtype)(hidden).weights for dtype in ("fp32", None))
-    assert not torch.equal(wide, narrow)
 
 
 def _reference_balance(
@@ -251,18 +219,6 @@ def test_the_auxiliary_loss_is_as_defined_and_so_is_its_gradient(
     )
 
 
-def test_a_balanced_router_has_a_loss_of_the_coefficient() -> None:
-    """Tokens along the axes of a router whose rows are axes: each chooses another expert."""
-    ours = _router(HIDDEN, 1, balancing=Balancing.MICROBATCH, balance_coeff=0.01)
-    with torch.no_grad():
-        ours.weight.copy_(torch.eye(HIDDEN) * 3)
-    balanced = ours(torch.eye(HIDDEN)[None]).report
-    assert balanced.load.tolist() == [1] * HIDDEN
-    assert balanced.balance_loss.item() == pytest.approx(0.01)
-    uneven = ours(torch.eye(HIDDEN)[:1].expand(1, HIDDEN, HIDDEN)).report
-    assert uneven.balance_loss.item() > 0.05
-
-
 def test_the_loss_of_sequences_does_not_depend_on_their_microbatches() -> None:
     ours = _router(balancing=Balancing.SEQUENCE, balance_coeff=1.0)
     hidden = _hidden(batch=4)
@@ -280,18 +236,6 @@ def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
     logits = (hidden.flatten(0, 1) @ ours.weight.T).double()
     expected = 0.25 * logits.exp().sum(-1).log().square().mean()
     torch.testing.assert_close(ours(hidden).report.z_loss.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [None, "fp64"])
-def test_evaluation_has_no_losses(dtype: str | None) -> None:
-    ours = _router(balancing=Balancing.SEQUENCE, balance_coeff=1.0, z_coeff=1.0, dtype=dtype)
-    trained: Routing = ours(_hidden())
-    evaluated: Routing = ours.eval()(_hidden())
-    for name in ("balance_loss", "z_loss"):
-        assert getattr(trained.report, name) > 0
-        loss = getattr(evaluated.report, name)
-        assert (loss.item(), loss.dtype, loss.shape) == (0.0, torch.float32, ())
-    assert torch.equal(trained.experts, evaluated.experts)
 
 
 @pytest.mark.parametrize("balancing", [Balancing.MICROBATCH, Balancing.SEQUENCE])

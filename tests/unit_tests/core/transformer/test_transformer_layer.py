@@ -84,14 +84,6 @@ def test_nothing_is_recomputed_in_evaluation_or_without_grad(
     layer.eval()(hidden)
 
 
-def test_residual_stream_passes_unchanged_where_the_branches_are_zero(make_config: Any) -> None:
-    layer = _layer(make_config())
-    torch.nn.init.zeros_(layer.self_attention.linear_proj.weight)
-    torch.nn.init.zeros_(layer.mlp.linear_fc2.weight)
-    hidden = torch.randn(2, 4, 32)
-    assert torch.equal(layer(hidden), hidden)
-
-
 def test_hidden_dropout_acts_on_both_branches_in_training_only(make_config: Any) -> None:
     layer = _layer(make_config(hidden_dropout=0.5))
     for branch in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):

@@ -1,4 +1,4 @@
-"""What the kernel for documents of many lengths is given is what each one by itself computes."""
+"""The kernel for documents of many lengths computes the same as each by itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def documented(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """What PyTorch's documentation says, for as many key heads as query heads."""
+    """As in PyTorch's documentation, for as many key heads as query heads."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert max_q == max_k == int(cu_seq_q.diff().max())
     before, behind = window_size

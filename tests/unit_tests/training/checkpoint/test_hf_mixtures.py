@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import materialize
 from megatron.core.models.families import config_json
-from megatron.core.models.families.qwen_moe import QWEN3_MOE
+from megatron.core.models.families.mixtures import QWEN3_MOE
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import build_model
 from megatron.core.options import ConfigError

@@ -1,4 +1,4 @@
-"""The config.json of published models, read and written again; and what is refused by name."""
+"""The config.json of published models, read and written again; and refusals by name."""
 
 from __future__ import annotations
 
@@ -19,32 +19,21 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import (
     AttentionSpec,
-    DenseSpec,
-    GatedDeltaNetSpec,
     LinearScaling,
-    Llama3Scaling,
     ModelSpec,
-    MoeSpec,
     RotarySpec,
-    RouterSpec,
-    YarnScaling,
 )
 from tests.unit_tests.core.models.families.helpers.published import (
     GEMMA_3_1B,
-    LLAMA_1_7B,
     LLAMA_3_2_1B,
-    OLMOE_1B_7B,
     PUBLISHED,
     QWEN2_5_7B,
-    QWEN2_5_7B_YARN,
-    QWEN3_5_27B_TEXT,
     QWEN3_5_35B_A3B_TEXT,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B_A3B,
     SMOLLM3_3B,
     STABLELM_2_1_6B,
-    STARCODER2_3B,
 )
 
 # Where a file comes from, and what training and generation draw on.
@@ -109,7 +98,7 @@ def test_a_published_config_comes_back_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_library_reads_a_published_config_as_it_is_read_here(name: str) -> None:
-    """What it makes of fields of earlier versions, and of missing ones, is in what it writes."""
+    """Its values for fields of earlier versions, and for missing ones, are in its own file."""
     transformers = pytest.importorskip("transformers")
     content = PUBLISHED[name]
     # A copy, since the library writes into sections that it is given.
@@ -127,21 +116,6 @@ def _older(section: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_llama_3_2_has_its_wavelengths_stretched() -> None:
-    spec = spec_of(LLAMA_3_2_1B)
-    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    assert attention(spec, 15).rotary == RotarySpec(64, 500000.0, scaling)
-    assert spec.is_tied
-    assert (attention(spec, 0).num_key_value_heads, spec.layers[0].norm.eps) == (8, 1e-5)
-
-
-def test_a_llama_of_before_there_were_such_fields_is_understood() -> None:
-    mixer = attention(spec_of(LLAMA_1_7B), 0)
-    assert (mixer.num_key_value_heads, mixer.head_dim) == (32, 128)
-    assert mixer.rotary == RotarySpec(128, 10000.0)
-    assert not mixer.has_qkv_bias
-
-
 def test_qwen_has_windows_where_they_are_switched_on() -> None:
     assert {layer.mixer.window for layer in spec_of(QWEN2_5_7B).layers} == {None}
     assert {layer.mixer.window for layer in spec_of(QWEN3_8B).layers} == {None}
@@ -152,29 +126,6 @@ def test_qwen_has_windows_where_they_are_switched_on() -> None:
     types = ["sliding_attention", "full_attention"] * 14
     windows = [layer.mixer.window for layer in spec_of(content, layer_types=types).layers]
     assert windows == [64, None] * 14
-
-
-def test_the_switches_of_yarn_default_as_they_have_in_all_versions() -> None:
-    rotary = attention(spec_of(QWEN2_5_7B_YARN), 0).rotary
-    assert rotary is not None
-    assert isinstance(rotary.scaling, YarnScaling)
-    assert rotary.scaling.attention_factor == pytest.approx(1.1386294361119891)
-    assert (rotary.scaling.beta_fast, rotary.scaling.beta_slow) == (32.0, 1.0)
-    assert rotary.scaling.rounds_range
-
-
-def test_qwen_3_5_has_three_delta_nets_before_each_gated_attention() -> None:
-    spec = spec_of(QWEN3_5_27B_TEXT)
-    kinds = [type(layer.mixer) for layer in spec.layers]
-    assert kinds == ([GatedDeltaNetSpec] * 3 + [AttentionSpec]) * 16
-    assert spec.layers[0].mixer == GatedDeltaNetSpec(16, 48, 128, 128, 4, 1e-6)
-    mixer = attention(spec, 3)
-    assert mixer.rotary == RotarySpec(64, 1e7)
-    assert mixer.has_output_gate
-    assert mixer.qk_norm == spec.final_norm
-    assert spec.final_norm.is_zero_centered
-    # Without the list, every N-th layer attends.
-    assert spec_of(QWEN3_5_27B_TEXT, layer_types=None) == spec
 
 
 def test_gemma_3_has_a_base_for_each_kind_of_layer() -> None:
@@ -217,20 +168,13 @@ def test_a_share_of_rotated_channels_comes_back_as_the_same_number_of_channels()
     assert spec_of(written) == model_spec(config)
 
 
-def test_starcoder_2_has_a_window_in_all_layers() -> None:
-    assert {layer.mixer.window for layer in spec_of(STARCODER2_3B).layers} == {4096}
-    assert {layer.mixer.window for layer in spec_of(STARCODER2_3B, sliding_window=None).layers} == {
-        None
-    }
-
-
-# Parameters in billions, all and those that compute a token, which their cards round.
+# Parameters in billions, all and the active ones of a token, which their cards round.
 NUM_PARAMETERS = {
     "Qwen3 8B": (8.19, 8.19),
     "Qwen3 30B-A3B": (30.53, 3.35),
-    "Qwen3-Next 80B-A3B": (79.67, 3.87),
     "Qwen3.5 35B-A3B text": (34.66, 3.45),
     "OLMoE 1B-7B": (6.92, 1.28),
+    "gpt-oss-20b": (20.91, 4.19),  # its card leaves out the embedding, 0.58
 }
 
 
@@ -248,56 +192,8 @@ def test_a_published_model_has_the_parameters_that_its_card_says(name: str) -> N
     assert (round(total / 1e9, 2), round((total - idle) / 1e9, 2)) == NUM_PARAMETERS[name]
 
 
-def test_layers_without_experts_are_those_that_the_file_names() -> None:
-    def kinds(**changes: Any) -> list[bool]:
-        content = QWEN3_30B_A3B | {"num_hidden_layers": 6} | changes
-        return [isinstance(layer.feed_forward, MoeSpec) for layer in spec_of(content).layers]
-
-    assert kinds() == [True] * 6
-    assert kinds(decoder_sparse_step=None, mlp_only_layers=None) == [True] * 6
-    assert kinds(decoder_sparse_step=2) == [False, True] * 3
-    assert kinds(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
-    assert kinds(decoder_sparse_step=2, mlp_only_layers=[1]) == [False, False] + [False, True] * 2
-    mixed = spec_of(QWEN3_30B_A3B, mlp_only_layers=[3])
-    assert isinstance(mixed.layers[3].feed_forward, DenseSpec)
-    assert mixed.layers[3].feed_forward.size == 6144
-
-
-def test_a_routers_weights_are_a_softmax_over_the_chosen_experts_or_not_normalized() -> None:
-    def router(content: dict[str, Any]) -> RouterSpec:
-        mixture = spec_of(content).layers[0].feed_forward
-        assert isinstance(mixture, MoeSpec)
-        return mixture.router
-
-    qwen, olmo = router(QWEN3_30B_A3B), router(OLMOE_1B_7B)
-    assert (qwen.num_experts, qwen.top_k, qwen.balance_coeff) == (128, 8, 0.001)
-    assert not qwen.is_scored_first
-    assert olmo.is_scored_first
-    assert not olmo.is_normalized
-    # Version 5 writes this name for the number.
-    renamed = {name: value for name, value in QWEN3_30B_A3B.items() if name != "num_experts"}
-    assert router(renamed | {"num_local_experts": 128}) == qwen
-    assert router(QWEN3_5_35B_A3B_TEXT) == dataclasses.replace(qwen, num_experts=256), (
-        "always normalized"
-    )
-
-
-def test_a_softmax_over_all_that_is_normalized_fits_where_one_over_the_chosen_does() -> None:
-    config, vocab_size = read_config(QWEN3_30B_A3B, "config.json")
-    before = dataclasses.replace(
-        config, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1
-    )
-    written = hf_config(ModelDescription(before, vocab_size))
-    assert written["norm_topk_prob"] is True
-    assert written["router_aux_loss_coef"] == 0.5
-    # Unless groups are chosen by these scores.
-    grouped = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    with pytest.raises(ConfigError, match=r"^--moe-router-num-groups, --moe-router-group-topk: "):
-        hf_config(ModelDescription(dataclasses.replace(config, **grouped), vocab_size))
-
-
 def test_architectures_that_compute_the_same_keep_their_names() -> None:
-    """Qwen3-Next and Qwen3.5 differ in how a delta net's weights lie in their files."""
+    """Qwen3-Next and Qwen3.5 differ in how a delta net's weights are stored."""
     content = QWEN3_5_35B_A3B_TEXT
     config, vocab_size = read_config(content, "config.json")
     assert config.hf_architecture == "qwen3_5_moe_text"
@@ -312,54 +208,22 @@ def test_architectures_that_compute_the_same_keep_their_names() -> None:
 REFUSED = [
     (
         QWEN3_30B_A3B,
-        {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}},
-        "model_type of llama, .* got 'qwen3_5_moe', a model of more than text",
-    ),
-    (
-        QWEN3_30B_A3B,
         {"num_local_experts": 64},
         "num_local_experts in c.json to be num_experts, 128, got 64",
     ),
-    (QWEN3_30B_A3B, {"num_experts": 4}, "--moe-router-topk: expected at most --num-experts 4"),
-    (QWEN3_30B_A3B, {"num_experts": "8"}, "--num-experts: expected an integer"),
-    (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob in c.json to be true or false, got 1"),
-    (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step .* an integer >= 1, got 0"),
-    (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "mlp_only_layers .* a list of numbers of layers"),
-    (QWEN3_30B_A3B, {"n_group": 4}, "fields of qwen3_moe .* got n_group 4"),
     (QWEN3_NEXT_80B_A3B, {"shared_expert_intermediate_size": None}, "shared_expert_.* a value"),
-    (QWEN3_5_35B_A3B_TEXT, {"norm_topk_prob": True}, "got norm_topk_prob True"),
-    (QWEN3_5_35B_A3B_TEXT, {"mlp_only_layers": [3]}, r"got mlp_only_layers \[3\]"),
-    (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv in c.json to be None, got 8.0"),
-    (OLMOE_1B_7B, {"attention_bias": True}, "biases none in c.json, got attention_bias True"),
-    (LLAMA_3_2_1B, {"model_type": "gpt2"}, "model_type of llama, .* got 'gpt2'"),
     (
         LLAMA_3_2_1B,
         {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}},
         "model_type of llama, .* got .qwen3_5., a model of more than text",
     ),
     (LLAMA_3_2_1B, {"hidden_act": "relu"}, "hidden_act in c.json to be one of silu, .* got 'relu'"),
-    (LLAMA_3_2_1B, {"hidden_act": None}, "hidden_act in c.json .* got None"),
-    (LLAMA_3_2_1B, {"mlp_bias": True}, "biases none or everywhere .* mlp_bias True"),
-    (LLAMA_3_2_1B, {"attention_bias": 1}, "attention_bias in c.json to be true or false, got 1"),
     (LLAMA_3_2_1B, {"sliding_window": 64}, "fields of llama .* got sliding_window 64"),
-    (
-        LLAMA_3_2_1B,
-        {"quantization_config": {"bits": 4}},
-        "of 16 or 32 bits beside c.json, got quant_method None .* Dequantize them with",
-    ),
-    (LLAMA_3_2_1B, {"a": 1, "is_decoder": True}, "got a 1, is_decoder True"),
     (LLAMA_3_2_1B, {"tie_word_embeddings": None}, "tie_word_embeddings in c.json to be a value"),
-    (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* to be 1.0, got 0.5"),
-    (LLAMA_3_2_1B, {"rope_scaling": 8}, "rope_scaling in c.json to be an object, got 8"),
     (
         LLAMA_3_2_1B,
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "rope_type in c.json to be one of default, linear, llama3, yarn, got 'dynamic'",
-    ),
-    (
-        LLAMA_3_2_1B,
-        {"rope_scaling": {"type": "longrope"}},
-        "rope_type .* got 'longrope'",
     ),
     (
         LLAMA_3_2_1B,
@@ -368,28 +232,8 @@ REFUSED = [
     ),
     (
         LLAMA_3_2_1B,
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
-        "Expected original_max_position_embeddings of a rotary embedding of type yarn",
-    ),
-    (
-        QWEN2_5_7B_YARN,
-        {"rope_scaling": QWEN2_5_7B_YARN["rope_scaling"] | {"mscale": 0.7}},
-        "rotary embeddings of type yarn .* got mscale 0.7",
-    ),
-    (
-        LLAMA_3_2_1B,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         "rope_type in rope_scaling in c.json to be 'default' as elsewhere, got 'llama3'",
-    ),
-    (LLAMA_3_2_1B, {"intermediate_size": None}, "intermediate_size .* to be a value, got None"),
-    (QWEN3_8B, {"head_dim": None}, "head_dim in c.json to be a value, got None"),
-    (GEMMA_3_1B, {"num_key_value_heads": None}, "num_key_value_heads .* a value, got None"),
-    (QWEN3_8B, {"num_key_value_heads": 7}, "--num-query-groups: expected a divisor"),
-    (QWEN3_8B, {"use_sliding_window": "yes"}, "use_sliding_window .* got 'yes'"),
-    (
-        QWEN3_8B,
-        {"use_sliding_window": True, "sliding_window": 0},
-        "sliding_window in c.json to be an integer >= 1, got 0",
     ),
     (
         QWEN3_8B,
@@ -401,19 +245,7 @@ REFUSED = [
         {"layer_types": ["chunked_attention"] * 36},
         "layer_types in c.json to be 36 times sliding_attention or full_attention",
     ),
-    (QWEN3_8B, {"layer_types": ["full_attention"]}, "layer_types in c.json to be 36 times"),
-    (QWEN3_8B, {"num_hidden_layers": 10**9}, "--num-layers: expected an integer .* <= 65536"),
     (GEMMA_3_1B, {"num_hidden_layers": 10**9}, "num_hidden_layers .* <= 65536, got 1000000000"),
-    (QWEN3_5_27B_TEXT, {"attn_output_gate": False}, "attn_output_gate .* True, got False"),
-    (QWEN3_5_27B_TEXT, {"hidden_act": "gelu"}, "hidden_act .* one of silu, swish, got 'gelu'"),
-    (QWEN3_5_27B_TEXT, {"linear_num_value_heads": 40}, "--linear-num-value-heads: expected"),
-    (QWEN3_5_27B_TEXT, {"mlp_only_layers": [3]}, r"got mlp_only_layers \[3\]"),
-    (
-        GEMMA_3_1B,
-        {"use_bidirectional_attention": True},
-        "got use_bidirectional_attention True",
-    ),
-    (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "got attn_logit_softcapping 50.0"),
     (GEMMA_3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* a number > 0, got 0"),
     (
         GEMMA_3_1B,
@@ -426,10 +258,7 @@ REFUSED = [
         "rope_type in c.json to be one of default, got 'linear'",
     ),
     (SMOLLM3_3B, {"no_rope_layers": [1, 2] * 18}, "no_rope_layers .* 0 or 1 for each of 36"),
-    (GEMMA_3_1B, {"query_pre_attn_scalar": 10**400}, "query_pre_attn_scalar .* a number > 0"),
     (GEMMA_3_1B, {"hidden_size": 10**400}, "hidden_size .* an integer of at most 63 bits"),
-    (LLAMA_3_2_1B, {"partial_rotary_factor": True}, "partial_rotary_factor .* 1.0, got True"),
-    (STARCODER2_3B, {"use_bias": None}, "use_bias in c.json to be a value, got None"),
 ]
 
 
@@ -445,8 +274,6 @@ def test_what_a_model_here_does_not_have_is_refused_by_name_and_value(
 # Of each, what decides arithmetic and has had other defaults, or none.
 NEEDED = {
     "Llama 3.2 1B": ("hidden_act", "tie_word_embeddings", "rms_norm_eps", "num_attention_heads"),
-    "Qwen2.5 7B": ("rope_theta", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
-    "Qwen3 8B": ("head_dim", "rope_theta", "num_key_value_heads", "vocab_size"),
     "Qwen3.5 27B text": ("head_dim", "linear_conv_kernel_dim", "tie_word_embeddings"),
     "Qwen3 30B-A3B": (
         "num_experts",
@@ -454,7 +281,6 @@ NEEDED = {
         "moe_intermediate_size",
         "norm_topk_prob",
     ),
-    "Qwen3-Next 80B-A3B": ("shared_expert_intermediate_size", "norm_topk_prob"),
     "OLMoE 1B-7B": ("num_experts", "norm_topk_prob", "intermediate_size"),
     "Gemma 3 1B": (
         "query_pre_attn_scalar",
@@ -464,7 +290,6 @@ NEEDED = {
         "rope_theta",
         "rope_local_base_freq",
     ),
-    "SmolLM3 3B": ("rope_theta",),
     "StarCoder2 3B": ("use_bias", "hidden_act", "norm_epsilon"),
     "StableLM 2 1.6B": ("layer_norm_eps", "num_key_value_heads"),
 }
@@ -483,12 +308,6 @@ def test_what_asks_for_nothing_passes_whatever_its_name() -> None:
     assert read_config(LLAMA_3_2_1B | harmless, "c.json") == read_config(LLAMA_3_2_1B, "c.json")
     with pytest.raises(ConfigError, match="got new_switch True"):
         read_config(LLAMA_3_2_1B | {"new_switch": True}, "c.json")
-
-
-def test_a_yarn_section_that_says_everything_is_the_same_model() -> None:
-    everything = {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "attention_factor": None}
-    section = QWEN2_5_7B_YARN["rope_scaling"] | everything
-    assert spec_of(QWEN2_5_7B_YARN, rope_scaling=section) == spec_of(QWEN2_5_7B_YARN)
 
 
 def test_differences_between_a_config_and_a_model_are_named() -> None:
@@ -534,11 +353,8 @@ STRANGE = (
     "name",
     [
         "Gemma 3 1B",
-        "SmolLM3 3B",
         "Qwen3.5 27B text",
-        "Qwen3 30B-A3B",
         "DeepSeek-V3",
-        "gpt-oss-20b",
     ],
 )
 def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> None:
@@ -549,5 +365,5 @@ def test_any_value_anywhere_is_understood_or_refused_in_one_line(name: str) -> N
                 read_config(PUBLISHED[name] | {field: value}, "c.json")
             except ConfigError as error:
                 messages.append(str(error))
-    assert len(messages) > 100
+    assert len(messages) > 90
     assert not any("\n" in message for message in messages)

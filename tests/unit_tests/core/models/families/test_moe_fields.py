@@ -1,23 +1,25 @@
-"""Fields of a config.json about mixtures of experts: what they mean, and what is refused."""
+"""Fields of a config.json about mixtures of experts: their meaning, and refusals."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.config_json import read_config
-from megatron.core.models.hugging_face import hf_config
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import hf_config, hf_rows
 from megatron.core.options import ConfigError
 from megatron.core.transformer.layer_specs import model_spec
-from megatron.core.transformer.spec import AttentionSpec, RouterSpec
-from tests.unit_tests.core.models.families.helpers.published import OLMOE_1B_7B, QWEN3_30B_A3B
-from tests.unit_tests.core.models.families.helpers.published_mixtures import (
+from megatron.core.transformer.spec import RouterSpec
+from tests.unit_tests.core.models.families.helpers.published import (
     DEEPSEEK_V3,
     GLM_4_5_AIR,
     GPT_OSS_20B,
+    OLMOE_1B_7B,
+    QWEN3_30B_A3B,
 )
 
 
@@ -42,22 +44,6 @@ def test_normalized_weights_come_back_as_they_were(
     written = hf_config(ModelDescription(config, vocab_size))
     assert {name: written[name] for name in changes} == changes
     assert router_of(written) == router
-
-
-def test_a_softmax_before_the_choice_is_written_as_not_normalized() -> None:
-    config, vocab_size = read_config(QWEN3_30B_A3B, "c.json")
-    changes = {"moe_router_pre_softmax": True, "moe_router_norm_topk": None}
-    written = hf_config(ModelDescription(dataclasses.replace(config, **changes), vocab_size))
-    assert written["norm_topk_prob"] is False
-
-
-def test_heads_of_qwen3_moe_without_a_width_divide_the_hidden_size() -> None:
-    (mixer, *_) = (
-        layer.mixer
-        for layer in model_spec(read_config(without(QWEN3_30B_A3B, "head_dim"), "c")[0]).layers
-    )
-    assert isinstance(mixer, AttentionSpec)
-    assert (mixer.head_dim, mixer.num_heads) == (64, 32)
 
 
 @pytest.mark.parametrize("content", [DEEPSEEK_V3, GLM_4_5_AIR])
@@ -111,8 +97,28 @@ def test_what_the_library_or_the_architecture_cannot_run_is_refused_in_one_line(
         read_config(content | changes, "c.json")
 
 
-def test_groups_of_one_expert_are_not_written() -> None:
-    config, vocab_size = read_config(GLM_4_5_AIR | {"num_hidden_layers": 2}, "c.json")
-    groups = {"moe_router_num_groups": config.num_experts, "moe_router_group_topk": 16}
-    with pytest.raises(ConfigError, match=r"^[^\n]+$"):
-        hf_config(ModelDescription(dataclasses.replace(config, **groups), vocab_size))
+def test_every_tensor_of_deepseek_v3_has_a_place() -> None:
+    with torch.device("meta"):
+        model = GPTModel(*read_config(DEEPSEEK_V3 | {"num_hidden_layers": 4}, "config.json"))
+    names = {rows.name for rows in hf_rows(model).values()}
+    layer = {name.removeprefix("model.layers.3.") for name in names if ".3." in name[:16]}
+    assert {name for name in layer if ".experts." not in name} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_a_proj.weight",
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.q_b_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "self_attn.kv_b_proj.weight",
+        "self_attn.o_proj.weight",
+        "mlp.gate.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+    }
+    assert {name for name in layer if ".experts.255." in name} == {
+        f"mlp.experts.255.{matrix}_proj.weight" for matrix in ("gate", "up", "down")
+    }
+    assert "model.layers.2.mlp.gate_proj.weight" in names, "the first layers are dense"

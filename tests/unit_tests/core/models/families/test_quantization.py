@@ -1,4 +1,4 @@
-"""Quantized folders are refused by name."""
+"""Quantized directories are rejected by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from megatron.core.models.families.config_json import read_config
 from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.options import ConfigError
-from tests.unit_tests.core.models.families.helpers.published_mixtures import (
+from tests.unit_tests.core.models.families.helpers.published import (
     DEEPSEEK_V3,
     GPT_OSS_20B,
 )
@@ -41,14 +41,6 @@ def test_a_config_of_quantized_weights_is_refused_with_what_to_do(
     (line,) = str(caught.value).splitlines()
     assert got in line
     assert remedy in line
-
-
-@pytest.mark.parametrize("section", [None, {}])
-def test_a_config_with_an_empty_section_is_that_of_weights_that_are_not_quantized(
-    section: object,
-) -> None:
-    expected = read_config(GPT_OSS_20B, "config.json")
-    assert read_config(GPT_OSS_20B | {"quantization_config": section}, "config.json") == expected
 
 
 @pytest.mark.parametrize(

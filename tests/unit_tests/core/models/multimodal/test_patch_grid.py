@@ -1,4 +1,4 @@
-"""Where patches and tokens of images stand."""
+"""Positions of patches and tokens of images."""
 
 from __future__ import annotations
 

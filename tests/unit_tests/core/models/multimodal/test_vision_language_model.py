@@ -1,4 +1,4 @@
-"""A model that reads images: what it takes, and what it does without any."""
+"""A model that reads images: its inputs, and results without images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of the transformers library, and the way of weights between them and ours."""
+"""Tiny models of the transformers library, and copies of weights to this project and back."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def build(transformers: Any, config: Any) -> nn.Module:
 
 
 def their_model(transformers: Any, case: str) -> nn.Module:
-    """With random weights, none of which is as it begins: norms are not ones, biases not zero."""
+    """With random weights, all unlike their initial values: norms are not ones, biases not zero."""
     config = transformers.AutoConfig.for_model(case.split()[0], **{**SIZES, **CASES[case]})
     torch.manual_seed(0)
     model = build(transformers, config)
@@ -266,7 +266,7 @@ def content_of(model: nn.Module) -> dict[str, Any]:
 
 
 class Piece(NamedTuple):
-    """Rows of one of our tensors and the rows of theirs that they are."""
+    """Rows of one of our tensors and the same rows in the library's."""
 
     own: Tensor
     place: RowMap
@@ -274,7 +274,7 @@ class Piece(NamedTuple):
 
 
 def pieces(model: OwnModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
-    """All rows of all tensors of ours, in pieces that are consecutive in theirs."""
+    """All rows of all of our tensors, in pieces that are consecutive in the library's."""
     places, fused = hf_rows(model, list(there)), fused_weights(model)
     tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
     for name, whole in tensors.items():
@@ -286,7 +286,7 @@ def pieces(model: OwnModel, there: Mapping[str, Tensor]) -> Iterator[Piece]:
 
 
 def rows_of(piece: Piece, there: Mapping[str, Tensor]) -> Tensor:
-    """The rows of theirs, as a view."""
+    """The library's rows, as a view."""
     whole = there[piece.place.name]
     if piece.place.matrix_rows is not None:
         assert whole.shape[1] == piece.place.matrix_rows
@@ -295,7 +295,7 @@ def rows_of(piece: Piece, there: Mapping[str, Tensor]) -> Tensor:
 
 
 def copy_from_theirs(model: OwnModel, theirs: nn.Module) -> None:
-    """Every tensor of ours, and every row of theirs once: a row that nothing takes is an error."""
+    """All of our tensors, and every row of the library's once: an unused row is an error."""
     state = theirs.state_dict()
     taken = {
         # The biases of all experts are one tensor as their matrices are.
@@ -313,7 +313,7 @@ def copy_from_theirs(model: OwnModel, theirs: nn.Module) -> None:
 
 
 def copy_to_theirs(model: OwnModel, theirs: nn.Module) -> None:
-    """Every tensor of ours into a model with weights of its own."""
+    """All of our tensors into a model with other weights."""
     state = theirs.state_dict()
     with torch.no_grad():
         for piece in pieces(model, state):

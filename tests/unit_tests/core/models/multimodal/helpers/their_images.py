@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def their_model(transformers: Any, case: str) -> nn.Module:
-    """With random weights, none of which is as it begins."""
+    """With random weights, all unlike their initial values."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(case.split()[0], **CASES[case], **TOKENS)
     return _with_random_weights(build(transformers, config))
@@ -86,7 +86,7 @@ def build(transformers: Any, config: Any) -> nn.Module:
 
 def _with_random_weights(model: nn.Module) -> nn.Module:
     """Large enough that all of them show in the logits. Twice as large ones make a model that is
-    ill-conditioned: in fp32, theirs and ours then each lie up to 1e-3 from the same in float64.
+    ill-conditioned: in fp32, both models are then up to 1e-3 from the same in float64.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,7 +108,7 @@ class ImageBatch(NamedTuple):
 
     @property
     def theirs(self) -> dict[str, Tensor]:
-        """What a model of the library is called with."""
+        """The arguments of a model of the library."""
         return {
             "input_ids": self.tokens,
             "mm_token_type_ids": (self.tokens == IMAGE).int(),

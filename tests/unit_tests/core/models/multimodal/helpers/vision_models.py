@@ -1,4 +1,4 @@
-"""Tiny models of ours that read the images of `their_images`."""
+"""Tiny models of this project that read the images of `their_images`."""
 
 from __future__ import annotations
 
