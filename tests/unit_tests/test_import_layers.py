@@ -135,8 +135,7 @@ LAYERS: list[list[str]] = [
     ],
     [
         "megatron.core.distributed.fsdp.collectives",
-        "megatron.core.distributed.fsdp.note_history",
-        "megatron.core.distributed.fsdp.group_notes",
+        "megatron.core.distributed.fsdp.collective_history",
         "megatron.core.distributed.fsdp.uneven_rows",
         "megatron.core.distributed.fsdp.uneven_views",
         "megatron.core.distributed.fsdp.uneven_aggregates",

@@ -1,7 +1,7 @@
 """The parameter groups that `megatron_fsdp.shard_model` will make of a model, before it does.
 
 Their sizes follow from shapes, the settings and the number of ranks. The model may be on meta;
-nothing is allocated, and no process group is asked.
+no memory is allocated, and no process group is asked.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     gradients         optimizer    optimizer x gradient dtype          in_use x sent dtype, and the
                                                                        sums of a deferred reduction
 
-Every rank's piece of a buffer is as long as any other's, so this is what each rank of the mesh has.
-`WeightBuffers` and `GroupGradients` allocate by the same rules: they ask `has_own_main`,
+Every rank's piece of a buffer is as long as any other's, so the sizes hold for each rank of the
+mesh. `WeightBuffers` and `GroupGradients` allocate by the same rules: they call `has_own_main`,
 `is_gathered` and `sent_dtype`.
 """
 
@@ -36,7 +36,7 @@ def has_own_main(
 
 
 def is_gathered(layout: GlobalLayout, numel_at_rest: int) -> bool:
-    """Whether compute weights in use are another buffer than those at rest."""
+    """Whether compute weights in use are another buffer than the weights at rest."""
     return numel_at_rest < layout.block_numel
 
 
@@ -47,7 +47,7 @@ def sent_dtype(compute: torch.dtype, comm: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """See the module's docstring.
+    """The bytes of a parameter group's buffers.
 
     Attributes:
         mesh_shape: ranks along each axis of `placements`.
@@ -106,7 +106,7 @@ class GroupMemory:
 
     @property
     def whole_weights_nbytes(self) -> int:
-        """Of the weights in use, where they are another buffer than those at rest."""
+        """Of the weights in use, where they are another buffer than the weights at rest."""
         if not is_gathered(self.layout, self._numel(self.placements.parameter)):
             return 0
         return self._numel(self.placements.in_use) * self.dtype.itemsize

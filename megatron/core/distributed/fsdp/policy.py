@@ -14,7 +14,8 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a module's compute weights, main weights and gradients. Buffers keep theirs.
+    """The dtypes of a module's compute weights, main weights and gradients. Buffers keep their
+    dtypes.
 
     Attributes:
         main_params_dtype: of the main weights, which the optimizer updates; None: the compute
@@ -62,7 +63,7 @@ class MixedPrecisionPolicy:
         )
 
     def at_least_fp32(self) -> MixedPrecisionPolicy:
-        """This policy, which must be resolved, with fp32 in the place of every 16-bit dtype."""
+        """This policy, which must be resolved, with fp32 instead of every 16-bit dtype."""
         narrow = [
             name
             for name, dtype in vars(self).items()
@@ -73,7 +74,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """The side on which the tensors lie that only the optimizer needs.
+    """Where tensors are that only the optimizer needs.
 
     Attributes:
         main_weights_on_host: main weights are in host memory from the start, even if they have the

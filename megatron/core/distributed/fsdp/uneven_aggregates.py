@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.note_history import compare
+from megatron.core.distributed.fsdp.collective_history import compare
 from megatron.core.distributed.fsdp.uneven_rows import (
     UnevenRows,
     replicated,
@@ -86,7 +86,7 @@ def _own_rows(value: Any, func: Any) -> Any:
         return value
     local = value._local_tensor
 
-    # torch has no maximum of no elements. A row of zeros adds nothing to any norm.
+    # torch has no maximum of no elements. A row of zeros does not change any norm.
     return local if func not in _NORMS or local.numel() else local.new_zeros((1, *local.shape[1:]))
 
 

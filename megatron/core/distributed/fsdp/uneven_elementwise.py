@@ -48,7 +48,7 @@ def elementwise(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[
     written_ids = {id(tensor) for tensor in traits.tensors_written(args, kwargs)}
     references = [_reference(column, written_ids) for column in columns]
 
-    # Before anything is sent. Ranks come to the same answers, since all they look at is global.
+    # Before any communication. Ranks come to the same result, since they only read global facts.
     for column, reference in zip(columns, references, strict=True):
         if not _can_stay_local(func, traits, column, reference, written_ids):
             return NotImplemented
@@ -70,7 +70,8 @@ def elementwise(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[
 
 
 def _columns(traits: Traits, values: Sequence[Any]) -> Any:
-    """The tensors that meet element by element: all of them, or those at one index of all lists.
+    """The tensors that meet element by element: all of them, or the tensors at one index of all
+    lists.
 
     NotImplemented for lists of other operators, and for lists of different lengths.
     """
@@ -93,7 +94,8 @@ def _reference(column: Sequence[torch.Tensor], written: set[int]) -> UnevenRows 
     found = [tensor for tensor in column if isinstance(tensor, UnevenRows)]
     if len(found) < 2:
         return found[0] if found else None
-    # What is written to cannot move; otherwise the largest decides the shape of the result.
+    # A tensor that is written to cannot move; otherwise the largest decides the shape of the
+    # result.
     targets = [tensor for tensor in found if id(tensor) in written]
     return max(targets or found, key=lambda tensor: (tensor.dim(), tensor.shape[0]))
 
@@ -128,7 +130,9 @@ def _can_stay_local(
 def _check_partial(
     func: Any, traits: Traits, column: Sequence[torch.Tensor], reference: UnevenRows
 ) -> None:
-    """RuntimeError if an operation on partial sums would not give those of the result."""
+    """RuntimeError if an operation on partial sums would not give the partial sums of the
+    result.
+    """
     is_scaled = (
         traits.name in _SCALING and "mode" not in func._overloadname and column[0] is reference
     )
@@ -164,7 +168,7 @@ def _local_argument(
     if not isinstance(value, torch.Tensor):
         return value
 
-    # A tensor beside lists holds numbers, one for all or one for each.
+    # A tensor next to lists holds numbers, one for all or one for each.
     reference = None if traits.is_on_lists or not references else references[0]
     own = _localised(value, reference, func)
     outer[id(own)] = value

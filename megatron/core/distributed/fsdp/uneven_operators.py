@@ -1,16 +1,17 @@
 """Operators on uneven DTensors: which run on the rows of each rank, and which need all rows.
 
     operation                                       computed
-    elementwise, on tensors cut alike               on local rows, nothing is sent
-    elementwise, beside a tensor cut otherwise      the other one is brought to these rows first
+    elementwise, on tensors cut alike               on local rows, without communication
+    elementwise, with a tensor cut otherwise       the other one is brought to these rows first
     views that keep dim 0, or flatten from it on    as views of the local rows
     norms and sums of all elements                  on each rank, then one small reduction
     on lists with other tensors among them          on the uneven ones apart from the others
     everything else                                 on all rows, which are gathered first
 
-So every operation gives what it gives on one process, and the same on every rank. All ranks of the
-mesh must call those that reduce or gather, as with any DTensor that has to be redistributed. A view
-that would have to move rows (`p[0]`, `p.t()`) is a copy instead, which refuses writes.
+So every operation has the result that it has on one process, the same on every rank. All ranks of
+the mesh must call operations that reduce or gather, as with any DTensor that has to be
+redistributed. A view that would have to move rows (`p[0]`, `p.t()`) is a copy instead, which
+refuses writes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.note_history import compare
+from megatron.core.distributed.fsdp.collective_history import compare
 from megatron.core.distributed.fsdp.uneven_aggregates import (
     AGGREGATES,
     LIST_NORMS,
@@ -52,8 +53,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operator of which at least one argument is uneven.
 
     Raises:
-        RuntimeError: for a plain tensor beside an uneven one, as DTensor does (only `copy_` takes
-            one, of the whole shape); for partial sums, unless they are scaled or added up.
+        RuntimeError: for a plain tensor together with an uneven one, as DTensor does (only `copy_`
+            takes one, of the whole shape); for partial sums, unless they are scaled or added up.
     """
     # The rows may be main weights that an optimizer updates in the background.
     for tensor in uneven_among(args, kwargs):
@@ -71,7 +72,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # From the cheapest to the dearest way. A way that cannot serve answers NotImplemented, on all
+    # From the cheapest to the dearest way. A way that cannot serve returns NotImplemented, on all
     # ranks alike and before it sends anything.
     if func in VIEWS:
         result = VIEWS[func](*args, **kwargs)
@@ -138,7 +139,7 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 
 def _parts_of_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]]:
     """The indices into an operator's lists of tensors, by the mesh and dtype of the first uneven
-    tensor there; those without an uneven tensor are one more part.
+    tensor there; entries without an uneven tensor are one more part.
     """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     columns = zip(*(items for items in lists if items), strict=False)
@@ -192,7 +193,7 @@ def _unscale(
     if others:
         func(others, found_inf, inverse_scale)
 
-    # DTensor's own operator looks at the first gradient alone to find out which ranks to ask.
+    # DTensor's own operator looks at the first gradient alone to determine the ranks.
     axes = {
         (gradient.device_mesh, axis): None
         for gradient in uneven
@@ -207,7 +208,7 @@ def _unscale(
 
 
 def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation on whole tensors, as one process would, and puts back what it wrote."""
+    """Runs an operation on whole tensors, as one process would, and copies the results back."""
     mesh = next(iter(uneven_among(args, kwargs))).device_mesh
     tensors = {id(tensor): tensor for tensor in tensors_among(args, kwargs)}
     wholes = {number: _whole_argument(tensor, func) for number, tensor in tensors.items()}
@@ -227,7 +228,7 @@ def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping
         _put_back(tensor, wholes[id(tensor)])
 
     originals = {id(wholes[id(tensor)]): tensor for tensor in written}
-    # Not in a backward: gradients are views of nothing, and autograd adds to them in place.
+    # Not in a backward: gradients are no views, and autograd adds to them in place.
     is_backward = torch._C._current_graph_task_id() != -1
     kind = CopyOfView if _gives_views(func) and not written and not is_backward else DTensor
     return tree_map(partial(_whole_result, mesh=mesh, originals=originals, kind=kind), result)
@@ -235,7 +236,7 @@ def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping
 
 @cache
 def _gives_views(func: Any) -> bool:
-    """Whether what an operator returns is memory of an argument."""
+    """Whether an operator returns memory of an argument."""
     return any(each.alias_info is not None for each in func._schema.returns)
 
 

@@ -39,13 +39,13 @@ _ALSO_ELEMENTWISE = {
 
 
 class Traits(NamedTuple):
-    """See the module's docstring.
+    """Properties of an operator that decide how it runs on uneven DTensors.
 
     Attributes:
         is_elementwise: whether an element of a result depends on the same element of the arguments
             alone.
-        is_on_lists: whether it does the same to each tensor of its lists, as those of optimizers.
-        name: without its overload.
+        is_on_lists: whether it does the same to each tensor of its lists, as optimizers' operators
+        do. name: without its overload.
         is_random: whether it draws.
         written: the names of the arguments that it writes to.
         names: of the positional arguments.
@@ -67,9 +67,9 @@ class Traits(NamedTuple):
     def count_writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Increments the version counters of the DTensors that the operator has written to.
 
-        Compute weights, and gradients that were copied to host memory, notice writes by them.
+        Compute weights, and gradients that were copied to host memory, detect writes by them.
         """
-        # torch counts most writes too, but not those of `_foreach_mul_` to DTensors, nor those of
+        # torch counts most writes too, but not writes by `_foreach_mul_` to DTensors, nor writes of
         # `_amp_foreach_non_finite_check_and_unscale_` and `_fused_adamw_`. Counting twice is
         # harmless.
         written = [

@@ -197,7 +197,6 @@ def test_a_module_that_cannot_be_sharded_is_refused_and_leaves_nothing_behind(
 
 
 HSDP = ((Replicate(), Flat()), (Partial("avg"), Flat()), (Replicate(), Flat()))
-KINDS = (Flat(),), (Flat(),), (Flat(),)
 IN_ORDER = "Expected data-parallel axes in mesh-axis order, got dp_axes="
 WHOLE = "Expected dp_axes to match every axis of a mesh without mesh_dim_names, got "
 NAMES = ("outer", "inner")
@@ -266,42 +265,6 @@ def test_an_axis_may_be_named_or_numbered() -> None:
         assert module.weight.device_mesh.mesh_dim_names == ("outer",)
         loss_of(module(own_batch())).backward()
     assert torch.equal(by_name.weight.grad.to_local() != 0, by_number.weight.grad.to_local() != 0)
-
-
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        (r"Expected 2 parameter placements, .*\(0, 1\), got 1", ((0, 1), *KINDS)),
-        (
-            r"Expected 1 gradient placements, .*\(0,\), got 2",
-            ((0,), (Flat(),), (Flat(), Flat()), (Flat(),)),
-        ),
-        (r"Expected 1 optimizer placements, .*\(0,\), got 0", ((0,), (Flat(),), (Flat(),), ())),
-        (r"Expected distinct data-parallel axes, got dp_axes=\(0, 0\)", ((0, 0), *HSDP)),
-        (
-            r"Expected Replicate or Shard\(0\) as parameter placements",
-            ((0,), (Partial(),), (Flat(),), (Flat(),)),
-        ),
-        (
-            r"Expected Shard\(0\) as gradient placement wherever the parameter",
-            ((0,), (Flat(),), (Partial(),), (Flat(),)),
-        ),
-        (
-            r"Expected Shard\(0\) as optimizer placement wherever the gradient",
-            ((0,), *KINDS[:2], (Replicate(),)),
-        ),
-    ],
-)
-def test_placements_that_contradict_each_other_are_refused(message, arguments):
-    assert_raises(ValueError, message, lambda: Placements(*arguments))
-
-
-def test_a_strategy_that_there_is_not_is_refused():
-    assert_raises(
-        ValueError,
-        "Expected one of .*'optim_grads_params'.*, got 'zero'",
-        lambda: Placements.for_strategy("zero"),
-    )
 
 
 # Hooks and weights
