@@ -4,9 +4,8 @@ Each rank of a group has its own tokens and an equal share of the experts: of 8 
 the first has 0 to 3, the second 4 to 7. `ExpertExchange` takes the place of `MoELayer.exchange`:
 
     send         counts     [ranks, experts here] int64, and the mixture's number: all-to-all
-                 tokens     in the order of all experts: all-to-all, with part lengths from the
-                 counts order      from (source rank, expert) to (expert, source rank), on the
-                 device
+                 tokens     in the order of all experts: all-to-all of parts as long as counted
+                 order      from (source rank, expert) to (expert, source rank), on the device
     bring_back   the same steps backwards
 
 The backward of either is the other, on gradients. Both only copy, so neither rounds, and results do

@@ -1,9 +1,9 @@
 """`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype, one
 requires_grad and one policy.
 
-All of them have one layout; what differs is the dtype and the placements. The
-buffers of weights are a `WeightBuffers`, the buffers of gradients a `GroupGradients`.
-`unsharded_weight` has memory only while the weights are in use.
+All of them have one layout, but different dtypes and placements. The buffers of weights are a
+`WeightBuffers`, the buffers of gradients a `GroupGradients`. `unsharded_weight` has memory only
+while the weights are in use.
 
 A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
 `sharded`, a view of the main weights, rests in the module and goes to the optimizer.

@@ -104,8 +104,8 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Placements:
     """Where the three kinds of buffers of a module are cut, on the same mesh axes, outer to inner.
 
-    Optimizer states may be cut more finely than the gradients, and these more finely than
-    the parameters, never less: a rank updates a part of the parameters whose gradients it has. A
+    Optimizer states may be cut more finely than the gradients, and these more finely than the
+    parameters, never less: a rank updates a part of the parameters whose gradients it has. A
     gradient that is `Partial` on an axis stays a rank's own sum over the microbatches of a step and
     is reduced over that axis once, after the last of them, to the placement that the optimizer has
     there. On the other axes every backward reduces it.

@@ -2,7 +2,7 @@
 
     operation                                       computed
     elementwise, on tensors cut alike               on local rows, without communication
-    elementwise, with a tensor cut otherwise       the other one is brought to these rows first
+    elementwise, with a tensor cut otherwise        the other one is brought to these rows first
     views that keep dim 0, or flatten from it on    as views of the local rows
     norms and sums of all elements                  on each rank, then one small reduction
     on lists with other tensors among them          on the uneven ones apart from the others
@@ -16,6 +16,7 @@ refuses writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -27,12 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collective_history import compare
-from megatron.core.distributed.fsdp.uneven_aggregates import (
-    AGGREGATES,
-    LIST_NORMS,
-    aggregate,
-    can_aggregate,
-)
 from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
@@ -47,6 +42,10 @@ from megatron.core.distributed.fsdp.uneven_traits import Traits, traits_of
 from megatron.core.distributed.fsdp.uneven_views import VIEWS
 
 aten = torch.ops.aten
+
+_LIST_NORMS = {aten._foreach_norm.Scalar}
+_NORMS = {aten.linalg_vector_norm.default, *_LIST_NORMS}
+_AGGREGATES = {*_NORMS, aten.sum.default}
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -79,7 +78,7 @@ def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[st
         if result is not NotImplemented:
             return result
 
-    if (traits.is_on_lists or func in LIST_NORMS) and len(func._schema.returns) < 2:
+    if (traits.is_on_lists or func in _LIST_NORMS) and len(func._schema.returns) < 2:
         parts = _parts_of_lists(args, kwargs)
         if len(parts) > 1:
             return _in_parts(func, parts, args, kwargs)
@@ -88,8 +87,8 @@ def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[st
         if result is not NotImplemented:
             return result
 
-    if func in AGGREGATES and can_aggregate(func, args, kwargs):
-        return aggregate(func, args, kwargs)
+    if func in _AGGREGATES and _can_aggregate(func, args, kwargs):
+        return _aggregate(func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args, **kwargs)
 
@@ -202,6 +201,77 @@ def _unscale(
     }
     for mesh, axis in axes:
         collectives.combine(found_inf, mesh.get_group(axis), by_maximum=True)
+
+
+# Norms and sums. DTensor would return partial results, whose `item()` is another number on every
+# rank. Optimizers that take the norm of a parameter (Adafactor, LAMB) would step each rank's rows by
+# another factor.
+
+
+def _can_aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `_aggregate` computes this: one of _AGGREGATES, over all elements."""
+    if func not in _NORMS:
+        return True
+    dims = kwargs.get(
+        "dim", args[2] if len(args) > 2 and func is aten.linalg_vector_norm.default else None
+    )
+    tensors: list[Any] = list(tensors_among(args, {}))
+    meshes = [tensor.device_mesh if isinstance(tensor, UnevenRows) else None for tensor in tensors]
+    is_of_one_mesh = None not in meshes and all(mesh == meshes[0] for mesh in meshes)
+
+    # With another order, the zeros of a rank without rows would count.
+    return is_of_one_mesh and dims is None and _order(args, kwargs) > 0
+
+
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    return float(kwargs.get("ord", args[1] if len(args) > 1 else 2))
+
+
+def _aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The norm or sum of each tensor, the same on all ranks; one small message for a whole list."""
+    tensors = list(uneven_among(args, {}))
+    for tensor in tensors:
+        tensor.check_whole(str(func))
+
+    # Ranks whose gradients differ would send messages of different lengths.
+    if func in _LIST_NORMS:
+        compare([tensors[0].device_mesh])
+
+    # torch would round each rank's part to 16 bits where the rows have 16.
+    dtype = kwargs.get("dtype") or tensors[0].dtype
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    if is_narrow:
+        kwargs = {**kwargs, "dtype": torch.float32}
+    own = func(*[_own_rows(value, func) for value in args], **kwargs)
+    # One message for all tensors, in fp64, where rounding between the ranks is negligible.
+    found = torch.stack([own] if isinstance(own, torch.Tensor) else list(own))
+    wide = found.double() if found.is_floating_point() else found
+
+    order = _order(args, kwargs) if func in _NORMS else 1.0
+    is_maximum = math.isinf(order)
+    powers = wide if is_maximum or order == 1 else wide.pow(order)
+    for axis in _cut_axes(tensors[0]):
+        collectives.combine(powers, tensors[0].device_mesh.get_group(axis), by_maximum=is_maximum)
+    whole = powers if is_maximum or order == 1 else powers.pow(1 / order)
+
+    whole = whole.to(dtype if is_narrow else found.dtype)
+    results = [replicated(each, tensors[0].device_mesh) for each in whole.unbind()]
+    return results[0] if isinstance(own, torch.Tensor) else results
+
+
+def _own_rows(value: Any, func: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_own_rows(item, func) for item in value]
+    if not isinstance(value, UnevenRows):
+        return value
+    local = value._local_tensor
+
+    # torch has no maximum of no elements. A row of zeros does not change any norm.
+    return local if func not in _NORMS or local.numel() else local.new_zeros((1, *local.shape[1:]))
+
+
+def _cut_axes(tensor: UnevenRows) -> list[int]:
+    return [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
 
 
 # Everything else

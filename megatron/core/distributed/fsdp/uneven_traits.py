@@ -45,7 +45,8 @@ class Traits(NamedTuple):
         is_elementwise: whether an element of a result depends on the same element of the arguments
             alone.
         is_on_lists: whether it does the same to each tensor of its lists, as optimizers' operators
-        do. name: without its overload.
+            do.
+        name: without its overload.
         is_random: whether it draws.
         written: the names of the arguments that it writes to.
         names: of the positional arguments.
