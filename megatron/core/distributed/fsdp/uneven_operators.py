@@ -204,8 +204,8 @@ def _unscale(
 
 
 # Norms and sums. DTensor would return partial results, whose `item()` is another number on every
-# rank. Optimizers that take the norm of a parameter (Adafactor, LAMB) would step each rank's rows by
-# another factor.
+# rank. Optimizers that take the norm of a parameter (Adafactor, LAMB) would step each rank's rows
+# by another factor.
 
 
 def _can_aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
