@@ -1,17 +1,17 @@
-"""Lanes: ordered queues of work beside the computation.
+"""Lanes: ordered queues of work that overlaps with the computation.
 
-[Note: lanes] A lane is an ordered queue of work that runs beside the computation:
+[Note: lanes] A lane is an ordered queue of work that overlaps with the computation:
 
     event = lane.enqueue(work, after=[event, ...])
 
-The work begins when everything before it on the lane and all events in `after` are done; the event
+The work starts when everything before it on the lane and all events in `after` are done; the event
 that is returned is done when the work is. On an accelerator a lane is a stream: enqueueing issues
 the work at once, and the device keeps the order. On the CPU a lane is a worker thread, so overlap
 and order are real there too, and tests exercise them: under `delays(seed)` each piece of work
-begins after a random pause, which must not change any result.
+starts after a random pause, which must not change any result.
 
 Work that ends with work on another lane goes through `relay`: a host lane's kernel, then the copy
-of what it wrote.
+of its result.
 
 [Note: the end of the program] A worker thread is a daemon, since a collective whose peer is dead
 may block it forever. But when a daemon returns from C++ while the interpreter shuts down, Python
@@ -51,33 +51,33 @@ class Event(Protocol):
     """A moment in a lane's or a thread's work."""
 
     def wait(self) -> None:
-        """Orders what this thread does next after the event. Raises what the work raised.
+        """Makes this thread's next work wait for the event. Raises the work's error.
 
         On the CPU the thread itself waits. On an accelerator its current stream does, and the
         thread continues.
         """
 
     def synchronize(self) -> None:
-        """Blocks this thread until the event, on any device. Raises what the work raised."""
+        """Blocks this thread until the event, on any device. Raises the work's error."""
 
     def is_done(self) -> bool:
         """Whether the work has ended, perhaps by an error. Neither waits nor raises."""
 
 
 class Lane(Protocol):
-    """An ordered queue of work beside the computation. See [Note: lanes]."""
+    """An ordered queue of work that overlaps with the computation. See [Note: lanes]."""
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        """Queues `work`, to begin after the events in `after`; autograd does not record it.
+        """Queues `work`, to start after the events in `after`; autograd does not record it.
 
-        On the CPU, work that fails, or that waits for work that failed, fails the lane: nothing on
+        On the CPU, work that fails, or that waits for work that failed, fails the lane: no work on
         it runs any more, and all its events fail with the same error. A rank that has missed one
-        collective must not send what its peers would take for it. On an accelerator the work is
-        issued at once, and errors of issuing it are raised here.
+        collective must not send data that its peers would take for it. On an accelerator the work
+        is issued at once, and errors of issuing it are raised here.
         """
 
     def close(self) -> None:
-        """Waits for queued work, and refuses more. Raises nothing: the events have the errors.
+        """Waits for queued work, and rejects more. Raises no error: the events have them.
 
         A lane that is dropped without this finishes its queued work and ends.
         """
@@ -87,7 +87,7 @@ def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) ->
     """Queues work on a worker thread's lane that returns an event of another lane. The event that
     this returns is done when both are.
 
-    A host lane can so compute something and then begin to copy it to the device, without the
+    A host lane can so compute something and then start to copy it to the device, without the
     caller.
     """
     ends: list[Event] = []
@@ -95,7 +95,7 @@ def relay(lane: Lane, work: Callable[[], Event], after: Sequence[Event] = ()) ->
 
 
 class EventSource(Protocol):
-    """A device, as far as an `InlineLane` knows it."""
+    """The interface of a device that an `InlineLane` needs."""
 
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
@@ -153,7 +153,7 @@ class RelayedEvent:
         self._ends[0].synchronize()
 
     def is_done(self) -> bool:
-        # Work that failed has queued nothing on the second lane.
+        # Failed work has not queued any on the second lane.
         return self._first.is_done() and all(end.is_done() for end in self._ends)
 
 
@@ -204,12 +204,14 @@ class _Queued(NamedTuple):
     is_inference: bool  # whether it was queued in inference mode, which is a property of threads
 
 
-# What a worker's thread takes: work, an event that marks a place in the queue, or None to end.
+# The queue of a worker's thread: work, an event that marks a place in the queue, or None to end.
 _Queue: TypeAlias = "queue.SimpleQueue[_Queued | ThreadEvent | None]"
 
 
 class _Worker:
-    """The thread behind one or more CPU lanes; ends with the program, or when nobody holds it."""
+    """The thread behind one or more CPU lanes; ends with the program, or when it has no more
+    users.
+    """
 
     def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self.queue: _Queue = queue.SimpleQueue()
@@ -220,7 +222,7 @@ class _Worker:
         weakref.finalize(self, self.queue.put, None).atexit = False
 
 
-# The queues of running threads, also of those whose worker nobody holds any more.
+# The queues of running threads, also of workers without users.
 _queues: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
 
@@ -236,7 +238,7 @@ def _finish_lanes() -> None:
     for thread, end in ends.items():
         _queues[thread].put(end)
 
-    # A thread whose worker nobody holds may end first, at the None in its queue.
+    # The thread of a worker without users may end first, at the None in its queue.
     deadline = time.monotonic() + _EXIT_SECONDS
     late = []
     for thread, end in ends.items():
@@ -261,7 +263,7 @@ _thread = threading.local()
 def is_lane_thread() -> bool:
     """Whether this is a worker's thread, which must not wait for a lane.
 
-    Finalizers have to ask: garbage is collected in such threads too.
+    Finalizers have to check: garbage is collected in such threads too.
     """
     return getattr(_thread, "is_worker", False)
 
@@ -271,7 +273,7 @@ def _serve(items: _Queue, prepare: Callable[[], None] | None) -> None:
     if prepare is not None:
         prepare()
 
-    # A function of its own, whose frame ends with the work: otherwise its buffers, modules and
+    # A separate function, whose frame ends with the work: otherwise its buffers, modules and
     # errors would stay alive until the next work comes.
     while _carry_out(items.get()):
         pass
@@ -303,7 +305,7 @@ class ThreadLane:
     def make(
         cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None
     ) -> ThreadLane:
-        """A lane with a worker of its own, whose thread first calls `prepare`, or with the one that
+        """A lane with a separate worker, whose thread first calls `prepare`, or with the one that
         lanes of its name share.
         """
         if not is_shared:
@@ -368,7 +370,7 @@ class StreamEvent:
 class StreamLane:
     """A lane on an accelerator: a stream.
 
-    Memory that work on it allocates belongs to its stream, and nothing here calls `record_stream`.
+    Memory that work on it allocates belongs to its stream, and no code here calls `record_stream`.
     Another stream that reads such memory must be done before it is freed, and so must the work
     before anything that it reads is freed.
     """
@@ -415,7 +417,7 @@ _injected: list[_Delays] = []
 
 @contextmanager
 def delays(seed: int) -> Iterator[None]:
-    """While open, every piece of work on a CPU lane begins after a random pause of up to 4 ms."""
+    """While open, every piece of work on a CPU lane starts after a random pause of up to 4 ms."""
     _injected.append(_Delays(seed))
     try:
         yield

@@ -51,7 +51,7 @@ def plan_groups(
     """The groups in the order in which `shard_model` makes them; its arguments, for as many ranks.
 
     Raises:
-        ValueError, TypeError: for parameters that it would refuse.
+        ValueError, TypeError: for parameters that it would reject.
     """
     cuts = cut_shapes(config, world_size)
     policy = policy_of(config, compute_dtype, main_params_dtype)

@@ -302,7 +302,7 @@ class DBuffer:
             wanted = self._check(placements)
             inner = _local_range(self.layout, self.mesh, wanted)
             raise ValueError(
-                f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}."
+                f"Expected placements whose range is in {self.range}, got {wanted} with {inner}."
             )
         return part
 

@@ -16,7 +16,7 @@
 The names come from Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, calling
 `fully_shard(layer, mesh)` for every layer and then for the model needs neither a context nor
 placements: modules join the one that contains them, and the first forward ends their construction.
-FSDP2's own arguments are taken as it means them, or refused: see fsdp2_arguments.py.
+FSDP2's own arguments are taken as it means them, or rejected: see fsdp2_arguments.py.
 
 The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they
 are cut: shards are whole rows, but not the rows of `torch.chunk`. They are what optimizers and

@@ -130,7 +130,7 @@ class FsdpModule(Fsdp2Methods):
     forward_prefetch: list[weakref.ref[FsdpModule]]
     backward_prefetch: list[weakref.ref[FsdpModule]]
 
-    # Calls whose backward has not come yet; those whose graph is freed vanish.
+    # Calls whose backward has not come yet; calls whose graph is freed vanish.
     _fsdp_calls: weakref.WeakSet[_Call]
     _fsdp_call: _Call | None  # running, if it will have a graph
     _fsdp_reduced_backward: int  # of the context, at whose end gradients have been reduced

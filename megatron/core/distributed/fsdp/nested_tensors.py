@@ -47,7 +47,7 @@ def with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`, in new containers.
 
-    Dataclasses are built anew, so a field that is no argument of theirs is what they make of it.
+    Dataclasses are built anew, so they compute a field that is no argument again.
     """
     return tree_map(partial(_cast_leaf, dtype=dtype), value)
 

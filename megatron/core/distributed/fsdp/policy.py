@@ -1,5 +1,5 @@
-"""The dtypes in which weights and gradients are kept, computed with and sent, and the side on which
-main weights lie.
+"""The dtypes in which weights and gradients are kept, computed with and sent, and the device of
+main weights.
 """
 
 from __future__ import annotations

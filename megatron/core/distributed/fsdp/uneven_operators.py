@@ -11,7 +11,7 @@
 So every operation has the result that it has on one process, the same on every rank. All ranks of
 the mesh must call operations that reduce or gather, as with any DTensor that has to be
 redistributed. A view that would have to move rows (`p[0]`, `p.t()`) is a copy instead, which
-refuses writes.
+rejects writes.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class _Wait:
             method()
 
     def __deepcopy__(self, _: dict[int, Any]) -> None:
-        # PyTorch's asynchronous checkpoints copy a tensor's attributes, but nothing updates the
+        # PyTorch's asynchronous checkpoints copy a tensor's attributes, but no code updates the
         # rows of a copy.
         return None
 

@@ -97,7 +97,8 @@ class RowCut(NamedTuple):
 
     def _rows_before(self, place: int, num_rows: int) -> int:
         """How many of a block's rows start before a position in it, in elements."""
-        # Rounded up. Places before the first row give less than 0, those behind the last too much.
+        # Rounded up. Positions before the first row give less than 0, positions behind the last too
+        # much.
         rows = -(-(place - self.offset) // self.row_numel)
         return min(max(rows, 0), num_rows)
 
@@ -162,7 +163,7 @@ class UnevenShard(Shard):
     [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes
     before it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements
     from the left and would cut in the other order. So the leftmost uneven shard, which cuts last,
-    tells PyTorch where this rank's rows are in the whole tensor, and shards to its right leave them
+    shows PyTorch where this rank's rows are in the whole tensor, and shards to its right leave them
     as they are.
 
     [Note: equal on all ranks] The rows that an axis cuts depend on the axes to its right have put

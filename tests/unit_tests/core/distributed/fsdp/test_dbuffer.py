@@ -338,7 +338,7 @@ def test_each_mistake_has_its_own_message() -> None:
             lambda: buffer.redistribute([Flat(), Flat()]),
             "Expected 1 placements, one for each mesh axis, got 2",
         ),
-        (lambda: buffer.view([Replicate()]), "Expected placements whose range lies in"),
+        (lambda: buffer.view([Replicate()]), "Expected placements whose range"),
         (
             lambda: buffer.copy_from(0, torch.zeros(6, 2)),
             r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)",
