@@ -317,40 +317,21 @@ def test_each_mistake_has_its_own_message() -> None:
     for name, out in outputs.items():
         with pytest.raises(ValueError, match=f"Expected out with {name} "):
             buffer.allgather(0, out=out)
+    mixed = [torch.zeros(1), torch.zeros(1).half()]
     for call, message in (
-        (
-            lambda: buffer.reduce_scatter(0, Flat()),
-            "Expected Partial on axis 0 for reduce_scatter, got",
-        ),
-        (lambda: buffer.allreduce(0), "Expected Partial on axis 0 for allreduce"),
-        (lambda: buffer.scatter(0, Flat()), "Expected Replicate on axis 0 for scatter"),
-        (lambda: buffer.allgather(0).allgather(0), "Expected Shard on axis 0 for allgather"),
-        (
-            lambda: buffer.allgather(0).scatter(0, Replicate()),
-            "Expected Shard as the new placement of axis 0",
-        ),
-        (lambda: buffer.allgather(3), "Expected an axis of the mesh, 0 to 0, for allgather, got 3"),
-        (
-            lambda: buffer.allgather(-1),
-            "Expected an axis of the mesh, 0 to 0, for allgather, got -1",
-        ),
-        (
-            lambda: buffer.redistribute([Flat(), Flat()]),
-            "Expected 1 placements, one for each mesh axis, got 2",
-        ),
+        (lambda: buffer.reduce_scatter(0, Flat()), "Partial on axis 0 for reduce_scatter"),
+        (lambda: buffer.allreduce(0), "Partial on axis 0 for allreduce"),
+        (lambda: buffer.scatter(0, Flat()), "Replicate on axis 0 for scatter"),
+        (lambda: buffer.allgather(0).allgather(0), "Shard on axis 0 for allgather"),
+        (lambda: buffer.allgather(0).scatter(0, Replicate()), "new placement of axis 0"),
+        (lambda: buffer.allgather(3), "axis of the mesh, 0 to 0, for allgather, got 3"),
+        (lambda: buffer.allgather(-1), "axis of the mesh, 0 to 0, for allgather, got -1"),
+        (lambda: buffer.redistribute([Flat(), Flat()]), "Expected 1 placements.* got 2"),
         (lambda: buffer.view([Replicate()]), "Expected placements whose range"),
-        (
-            lambda: buffer.copy_from(0, torch.zeros(6, 2)),
-            r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)",
-        ),
+        (lambda: buffer.copy_from(0, torch.zeros(6, 2)), r"of shape \(2, 6\), got \(6, 2\)"),
         (lambda: from_local(buffer, torch.zeros(3)), "elements on this rank, got 3"),
         (lambda: from_local(buffer, torch.zeros(2, 3)), "Expected a flat, contiguous tensor"),
-        (
-            lambda: DBuffer.distribute_tensors(
-                [torch.zeros(1), torch.zeros(1).half()], mesh, [Flat()]
-            ),
-            "of one dtype",
-        ),
+        (lambda: DBuffer.distribute_tensors(mixed, mesh, [Flat()]), "of one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
