@@ -138,7 +138,6 @@ LAYERS: list[list[str]] = [
         "megatron.core.distributed.fsdp.collective_history",
         "megatron.core.distributed.fsdp.uneven_rows",
         "megatron.core.distributed.fsdp.uneven_views",
-        "megatron.core.distributed.fsdp.uneven_traits",
         "megatron.core.distributed.fsdp.uneven_elementwise",
         "megatron.core.distributed.fsdp.uneven_operators",
         "megatron.core.distributed.fsdp.uneven_dtensor",

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, known
 
 
 def has_own_main(
@@ -65,19 +65,17 @@ class GroupMemory:
     @property
     def dtype(self) -> torch.dtype:
         """Of the compute weights."""
-        return _known(self.policy.compute_dtype)
+        return known(self.policy.compute_dtype)
 
     @property
     def main_dtype(self) -> torch.dtype:
         """Of the main weights."""
-        policy = self.policy
-        dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
-        return _known(dtype)
+        return self.policy.main_dtype(self.requires_grad)
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """Of the gradients that the optimizer reads."""
-        return _known(self.policy.main_grads_dtype)
+        return known(self.policy.main_grads_dtype)
 
     @property
     def optimizer_numel(self) -> int:
@@ -116,7 +114,7 @@ class GroupMemory:
         """Of the gradients as a backward leaves them."""
         if not self.requires_grad:
             return 0
-        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype))
+        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype))
         return self._numel(self.placements.in_use) * sent.itemsize
 
     @property
@@ -143,7 +141,7 @@ class GroupMemory:
     @property
     def reduced_nbytes(self) -> int:
         """That this rank sends where the gradients of one microbatch are reduced."""
-        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype)).itemsize
+        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype)).itemsize
         ranks = self._num_ranks(is_deferred=False)
         whole = self._numel(self.placements.in_use)
         return whole * (ranks - 1) // ranks * sent if self.requires_grad else 0
@@ -179,8 +177,3 @@ class GroupMemory:
         """Elements of this rank's piece."""
         first = (0,) * len(self.mesh_shape)
         return self.layout.local_range(self.mesh_shape, sharded_axes(placements), first).numel
-
-
-def _known(dtype: torch.dtype | None) -> torch.dtype:
-    assert dtype is not None, "the policy is resolved"
-    return dtype

@@ -38,7 +38,7 @@ from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradie
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, known
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
@@ -117,7 +117,7 @@ class FsdpParameterGroup:
         self.unit = object()
         self.name = ""
         self.policy = policy.resolve(first.dtype)
-        self.dtype = _known(self.policy.compute_dtype)
+        self.dtype = known(self.policy.compute_dtype)
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
@@ -421,13 +421,11 @@ class FsdpParameterGroup:
     # Building
 
     def _make_weights(self) -> None:
-        policy = self.policy
-        main_dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
         weights = WeightBuffers.make(
             self.mesh,
             self.placements,
             self.layout,
-            _known(main_dtype),
+            self.policy.main_dtype(self.requires_grad),
             self.dtype,
             self._device,
             self._is_on_host,
@@ -437,7 +435,7 @@ class FsdpParameterGroup:
         self.unsharded_weight = weights.unsharded
 
     def _make_gradients(self, divisor: float) -> GroupGradients:
-        main, comm = _known(self.policy.main_grads_dtype), _known(self.policy.grad_comm_dtype)
+        main, comm = known(self.policy.main_grads_dtype), known(self.policy.grad_comm_dtype)
         return GroupGradients(
             self.mesh,
             self.placements,
@@ -567,8 +565,3 @@ def _sample(tensor: torch.Tensor) -> int:
 
 def _axes_between(source: DBuffer, target: DBuffer) -> Iterable[int]:
     return axes_to_move(source.placements, target.placements)
-
-
-def _known(dtype: torch.dtype | None) -> torch.dtype:
-    assert dtype is not None, "the policy is resolved"
-    return dtype

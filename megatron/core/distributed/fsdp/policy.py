@@ -62,6 +62,10 @@ class MixedPrecisionPolicy:
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
 
+    def main_dtype(self, requires_grad: bool) -> torch.dtype:
+        """The dtype of main weights under this policy, which must be resolved."""
+        return known(self.main_params_dtype if requires_grad else self.frozen_params_dtype)
+
     def at_least_fp32(self) -> MixedPrecisionPolicy:
         """This policy, which must be resolved, with fp32 instead of every 16-bit dtype."""
         narrow = [
@@ -70,6 +74,12 @@ class MixedPrecisionPolicy:
             if dtype is not None and dtype.itemsize < torch.float32.itemsize
         ]
         return dataclasses.replace(self, **dict.fromkeys(narrow, torch.float32))
+
+
+def known(dtype: torch.dtype | None) -> torch.dtype:
+    """A dtype of a resolved policy."""
+    assert dtype is not None, "the policy is resolved"
+    return dtype
 
 
 @dataclass(frozen=True)

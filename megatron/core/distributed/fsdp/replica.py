@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
-from megatron.core.distributed.fsdp.uneven_traits import traits_of
+from megatron.core.distributed.fsdp.uneven_elementwise import traits_of
 from megatron.core.dtensors import deep_copied
 from megatron.core.issued_collectives import issuing
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collective_history import compare
-from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
+from megatron.core.distributed.fsdp.uneven_elementwise import Traits, elementwise, traits_of
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
     UnevenRows,
@@ -38,7 +38,6 @@ from megatron.core.distributed.fsdp.uneven_rows import (
     uneven_among,
     whole_tensor,
 )
-from megatron.core.distributed.fsdp.uneven_traits import Traits, traits_of
 from megatron.core.distributed.fsdp.uneven_views import VIEWS
 
 aten = torch.ops.aten
