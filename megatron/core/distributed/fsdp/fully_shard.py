@@ -351,7 +351,7 @@ def _fill(
         group, index = places[id(module), name]
         if not parameter.original.is_meta:
             group.main_weight.copy_from(index, parameter.original)
-            group.note_initial_weight(parameter.original)
+            group.sample_initial_weight(parameter.original)
         elif not callable(getattr(module, "reset_parameters", None)):
             group.main_weight.get_local_tensor(index).fill_(float("nan"))
             is_filled = False
@@ -371,7 +371,7 @@ def _fill(
             ).items():
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, values)
-                group.note_initial_weight(values)
+                group.sample_initial_weight(values)
     for group in groups if is_filled else ():
         group.keep_initial_sample()
 

@@ -226,14 +226,14 @@ class FsdpParameterGroup:
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
-    def note_initial_weight(self, whole: torch.Tensor) -> None:
+    def sample_initial_weight(self, whole: torch.Tensor) -> None:
         """Takes a sample of a parameter's initial values, which every rank must have drawn alike.
         Call it after they have been copied into the main weights.
         """
         self._initial_sample += _sample(whole)
 
     def keep_initial_sample(self) -> None:
-        """Ends the notes. They hold until somebody else writes to the main weights."""
+        """Ends the samples. They are valid until other code writes to the main weights."""
         self._filled = (self._versions(), self._local_sample())
 
     def initial_checksum(self) -> torch.Tensor:

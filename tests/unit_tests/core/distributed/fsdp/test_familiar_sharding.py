@@ -104,18 +104,6 @@ def test_negative_axes_count_from_the_end() -> None:
     both = [[Shard(0)] * 2] * 3
     assert fully_shard(nn.Linear(4, 4), mesh, Placements([-2, "dp"], *both)).parameter_groups
 
-    cases: list[tuple[list[int | str], str]] = [
-        ([-3, 1], r"Expected an axis of the mesh, -2 to 1 or one of \('tp', 'dp'\), got -3"),
-        (["dp", -1], r"Expected distinct data-parallel axes, got dp_axes=\('dp', -1\)"),
-        ([-1, 0], r"Expected data-parallel axes in mesh-axis order, got dp_axes=\(-1, 0\)"),
-    ]
-    for axes, message in cases:
-        with pytest.raises(ValueError, match=message):
-            fully_shard(nn.Linear(4, 4), mesh, Placements(axes, *both))
-    unnamed = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(ValueError, match="Expected dp_axes to match every axis of a mesh without"):
-        fully_shard(nn.Linear(4, 4), unnamed, Placements([-1], *shards))
-
 
 @on_ranks(2)
 def test_symmetric_memory_is_refused_by_name() -> None:

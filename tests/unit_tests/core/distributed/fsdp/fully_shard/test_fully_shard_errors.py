@@ -159,6 +159,13 @@ NAMES = ("outer", "inner")
             NAMES,
             Placements.for_strategy(ZERO_3, "dp"),
         ),
+        (r"-2 to 1 or one of .*, got -3", (2, 1), NAMES, Placements((-3, 1), *HSDP)),
+        (
+            r"distinct .* got dp_axes=\('outer', -2\)",
+            (2, 1),
+            NAMES,
+            Placements(("outer", -2), *HSDP),
+        ),
         (r"mesh_dim_names, got \(0,\) of 2", (2, 1), None, Placements.for_strategy(ZERO_3)),
         (r"order, got dp_axes=\(1, 0\)", (2, 1), None, Placements((1, 0), *HSDP)),
         (
