@@ -1,28 +1,27 @@
 """The collectives that this process has issued to its device and that are not over.
 
 On an accelerator a collective returns at once, and the host continues until something stops it: a
-full launch queue, autograd's thread that launches nothing more, the transfer of a result. Where the
-host stands then does not tell whether it waits for other ranks. The device knows, so every
-collective leaves a record with two events, one just before it and one behind it: `with
-issuing(name, tensor)`.
+full launch queue, autograd's thread that launches no more kernels, the transfer of a result. The
+stack of the host then does not show whether it waits for other ranks. So every collective leaves a
+record with two events, one just before it and one behind it: `with issuing(name, tensor)`.
 
-[Note: who waits] A collective begins on each rank as soon as that rank's device reaches it, and is
-over when all have. The oldest one that is not over tells about its rank:
+[Note: who waits] A collective starts on each rank as soon as that rank's device reaches it, and is
+over when all have. The oldest one that is not over shows the state of its rank:
 
-    has begun       the rank waits for another that has not reached it yet
-    has not begun   something else holds up the device, since no older collective is left; no other
-                    rank is to blame
-    there is none   the device waits for nobody; what the host has stated decides
-                    (`rank_waits.py`)
+    has started       the rank waits for another that has not reached it yet
+    has not started   something else holds up the device, since no older collective is left; no
+                      other rank is to blame
+    none              the device waits for no other rank; the host's statement decides
+                      (`rank_waits.py`)
 
 Ranks issue their collectives in the same order. A rank that sleeps before it issues the next one
 has none left as soon as the others have caught up with it, and they all have that next one.
 
-[Note: who asks] By a comment in torch's own watchdog, querying an event may block while another
+[Note: who queries] By a comment in torch's own watchdog, querying an event may block while another
 thread is inside CUDA, and torch's `Event.query` keeps the GIL meanwhile: a watchdog that queried
-might stop the very process it watches. `Event.synchronize` releases the GIL. So a thread of its own
-walks from event to event, and where that thread stands is the answer. It does so only when asked,
-which is when something is wrong; in normal operation a collective costs two events.
+might stop the very process it watches. `Event.synchronize` releases the GIL. So a separate
+thread walks from event to event, and its position is the result. It does so only on request, when
+something is wrong; in normal operation a collective costs two events.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from megatron.core.device import Device
 from megatron.core.lanes import Event
 from megatron.core.rank_waits import waiting_for_ranks
 
-# More than fit into a device's launch queue, so that those that are dropped are over.
+# More than fit into a device's launch queue, so that dropped records are over.
 _MOST_RECORDS = 1024
 _POLL_SECONDS = 0.02
 # After so long in one place, the walking thread counts as waiting for the device.
 _STILL_SECONDS = 0.2
-# Ranks wait longer than this for each other's answers, of which this is a part.
+# Ranks wait longer than this for each other's reports, of which this is a part.
 _LOOK_SECONDS = 0.9
 
 
 class Outstanding(NamedTuple):
     """A collective that is not over."""
 
-    number: int  # of those that this process has issued
+    number: int  # among the collectives of this process
     name: str
     has_begun: bool  # see [Note: who waits]
 
@@ -84,7 +83,7 @@ class IssuedCollectives:
         self._is_asked = threading.Event()
         self._question = 0  # how often it has been asked
         self._answered = 0  # the last question since which it has found every record over
-        self._position: Outstanding | None = None  # where the walking thread stands
+        self._position: Outstanding | None = None  # of the walking thread
 
     @contextmanager
     def issuing(self, name: str, device: Device) -> Iterator[None]:
@@ -122,7 +121,7 @@ class IssuedCollectives:
         return None
 
     def _ask(self) -> int:
-        """Sends the walking thread on its way. Returns the number of the question."""
+        """Starts the walking thread. Returns the number of the question."""
         with self._lock:
             self._question += 1
             if self._walker is None or not self._walker.is_alive():
@@ -149,9 +148,9 @@ class IssuedCollectives:
             self._answered = question
 
     def _pass(self, record: _Record) -> None:
-        """Waits until a collective is over, and shows meanwhile whether it has begun."""
+        """Waits until a collective is over, and shows meanwhile whether it has started."""
         self._position = Outstanding(record.number, record.name, has_begun=False)
-        # An error of the device ends the wait. Whoever uses the results gets it too.
+        # An error of the device ends the wait. Users of the results get it too.
         with suppress(RuntimeError):
             # A thread that names no device is on the first one, and would open a context there.
             record.device.make_current()

@@ -1,18 +1,18 @@
 """Waits for other ranks, stated by the code that waits.
 
 A rank that waits for others must not be blamed for a hang. While a thread sits in a collective, its
-stack shows some call into C++, which looks like a computation. So the code that waits says so:
-`with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog asks with `rank_wait`.
+stack shows some call into C++, which looks like a computation. So the code that waits states it:
+`with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog calls `rank_wait`.
 
 On the CPU a collective blocks: `issuing` (`issued_collectives.py`) makes the statement, and so do
 the exchanges of `fsdp/collectives.py`. On an accelerator a collective returns at once, and the
-device itself is asked what it waits in.
+device itself knows the collective.
 
-A thread that waits for another one is taken to wait for ranks only where it says so, as lanes do,
-or where autograd runs the backward in threads of its own.
+A thread that waits for another one is taken to wait for ranks only where it states it, as lanes do,
+or where autograd runs the backward in separate threads.
 
-Torch waits inside functions of its own, too: a program's `dist.barrier()`, a DTensor that is
-redistributed, DCP's planning. No code of ours is entered there, so these alone are recognised by
+Torch waits inside its own functions, too: a program's `dist.barrier()`, a DTensor that is
+redistributed, DCP's planning. No code of this project runs there, so only these are recognised by
 the module that their frames run in (`_wait_in_torch`).
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-# By thread, the innermost statement. Each entry is written by its own thread alone.
+# By thread, the innermost statement. Only the thread itself writes to its entry.
 _stated: dict[int, str] = {}
 _ANOTHER_THREAD = "another thread"
 
@@ -40,8 +40,8 @@ _BACKWARD_MODULE = "torch.autograd.graph"
 
 @contextmanager
 def waiting_for_ranks(name: str) -> Iterator[None]:
-    """States that this thread waits for other ranks until the block ends. Put nothing else into the
-    block: a rank that computes there would pass for one that waits.
+    """States that this thread waits for other ranks until the block ends. Put no other work into
+    the block: a rank that computes there would pass for one that waits.
 
     Args:
         name: of the collective; completes "waiting in the ...".

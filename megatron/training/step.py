@@ -311,7 +311,7 @@ class _Agreed(NamedTuple):
     is_masked: bool  # there are weights, and all are 0
     num_bad: float  # ranks of which a loss is not finite
     votes: tuple[float, ...]  # summed
-    digests: tuple[float, ...]  # of each rank's collectives; see `NoteHistory`
+    digests: tuple[float, ...]  # of each rank's collectives; see `CollectiveHistory`
     told: tuple[float, ...]  # of each rank's results; see `Told.digest`
     load: torch.Tensor | None  # summed: [layers with experts, experts] int64, on the host
     # Norm of gradients that are not yet divided and, if asked for, zeros among them.

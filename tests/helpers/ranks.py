@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
-from megatron.core.distributed.fsdp.note_history import _histories
+from megatron.core.distributed.fsdp.collective_history import _histories
 from megatron.core.lanes import delays
 from tests.helpers import gpu
 from tests.simulated_accelerator import build

@@ -19,7 +19,7 @@ class DataParallelConfig:
     )
     data_parallel_sharding_strategy: str = option(
         "optim_grads_params",
-        "what ranks shard: nothing (no_shard), optimizer states (optim, ZeRO-1), also gradients"
+        "sharded state: none (no_shard), optimizer states (optim, ZeRO-1), also gradients"
         " (optim_grads, ZeRO-2), also parameters (optim_grads_params, ZeRO-3)",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
         no_effect_unless="use_megatron_fsdp",
@@ -35,7 +35,7 @@ class DataParallelConfig:
     )
     outer_dp_sharding_strategy: str = option(
         "no_shard",
-        "what is also sharded over the groups of HSDP: nothing (no_shard), or optimizer states "
+        "state that is also sharded over the groups of HSDP: none (no_shard), or optimizer states "
         "(optim, HFSDP)",
         choices=("no_shard", "optim"),
     )
@@ -108,7 +108,7 @@ class DataParallelConfig:
 
     @property
     def engine(self) -> str:
-        """What a log calls the engine."""
+        """Name of the engine in logs."""
         if self.use_torch_fsdp2:
             return "PyTorch FSDP2"
         if not self.use_megatron_fsdp:

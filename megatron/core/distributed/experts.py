@@ -4,7 +4,7 @@ Each rank of a group has its own tokens and an equal share of the experts: of 8 
 the first has 0 to 3, the second 4 to 7. `ExpertExchange` takes the place of `MoELayer.exchange`:
 
     send         counts     [ranks, experts here] int64, and the mixture's number: all-to-all
-                 tokens     in the order of all experts: all-to-all, parts as long as the counts say
+                 tokens     in the order of all experts: all-to-all of parts as long as counted
                  order      from (source rank, expert) to (expert, source rank), on the device
     bring_back   the same steps backwards
 
@@ -13,19 +13,19 @@ not depend on when messages arrive. An expert gets its tokens in the order of th
 
 [Note: order of exchanges] An exchange is a collective of the group of ranks that share the experts,
 issued by the thread that computes, on its current stream. FSDP's collectives run on lanes, over
-other groups, beside it. Together they cannot lock up, because of this invariant: all ranks run the
-same program, one sequence of exchanges, of work put on lanes, and of waits for that work. Every
+other groups, in parallel. Together they cannot lock up, because of this invariant: all ranks run
+the same program, one sequence of exchanges, of work put on lanes, and of waits for that work. Every
 rank takes part in every exchange, with or without tokens, and every module with experts runs on it;
-nothing in the sequence depends on how tokens are routed. Take the rank that is furthest behind in
+the sequence does not depend on how tokens are routed. Take the rank that is furthest behind in
 the sequence. If it is about to exchange, each peer is at that exchange already or will get there
 without it. If it waits for a lane, all ranks have queued that work before, since they are at least
 as far, and a lane only waits for the same work on other ranks' lanes, in the order in which it was
-queued, and for copies and updates of its own rank, which wait for nobody. So this rank gets on, and
-with it all.
+queued, and for local copies and updates, which wait for no other rank. So this rank
+makes progress, and with it every rank.
 
-Ranks that disagree get an error from the mixture's number beside the counts, if they meet in that
-exchange, and otherwise before the optimizer's step, which compares a note of each exchange (`note`;
-see fsdp/note_history.py). Ranks that never meet wait until the watchdog or the timeout of the
+Ranks that disagree get an error from the mixture's number next to the counts, if they meet in that
+exchange, and otherwise before the optimizer's step, where ranks compare their exchanges (`record`;
+see fsdp/collective_history.py). Ranks that never meet wait until the watchdog or the timeout of the
 groups ends them.
 
 Nor can messages be taken for each other's. Where all ranks share the experts, their group is that
@@ -34,7 +34,7 @@ and NCCL runs a communicator's collectives in the order of their issue. That ord
 on an accelerator, work is issued by the thread that puts it on a lane.
 
 On a GPU the collectives of several NCCL communicators run side by side on several streams. Each
-rank's host issues them in one order, the same everywhere, but devices may begin them in another.
+rank's host issues them in one order, the same everywhere, but devices may start them in another.
 NCCL's kernels wait on the device for their peers, so two may block each other if one occupies what
 the other lacks on another rank. The lanes of FSDP have this in common with every FSDP over several
 meshes. A device with room for the kernels of three communicators at once (they take some tens of
@@ -61,15 +61,15 @@ from megatron.core.transformer.token_permutation import places_of
 def divide_experts(
     model: nn.Module,
     group: dist.ProcessGroup,
-    note: Callable[[nn.Module, bool], None] | None = None,
+    record: Callable[[nn.Module, bool], None] | None = None,
 ) -> None:
     """Has every mixture of experts in `model` send its tokens to the ranks of `group`, each of
     which has an equal share of the experts.
 
-    Says nothing about the weights: what holds them must show each rank those of its own experts.
+    Does not divide the weights: the engine must show each rank the weights of its experts.
 
     Args:
-        note: is called with a mixture's experts, and whether in backward, before tokens or their
+        record: called with a mixture's experts, and whether in backward, before tokens or their
             gradients travel, in the thread that computes.
 
     Raises:
@@ -92,14 +92,14 @@ def divide_experts(
             group,
             number,
             tuple(mixtures),
-            None if note is None else partial(note, module.experts),
+            None if record is None else partial(record, module.experts),
         )
 
 
 class ExpertExchange:
     """The exchange of one mixture's tokens among the ranks of a group. Implements `TokenExchange`.
 
-    All ranks of the group call its methods in the same order, those without tokens too.
+    All ranks of the group call its methods in the same order, also ranks without tokens.
     """
 
     def __init__(
@@ -107,34 +107,34 @@ class ExpertExchange:
         group: dist.ProcessGroup,
         number: int = 0,
         names: Sequence[str] = ("the model",),
-        note: Callable[[bool], None] | None = None,
+        record: Callable[[bool], None] | None = None,
     ) -> None:
         """
         Args:
-            number: of the mixture among those of the model.
+            number: index of the mixture among the mixtures of the model.
             names: of all mixtures of the model, for messages; the same on every rank.
-            note: is called before the first collective of a forward (False) and of a backward
+            record: called before the first collective of a forward (False) and of a backward
                 (True).
         """
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._number = number
         self._names = names
-        self._note = note
+        self._record = record
 
     def send(self, tokens: Tensor, counts: Tensor) -> Sent:
         """See `TokenExchange.send`.
 
-        On an accelerator the host waits here, once, until it knows how many tokens come and go: a
+        On an accelerator the host waits here, once, until the counts arrive: a
         collective is issued with the lengths of its parts.
 
         Raises:
             RuntimeError: other ranks send tokens of another mixture.
         """
-        if self._note is not None:
-            self._note(False)
-        # [ranks, experts of each]: the tokens that this rank sends, and those that it receives. A
-        # last column says in which mixture.
+        if self._record is not None:
+            self._record(False)
+        # [ranks, experts of each]: the tokens that this rank sends and receives. A last
+        # column has the number of the mixture.
         leaving = F.pad(counts.view(self._num_ranks, -1), (0, 1), value=self._number)
         coming = torch.empty_like(leaving)
         name = self._names[self._number]
@@ -148,7 +148,7 @@ class ExpertExchange:
 
         order = _order_by_expert(coming, sum(num_coming))
         place = places_of(order, len(order))
-        splits = _Splits(self._group, name, num_leaving, num_coming, self._note)
+        splits = _Splits(self._group, name, num_leaving, num_coming, self._record)
         apply: Any = _Send.apply  # torch declares it without types
         received: Tensor = apply(tokens, order, place, splits)
         return Sent(received, coming.sum(0), (order, place, splits))
@@ -178,22 +178,22 @@ class _Splits(NamedTuple):
     Attributes:
         name: of the mixture.
         num_leaving, num_coming: tokens to, and from, each rank of the group.
-        note: of the exchange; see there.
+        record: see `ExpertExchange`.
     """
 
     group: dist.ProcessGroup
     name: str
     num_leaving: list[int]
     num_coming: list[int]
-    note: Callable[[bool], None] | None
+    record: Callable[[bool], None] | None
 
 
 def _order_by_expert(counts: Tensor, total: int) -> Tensor:
     """How to put tokens into the order of their experts.
 
     Args:
-        counts: [source ranks, experts] int64. Tokens lie in the order of (source rank, expert).
-        total: the sum of `counts`, which the host knows already.
+        counts: [source ranks, experts] int64. Tokens are in the order of (source rank, expert).
+        total: the sum of `counts`, already on the host.
 
     Returns:
         [total] int64: for each place in the order of (expert, source rank) the token's old one. For
@@ -207,7 +207,7 @@ def _order_by_expert(counts: Tensor, total: int) -> Tensor:
 
 
 def _send_rows(tokens: Tensor, order: Tensor, splits: _Splits) -> Tensor:
-    """From the order of all experts, on the tokens' ranks, to each expert's tokens on its own."""
+    """From the order of all experts, on the tokens' ranks, to each expert's tokens on its rank."""
     return _all_to_all(tokens, splits, splits.num_leaving, splits.num_coming)[order]
 
 
@@ -256,6 +256,6 @@ class _BringBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        if ctx.splits.note is not None:
-            ctx.splits.note(True)
+        if ctx.splits.record is not None:
+            ctx.splits.record(True)
         return _send_rows(gradient, order, ctx.splits), None, None, None

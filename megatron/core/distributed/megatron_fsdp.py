@@ -103,18 +103,18 @@ def shard_model(
             )
         for unit in sharding_units(model):
             shard(unit, dense, reshard_after_forward=reshard_after_forward)
-        # Its backward begins where its forward ends: weights freed in between would only be
+        # Its backward starts where its forward ends: weights freed in between would only be
         # gathered again.
         shard(model, dense, reshard_after_forward=False)
 
     if experts.placements.kept_axes:
-        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _note_exchange)
+        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _record_exchange)
 
 
-def _note_exchange(experts: nn.Module, is_backward: bool) -> None:
-    """Has ranks notice before the next step if not all exchange tokens for these experts."""
-    assert isinstance(experts, FsdpModule), "experts that are divided are units of their own"
-    experts.parameter_groups[0].note_exchange(is_backward)
+def _record_exchange(experts: nn.Module, is_backward: bool) -> None:
+    """Lets the next step detect ranks that do not exchange tokens for these experts."""
+    assert isinstance(experts, FsdpModule), "divided experts are separate units"
+    experts.parameter_groups[0].record_exchange(is_backward)
 
 
 def policy_of(

@@ -1,7 +1,7 @@
 """The parameter groups that `megatron_fsdp.shard_model` will make of a model, before it does.
 
 Their sizes follow from shapes, the settings and the number of ranks. The model may be on meta;
-nothing is allocated, and no process group is asked.
+no memory is allocated, and no process group is asked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_groups(
     """The groups in the order in which `shard_model` makes them; its arguments, for as many ranks.
 
     Raises:
-        ValueError, TypeError: for parameters that it would refuse.
+        ValueError, TypeError: for parameters that it would reject.
     """
     cuts = cut_shapes(config, world_size)
     policy = policy_of(config, compute_dtype, main_params_dtype)

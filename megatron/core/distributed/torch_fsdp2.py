@@ -40,7 +40,7 @@ def shard_model(
             f"Expected a mesh with one axis, got {mesh.ndim} axes {mesh.mesh_dim_names}."
         )
 
-    # The layers' inputs already have the compute dtype, but for those that must stay fp32 (rotary
+    # The layers' inputs already have the compute dtype, except inputs that must stay fp32 (rotary
     # angles).
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -52,7 +52,7 @@ def shard_model(
             fully_shard(
                 unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
             )
-    # The root's backward begins where its forward ends: freeing its weights in between would only
+    # The root's backward starts where its forward ends: freeing its weights in between would only
     # gather them again.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
@@ -64,7 +64,7 @@ def shard_model(
 
 def _shard_fp32_modules(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes each `Fp32Module` a group, before the layers that contain them: a group of FSDP2 has
-    one compute dtype, and takes what the groups inside it have left.
+    one compute dtype, and takes the parameters that inner groups have left.
 
     NotImplementedError for one with parameters of inner modules, which would be fp32 too.
     """
@@ -92,7 +92,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-# PyTorch issues these collectives itself, and the watchdog has to know about them too.
+# PyTorch issues these collectives itself, and the watchdog has to see them too.
 
 
 class _RecordedAllGather(DefaultAllGather):

@@ -17,6 +17,6 @@ def sharding_units(model: nn.Module) -> list[nn.Module]:
 
 def expert_units(model: nn.Module) -> list[Experts]:
     """The experts of the model's mixtures, which Megatron-FSDP keeps apart from their layers: they
-    may lie on another mesh, and most of a layer's bytes are theirs.
+    may be on another mesh, and hold most of a layer's bytes.
     """
     return [module for module in model.modules() if isinstance(module, Experts)]

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on flat buffers. What users need is here; the files beside it hold
+"""Fully sharded data parallelism on flat buffers. What users need is here; the other files hold
 the parts.
 """
 

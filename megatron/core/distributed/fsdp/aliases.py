@@ -32,13 +32,13 @@ def dtensor_over(
     device: torch.device | None = None,
     cls: type[DTensor] = DTensor,
 ) -> DTensor:
-    """A DTensor over a local tensor, which may begin anywhere in its storage. Communicates nothing.
+    """A DTensor over a local tensor, which may start anywhere in its storage. No communication.
 
     Args:
-        device: where the DTensor says it is; default: where `local` is.
+        device: the DTensor's reported device; default: the device of `local`.
     """
     # A DTensor made over `local` itself would take over its offset in the storage, and code that
-    # copies tensors (`copy.deepcopy`) would take it for one with a storage of its own.
+    # copies tensors (`copy.deepcopy`) would take it for one with a separate storage.
     placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
     dtensor = cls(placeholder, spec, requires_grad=False)
     dtensor._local_tensor = local
@@ -46,7 +46,7 @@ def dtensor_over(
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory with a version counter of its own: autograd does not take
+    """A tensor over the same memory with a separate version counter: autograd does not take
     writes to one for changes of the other.
     """
     # A view, or what `detach` returns, would share the counter.

@@ -1,16 +1,17 @@
 """All-gather, reduce-scatter and all-reduce of flat tensors, the fastest way each device has.
 
 [Note: exchange] gloo runs a reduce-scatter as an all-reduce and copies inside its all-gather. On
-the CPU the ranks therefore exchange their parts directly: each sends every other rank just the part
-that is its own, and adds up what it receives, a piece at a time, while the next piece is under way.
-That moves the least bytes there are, takes no more memory than two pieces, and adds up in a fixed
-order, so the result is the same bits in every run. On a GPU the backend's own collectives do this.
+the CPU the ranks therefore exchange their parts directly: each sends every other rank only the
+part of that rank, and adds up the received parts, a piece at a time, while the next piece is in
+flight. That moves the fewest possible bytes, takes no more memory than two pieces, and adds up in a
+fixed order, so the result is the same bits in every run. On a GPU the backend's own collectives do
+this.
 
 [Note: tags] Ranks that disagree about the next collective must not mix up its parts with the parts
 of another. On the CPU every message has the tag of its collective, so such ranks wait for each
 other until the watchdog or the process group's timeout ends them. A disagreement in which no rank
 waits, such as a gradient that only some ranks have, is found before the optimizer's step: see
-`NoteHistory`.
+`CollectiveHistory`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import torch.distributed as dist
 from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waiting_for_ranks
 
-# torch 2.13 renamed them and warns about the old names; torch 2.11 has only those.
+# torch 2.13 renamed them and warns about the old names, the only ones in torch 2.11.
 _all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# Tags from here on are ours: far from the small ones that other messages of a program carry.
+# The first tag of this module, far from the small tags of a program's other messages.
 FIRST_TAG = 2**30
 # Elements of a part exchanged at a time. A message costs about 0.1 ms whatever its length.
 _PIECE_NUMEL = 1048576
@@ -72,7 +73,7 @@ class Reduction:
     """How the ranks' parts become one: (sum or mean) / divisor.
 
     Attributes:
-        accumulates: add to what is in the result instead of overwriting it.
+        accumulates: add to the result instead of overwriting it.
         device_dtype: in which a GPU's backend sends and adds; default: the result's.
     """
 
@@ -101,7 +102,7 @@ def all_gather(
             _all_gather_on_device(out, own, group=group)
         return
 
-    # Receives are posted before sends, and the own part is copied while messages are under way.
+    # Receives are posted before sends, and the own part is copied while messages are in flight.
     others, tag = _others(rank, len(parts)), label.tag
     works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
@@ -130,7 +131,7 @@ def reduce_scatter(
     label: Label = UNLABELLED,
 ) -> None:
     """Fills `out` with the sum or average over all ranks of this rank's part of `whole`, or adds it
-    to what is there.
+    to `out`.
 
     On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the
     others' by rank) and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send
@@ -139,8 +140,8 @@ def reduce_scatter(
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
-        whole: flat, contiguous; as many elements as all parts together. Left as it is, unless `out`
-            lies in it.
+        whole: flat, contiguous; as many elements as all parts together. Unchanged, unless `out`
+            is part of it.
     """
     rank, parts = _parts(whole, out, group)
     if out.device.type != "cpu":

@@ -1,5 +1,5 @@
-"""`FsdpContext`: what the sharded modules of one model share: lanes, the order in which they run,
-reductions under way.
+"""`FsdpContext`: state shared by the sharded modules of one model: lanes, the order in which
+modules run, reductions in flight.
 
 Modules belong to the model. The context refers to them weakly, so deleting the model frees them.
 """
@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.note_history import NoteHistory, compare
+from megatron.core.distributed.fsdp.collective_history import CollectiveHistory, compare
 from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
@@ -29,7 +29,7 @@ from megatron.core.timeline import AnyTimeline
 
 
 class ScheduledModule(Protocol):
-    """What a context asks of its modules."""
+    """The interface of modules that a context needs."""
 
     parameter_groups: tuple[FsdpParameterGroup, ...]
 
@@ -45,14 +45,14 @@ class ScheduledModule(Protocol):
 
 
 class _InFlight(NamedTuple):
-    """A reduction under way."""
+    """A reduction in flight."""
 
     group: FsdpParameterGroup
     event: Event
 
 
 class _Backward:
-    """A backward under way.
+    """A running backward.
 
     Autograd holds the only reference, as a callback at the end of the backward. If the object is
     freed without having been called, the backward has failed.
@@ -69,7 +69,8 @@ class _Backward:
 
 
 class FsdpContext:
-    """What the modules of one model share. Made by `fully_shard_context`, passed to `microbatch`.
+    """State shared by the modules of one model. Made by `fully_shard_context`, passed to
+    `microbatch`.
 
     Attributes:
         device: of the compute weights.
@@ -77,9 +78,9 @@ class FsdpContext:
             messages.
         is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
         is_open: whether modules may still join and the first forward ends that, since no
-            `fully_shard_context` says when the last one has been sharded.
+            `fully_shard_context` marks the last sharded module.
         is_finalized: whether all modules are known.
-        num_passes: how often a root has begun its forward.
+        num_passes: how often a root has started its forward.
         num_backwards: how many backwards have reached a module.
         lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
             been issued.
@@ -117,7 +118,7 @@ class FsdpContext:
     def _lane(self, name: str) -> Lane:
         # Shared with other contexts, whose collectives run over the same process groups and must
         # keep one order. Urgent, since the next kernels of the computation wait for them and they
-        # leave most of the device to what runs beside them.
+        # leave most of the device to concurrent kernels.
         return self.device.lane(name, is_shared=True, is_urgent=True)
 
     @property
@@ -139,7 +140,9 @@ class FsdpContext:
         self._groups.append(weakref.ref(group))
 
     def absorb(self, other: FsdpContext) -> None:
-        """Takes over another open context, once a module that contains those of both is sharded."""
+        """Takes over another open context, once a module that contains the modules of both is
+        sharded.
+        """
         for module in _alive(other._modules):
             module.context = self
             self.add_module(module)
@@ -148,8 +151,8 @@ class FsdpContext:
     def finalize(self) -> None:
         """Fixes the order in which modules run, once all are sharded.
 
-        ValueError, on all ranks, if ranks that replicate main weights hold different ones, or have
-        cut theirs out of different ones.
+        ValueError, on all ranks, if ranks that replicate main weights hold different ones, or
+        shards of different ones.
         """
         modules = _alive(self._modules)
         managed = {id(module) for module in modules}
@@ -282,14 +285,14 @@ class FsdpContext:
                 group.wait_unsharded()
 
     def _prefetch(self, group: FsdpParameterGroup) -> None:
-        """Begins to gather the full weights of a group that is used after the module about to run.
+        """Starts to gather the full weights of a group that is used after the module about to run.
 
         [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work
         that the host has yet to issue, and a stream can wait only for work that has been issued.
         Issuing such a gather now would block this thread, so the kernels of the module about to run
         would come late and the device would idle. The gather is issued when its own module is
-        reached instead, right after those kernels. Its memory is taken now, and with it the event
-        after which the gather may begin, so on the device it still runs beside them.
+        reached instead, right after these kernels. Its memory is taken now, and with it the event
+        after which the gather may start, so on the device it still overlaps with them.
 
         Why not look whether the delivery is done? That differs from rank to rank, and so would the
         order in which ranks issue their collectives. Whether there is one is the same everywhere.
@@ -313,7 +316,7 @@ class FsdpContext:
 
     def make_room(self, group: FsdpParameterGroup) -> None:
         """Waits until a group may collect: its last reduction is done, and at most one other is
-        under way, which bounds the memory of whole gradients.
+        in flight, which bounds the memory of whole gradients.
         """
         while len(self._in_flight) > 1 or any(
             in_flight.group is group for in_flight in self._in_flight
@@ -375,7 +378,7 @@ class FsdpContext:
         compare(group.mesh for group in _alive(self._groups))
 
     @property
-    def histories(self) -> list[NoteHistory]:
+    def histories(self) -> list[CollectiveHistory]:
         """Of the collectives of this model, and of others over the same process groups."""
         groups = _alive(self._groups)
         return list(dict.fromkeys(history for group in groups for history in group.histories))
@@ -413,7 +416,7 @@ def is_backward_running() -> bool:
 
 def _check_replicas(groups: Sequence[FsdpParameterGroup]) -> None:
     """ValueError unless ranks along axes that do not cut main weights hold the same ones, and the
-    others have cut theirs out of the same initial ones, as far as that is known.
+    others have shards of the same initial ones, as far as that is known.
     """
     axes = {
         (group.mesh, axis): [other for other in groups if other.mesh == group.mesh]

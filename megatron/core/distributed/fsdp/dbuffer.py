@@ -1,6 +1,6 @@
 """`DBuffer`: many tensors in one flat, distributed buffer.
 
-A DBuffer is to a group of tensors what a DTensor is to one: a mesh, a placement for each of its
+A DBuffer generalizes a DTensor to a group of tensors: a mesh, a placement for each of its
 axes, and this rank's part of the storage. Everything that belongs to a group of parameters is a
 DBuffer with the same layout; they differ in placements (what is sharded) and device (where the
 bytes lie). It is the only caller of tensor collectives.
@@ -10,7 +10,8 @@ bytes lie). It is the only caller of tensor collectives.
     Partial   -> Replicate   allreduce
     Replicate -> Flat        scatter: no communication, a copy of the own part
 
-A rank outside the mesh may build the same buffers: its parts are empty, and it sends nothing.
+A rank outside the mesh may build the same buffers: its parts are empty, and it takes no part in
+communication.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DBuffer:
     Attributes:
         mesh: the data-parallel mesh.
         placements: one for each of its axes.
-        layout: where the tensors lie in the whole buffer; the same on every rank.
+        layout: positions of the tensors in the whole buffer; the same on every rank.
         range: this rank's part of the whole buffer, in elements; empty outside the mesh.
         local_buffer: that part, flat: [range.numel].
     """
@@ -72,7 +73,7 @@ class DBuffer:
             placements: one for each axis; the sharded ones last.
             tensor_shapes: shapes to lay out, or a layout that other buffers already have.
             dtype: of all tensors.
-            device: where the bytes lie; need not be the mesh's.
+            device: of the memory; need not be the mesh's.
             pin_memory: page-locked host memory, for asynchronous copies; for the CPU only.
         """
         layout = tensor_shapes
@@ -80,7 +81,7 @@ class DBuffer:
             layout = GlobalLayout.build(layout, mesh.size())
 
         self._describe(mesh, placements, layout)
-        # Only the padding needs a value: whoever makes a buffer fills its tensors.
+        # Only the padding needs a value: the caller fills the tensors.
         self.local_buffer = torch.empty(
             self.range.numel, dtype=dtype, device=device, pin_memory=pin_memory
         )
@@ -119,7 +120,7 @@ class DBuffer:
         placements: Iterable[Placement],
         device: torch.device | str | None = None,
     ) -> DBuffer:
-        """This rank's part of tensors that every rank has in full. Communicates nothing.
+        """This rank's part of tensors that every rank has in full. No communication.
 
         Args:
             tensors: of one dtype, on any device. Meta tensors leave their place uninitialised.
@@ -162,7 +163,7 @@ class DBuffer:
         shape = torch.Size(self.layout.tensor_shapes[index])
         strides = torch.empty(shape, device="meta").stride()
         local = self.get_local_tensor(index)
-        # Not by `DTensor.from_local`, which copies what lies on another device than the mesh's.
+        # Not by `DTensor.from_local`, which copies tensors on another device than the mesh's.
         if not any(sharded_axes(self.placements)):
             meta = TensorMeta(shape, strides, self.dtype)
             spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
@@ -177,7 +178,7 @@ class DBuffer:
         return UnevenDTensor.over(local, self.mesh, placements, shape, strides)
 
     def copy_from(self, index: int, tensor: torch.Tensor) -> None:
-        """Copies this rank's rows out of the full tensor `index`. A meta tensor copies nothing."""
+        """Copies this rank's rows out of the full tensor `index`. A meta tensor is not copied."""
         if tuple(tensor.shape) != self.layout.tensor_shapes[index]:
             raise ValueError(
                 f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got "
@@ -241,14 +242,14 @@ class DBuffer:
         device_dtype: torch.dtype | None = None,
         label: Label = UNLABELLED,
     ) -> DBuffer:
-        """Partial -> Flat on one axis, by sum or average as the Partial says.
+        """Partial -> Flat on one axis, by sum or average as in the Partial.
 
         Args:
             dtype: of the result; default: this buffer's. For the dtype in which parts travel and
                 are added, see `collectives.reduce_scatter`.
-            out: may lie in this buffer, in this rank's own part of it.
-            divisor: what the sum or average is divided by.
-            accumulates: add to what is in `out` instead of overwriting it.
+            out: may be this rank's part of this buffer.
+            divisor: of the sum or average.
+            accumulates: add to `out` instead of overwriting it.
             device_dtype: in which a GPU's backend sends and adds; default: the result's.
         """
         partial = self._expect(axis, Partial, "reduce_scatter")
@@ -285,7 +286,7 @@ class DBuffer:
         return out
 
     def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
-        """Replicate -> Flat on one axis: a copy of the own part. Communicates nothing."""
+        """Replicate -> Flat on one axis: a copy of the own part. No communication."""
         self._expect(axis, Replicate, "scatter")
         out = self._output(out, self._with(axis, placement, Shard))
         part = self.local_buffer.narrow(0, out.range.start - self.range.start, out.range.numel)
@@ -295,18 +296,18 @@ class DBuffer:
         return out
 
     def view(self, placements: Iterable[Placement]) -> DBuffer:
-        """A part of this very storage, for placements that shard more axes. Copies nothing."""
+        """A part of this very storage, for placements that shard more axes, without a copy."""
         part = self.part_for(placements)
         if part is None:
             wanted = self._check(placements)
             inner = _local_range(self.layout, self.mesh, wanted)
             raise ValueError(
-                f"Expected placements whose range lies in {self.range}, got {wanted} with {inner}."
+                f"Expected placements whose range is in {self.range}, got {wanted} with {inner}."
             )
         return part
 
     def part_for(self, placements: Iterable[Placement]) -> DBuffer | None:
-        """As `view`, but None where the range of these placements does not lie in this buffer."""
+        """As `view`, but None where this buffer does not contain the range of these placements."""
         wanted = self._check(placements)
         inner = _local_range(self.layout, self.mesh, wanted)
         if not self.range.covers(inner):
@@ -325,7 +326,7 @@ class DBuffer:
         return out
 
     def zero_padding(self) -> None:
-        """Zeroes what lies between and behind the tensors, which sums over the buffer include."""
+        """Zeroes the padding between and behind the tensors, which sums over the buffer include."""
         for gap in self.layout.gaps:
             start, numel = self.range.overlap(gap)
             if numel:
@@ -344,7 +345,7 @@ class DBuffer:
     def reallocate_storage(self) -> None:
         """Takes memory again, uninitialised, padding included, for this buffer and all its views.
 
-        A buffer that has its memory keeps it, and what is in it.
+        A buffer that has its memory keeps it, and its contents.
         """
         self._check_owner()
         # To resize a storage to the size it has, torch takes other memory and copies everything.
@@ -471,7 +472,7 @@ def _reduction(
 def _local_range(
     layout: GlobalLayout, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> FlatRange:
-    """This rank's part of the whole buffer; nothing for a rank that is not in the mesh."""
+    """This rank's part of the whole buffer; empty for a rank that is not in the mesh."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return FlatRange(0, 0)

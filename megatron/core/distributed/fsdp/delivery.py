@@ -27,7 +27,7 @@ from megatron.core.lanes import Event
 
 
 class Delivery:
-    """See the module's docstring.
+    """The state of a parameter group's updates by an optimizer in host memory.
 
     Attributes:
         status: see `Status`.
@@ -85,7 +85,7 @@ class Delivery:
         return [self._updated] if self.is_announced and self._updated is not None else []
 
     def gather_queued(self) -> None:
-        """Tells that a gather has been queued after `events`."""
+        """Records that a gather has been queued after `events`."""
         if self.is_announced:
             self.status = Delivery.Status.AWAITED
 
@@ -101,7 +101,7 @@ class Delivery:
                 before_use()
             gathered.wait()
         except Exception as error:
-            # Whoever asks for the weights next must not get what is in the buffer.
+            # The next user of the weights must not get the contents of the buffer.
             self.status = Delivery.Status.FAILED
             self._failure = error, error.__traceback__
             raise
@@ -113,7 +113,7 @@ class Delivery:
             raise error.with_traceback(traceback)
 
     def synchronize(self) -> None:
-        """Blocks this thread until the last announced update is done. Raises what it raised."""
+        """Blocks this thread until the last announced update is done. Raises its error."""
         if self._updated is not None:
             self._updated.synchronize()
             # Only now, since after a failure the next call must fail too; and not while a gather

@@ -1,4 +1,4 @@
-"""Arguments of PyTorch's FSDP2, in our terms.
+"""Converts arguments of PyTorch's FSDP2.
 
 Code that was written for `torch.distributed.fsdp.fully_shard` passes that package's policies. What
 means the same here is taken over, the casts of inputs and outputs included. The rest is refused
@@ -32,7 +32,7 @@ def check_arguments(
     grad_divisor: float,
     not_offered: Mapping[str, Any],
 ) -> None:
-    """Refuses what FSDP2's `fully_shard` takes and ours does not, and a divisor that is none.
+    """Rejects arguments of FSDP2's `fully_shard` that are not supported, and a bad divisor.
 
     Raises:
         NotImplementedError: for an argument of FSDP2, among them a number of ranks between which
@@ -60,7 +60,7 @@ def check_arguments(
 
 
 def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> OffloadPolicy | None:
-    """The policy in our terms.
+    """The policy as an `OffloadPolicy`.
 
     Raises:
         NotImplementedError: for FSDP2's `CPUOffloadPolicy`, with which any optimizer steps in host
@@ -73,7 +73,7 @@ def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> Of
             "together with HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0), got "
             f"{policy}."
         )
-    # Its base class says that nothing is offloaded.
+    # Its base class stands for no offload.
     if policy is None or isinstance(policy, fsdp2.OffloadPolicy):
         return None
     if not isinstance(policy, OffloadPolicy):
@@ -83,16 +83,17 @@ def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> Of
 
 @dataclass(frozen=True)
 class PrecisionPolicies:
-    """The policy that `fully_shard` was given, ours or FSDP2's.
+    """The policy passed to `fully_shard`: a `MixedPrecisionPolicy`, or the one of FSDP2.
 
     FSDP2 keeps sharded weights and their gradients in the dtype in which parameters come, computes
     in `param_dtype`, reduces gradients in `reduce_dtype`, and casts inputs and outputs. One thing
-    differs: sums over microbatches are kept in the parameters' dtype, while FSDP2 keeps those that
-    it has not reduced yet in `reduce_dtype`. With 16-bit parameters, ours are rounded more often.
+    differs: sums over microbatches are kept in the parameters' dtype, while FSDP2 keeps sums
+    that are not reduced yet in `reduce_dtype`. With 16-bit parameters, they are rounded more often
+    here.
 
     Attributes:
-        own: ours; None if FSDP2's was given.
-        theirs: FSDP2's; None if ours was given, or none.
+        own: None if FSDP2's was passed.
+        theirs: FSDP2's; None if it was not passed.
     """
 
     own: MixedPrecisionPolicy | None

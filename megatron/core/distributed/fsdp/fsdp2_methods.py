@@ -137,7 +137,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Tells whether the backwards from here on are a step's last, as `microbatch` does for all
+        """Sets whether the backwards from here on are a step's last, as `microbatch` does for all
         modules of a context.
 
         Gradients are reduced in every backward all the same, except on axes on which they are
@@ -156,7 +156,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Tells whether a step's last backward comes next. Every backward waits for its reductions
+        """Sets whether a step's last backward comes next. Every backward waits for its reductions
         all the same. Recursive.
         """
         for unit in _units(self, recurse=True):

@@ -1,4 +1,4 @@
-"""The public entry: `fully_shard` and what goes with it.
+"""The public entry: `fully_shard` and its context.
 
     with fully_shard_context(device) as context:
         for layer in model.layers:
@@ -13,10 +13,10 @@
     optimizer.step()
     optimizer.zero_grad()
 
-The names are those of Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, calling
+The names come from Megatron-FSDP's experimental interface. As with PyTorch's FSDP2, calling
 `fully_shard(layer, mesh)` for every layer and then for the model needs neither a context nor
 placements: modules join the one that contains them, and the first forward ends their construction.
-FSDP2's own arguments are taken as it means them, or refused: see fsdp2_arguments.py.
+FSDP2's own arguments are taken as it means them, or rejected: see fsdp2_arguments.py.
 
 The module's parameters become DTensors over this rank's main weights, `UnevenDTensor`s where they
 are cut: shards are whole rows, but not the rows of `torch.chunk`. They are what optimizers and
@@ -92,7 +92,7 @@ def fully_shard_context(
     left.
 
     Args:
-        device: where the modules compute; default: the GPU if there is one.
+        device: where the modules compute; default: the GPU, if any.
         use_symmetric_memory: must be False.
         unify_communication_stream: gather and reduce on one stream. Less memory, less overlap.
             Always so on the CPU.
@@ -168,24 +168,24 @@ def fully_shard(
     **not_offered: Any,
 ) -> nn.Module | Sequence[nn.Module]:
     """Shards in place the parameters of `module` that no module in it has sharded: call it for
-    inner modules first. See the module's docstring for what becomes of the parameters.
+    inner modules first. The module's docstring describes the new parameters.
 
     Args:
         module: with floating-point parameters, on any device, of the same values on every rank;
-            those on meta are drawn by one submodule at a time, see `fully_shard_context`, or have
-            to be filled before the first forward if their submodule cannot draw them. A list is
-            one unit, whose weights are gathered and whose gradients are reduced together.
+            parameters on meta are drawn by one submodule at a time, see `fully_shard_context`, or
+            have to be filled before the first forward if their submodule cannot draw them. A list
+            is one unit, whose weights are gathered and whose gradients are reduced together.
         mesh: with the axes of `placements`, and no others; default: one axis over all ranks of the
-            default process group, which is made if there is none.
-        placements: what is cut, on which axis; default: `Placements.usual`.
+            default process group, which is made if needed.
+        placements: which tensors are cut, on which axis; default: `Placements.usual`.
         mixed_precision_policy, mp_policy: dtypes of main weights and gradients; default: fp32 main
-            weights. PyTorch's policy, and the second name, mean what they mean in FSDP2. No dtype
+            weights. PyTorch's policy, and the second name, have the meaning of FSDP2. No dtype
             of an `Fp32Module`'s own parameters is narrower than fp32.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        reshard_after_forward: free the full weights between forward and backward; None: not
-            those of the outermost module. If not, parameters are plain and whole until a backward,
+        reshard_after_forward: free the full weights between forward and backward; None: except
+            for the outermost module. If not, parameters are plain and whole until a backward,
             or `reshard()`.
-        offload_policy: what lies in host memory from the start; default: nothing.
+        offload_policy: tensors in host memory from the start; default: none.
 
     Returns:
         `module`, whose class is now a subclass of its class and of `FsdpModule`; a list as it is.
@@ -197,7 +197,7 @@ def fully_shard(
             mesh, or none for more than two axes; rows that kept axes do not divide; a divisor that
             is not positive; two policies.
         TypeError: a parameter that is not a float, or is another library's DTensor; no module.
-        NotImplementedError: arguments of FSDP2 that mean something else here, or nothing.
+        NotImplementedError: arguments of FSDP2 with no or another meaning here.
     """
     modules = _outermost(module if isinstance(module, (list, tuple)) else [module])
     check_arguments(reshard_after_forward, grad_divisor, not_offered)
@@ -225,7 +225,7 @@ def fully_shard(
 
 @contextmanager
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Tells whether the forward and backward inside it are a step's last.
+    """Sets whether the forward and backward inside it are a step's last.
 
     Gradients that are partial on an axis of `Placements.gradient` are summed up on each rank until
     the last microbatch, and then reduced over that axis. Until then, the gradients that parameters
@@ -351,7 +351,7 @@ def _fill(
         group, index = places[id(module), name]
         if not parameter.original.is_meta:
             group.main_weight.copy_from(index, parameter.original)
-            group.note_initial_weight(parameter.original)
+            group.sample_initial_weight(parameter.original)
         elif not callable(getattr(module, "reset_parameters", None)):
             group.main_weight.get_local_tensor(index).fill_(float("nan"))
             is_filled = False
@@ -371,13 +371,13 @@ def _fill(
             ).items():
                 group, index = places[id(module), own_name]
                 group.main_weight.copy_from(index, values)
-                group.note_initial_weight(values)
+                group.sample_initial_weight(values)
     for group in groups if is_filled else ():
         group.keep_initial_sample()
 
     for parameter in owned:
         original = parameter.original
-        # Whoever still holds the original, an optimizer built too early say, must not keep its
+        # An object that still holds the original, such as an early optimizer, must not keep its
         # memory.
         if not original.is_meta:
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)

@@ -1,17 +1,16 @@
-"""`GroupGradients`: from the gradients that autograd leaves at full parameters to those that the
-optimizer reads.
+"""`GroupGradients`: from the gradients that autograd leaves at full parameters to the gradients
+that the optimizer reads.
 
     unsharded   this rank's gradients of the weights in use, as its backward leaves them
     partial     their sum over microbatches, where an axis is reduced only after the last of them
-    main        reduced over all axes but those that are kept; what the optimizer reads
+    main        reduced over all axes except kept ones; read by the optimizer
 
-The gradient of a sharded parameter tells what has been summed up for it so far: nothing (None), a
-part of `main`, or, between the microbatches of a deferred reduction, a part of `partial`, with the
-placements of a partial sum. There is no other record, so clearing gradients, to None or to zero, is
-all that it takes to start a new sum.
+The gradient of a sharded parameter is its sum so far: None, a part of `main`, or, between the
+microbatches of a deferred reduction, a part of `partial`, with the placements of a partial sum.
+There is no other record, so clearing gradients, to None or to zero, is enough to start a new sum.
 
-What ranks send must not depend on which gradients each of them has. So whether a microbatch has
-deferred a reduction is remembered apart from the gradients, alike on all ranks.
+Messages between ranks must not depend on which gradients each of them has. So whether a microbatch
+has deferred a reduction is remembered apart from the gradients, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from megatron.core.dtensors import is_partial, local_tensor
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """The dtypes of a group's gradients on their way."""
+    """The dtypes of a group's gradients before, during and after a reduction."""
 
     compute: torch.dtype  # as autograd produces them
     main: torch.dtype  # as the optimizer reads them
@@ -52,14 +51,14 @@ class GradientDtypes:
 
 
 @dataclass(frozen=True)
-class _Step:
+class ReductionStep:
     """Reduce `source` over the axes where `target` is not partial, into `target`."""
 
     source: DBuffer
     source_rows: Sequence[torch.Tensor]
     target: DBuffer
     target_rows: Sequence[torch.Tensor]
-    # Parameters whose sum so far, in `target`, is added to; what the others have there is junk.
+    # Parameters whose sum so far, in `target`, is added to; the others' values there are junk.
     kept: Collection[int]
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
@@ -75,8 +74,7 @@ class Prepared(NamedTuple):
     """A reduction that `GroupGradients.reduce` has prepared."""
 
     work: Callable[[Label], None]  # the label is for its collectives
-    # For each step that communicates: over which axes, and which parameters have a gradient here.
-    steps: Sequence[tuple[Sequence[int], Collection[int]]]
+    steps: Sequence[ReductionStep]  # that communicate
 
 
 class GroupGradients:
@@ -84,8 +82,8 @@ class GroupGradients:
     they are needed.
 
     Attributes:
-        unsharded, partial, main: see the module's docstring. `partial` is None where no reduction
-            is deferred.
+        unsharded, partial, main: buffers, described in the module's docstring. `partial` is None
+            where no reduction is deferred.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class GroupGradients:
         self._received: set[int] = set()
         self._has_deferred = False  # since the last reduction over all axes
 
-        # Ranks along a kept axis have the gradients of different rows, which nothing adds up.
+        # Ranks along a kept axis have the gradients of different rows, which are not summed.
         partial_sums = [
             placement if kept else _as_partial(placement)
             for placement, kept in zip(placements.gradient, placements.is_kept, strict=True)
@@ -175,10 +173,11 @@ class GroupGradients:
         return not self._received and any(own.requires_grad for own in parameters)
 
     def reduce(self, parameters: Sequence[nn.Parameter], is_last: bool) -> Prepared:
-        """Prepares the reduction of what was collected; the caller chooses the lane for the work.
+        """Prepares the reduction of the collected gradients; the caller chooses the lane for the
+        work.
 
         The gradients of `parameters`, the sharded ones, show the result at once, and have it when
-        the work is done. Nothing may be collected before that and `release`.
+        the work is done. No gradient may be collected before that and `release`.
 
         Args:
             is_last: whether deferred axes are reduced too.
@@ -190,7 +189,7 @@ class GroupGradients:
         in_partial = [index for index in with_sum if is_partial(parameters[index].grad)]
         in_main = [index for index in with_sum if index not in in_partial]
 
-        # All parameters are frozen by now, and nothing is deferred: gradients stay as they are.
+        # All parameters are frozen by now, and no reduction is deferred: gradients stay unchanged.
         takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
             return self._reduction([], [])
@@ -209,11 +208,11 @@ class GroupGradients:
         self.partial.reallocate_storage()
         self.partial.zero_padding()
         self._take_over(parameters, in_partial, self._partial_grads)
-        # A finished sum of an earlier step, which was not cleared, goes on as a partial one.
+        # A finished sum of an earlier step, which was not cleared, continues as a partial one.
         folded = [] if is_last else in_main
         kept = [*in_partial, *folded]
 
-        steps = list[_Step]()
+        steps = list[ReductionStep]()
         if takes_part:
             steps.append(self._step(self.unsharded, self.partial, kept, received))
         shown = received.union(kept)
@@ -230,7 +229,7 @@ class GroupGradients:
             parameters[index].grad = grads[index]
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Frees what the last `reduce` has read, after its work is done."""
+        """Frees the buffers that the last `reduce` has read, after its work is done."""
         if not self._received:
             self.unsharded.release_storage()
         if self.partial is not None and not any(
@@ -239,16 +238,16 @@ class GroupGradients:
             self.partial.release_storage()
 
     def forget(self) -> None:
-        """Drops what was collected and not reduced."""
+        """Drops collected gradients that are not reduced yet."""
         self._received = set()
 
     def _take_memory(self) -> None:
         self.unsharded.reallocate_storage()
         self.unsharded.zero_padding()
 
-    def _reduction(self, folded: Sequence[int], steps: Sequence[_Step]) -> Prepared:
-        collectives = [(step.axes, step.received) for step in steps if step.axes]
-        return Prepared(partial(self._carry_out, folded, steps), collectives)
+    def _reduction(self, folded: Sequence[int], steps: Sequence[ReductionStep]) -> Prepared:
+        work = partial(self._carry_out, folded, steps)
+        return Prepared(work, [step for step in steps if step.axes])
 
     def _defers_all_axes(self) -> bool:
         """Whether a microbatch's gradients are reduced over no axis before the last one's."""
@@ -260,16 +259,16 @@ class GroupGradients:
 
     def _step(
         self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]
-    ) -> _Step:
+    ) -> ReductionStep:
         source_rows = self._slots if source is self.unsharded else self._partial_rows
         target_rows = self._main_rows if target is self.main else self._partial_rows
         divisor = self._divisor if source is self.unsharded else 1.0
-        return _Step(source, source_rows, target, target_rows, kept, received, divisor)
+        return ReductionStep(source, source_rows, target, target_rows, kept, received, divisor)
 
     def _take_over(
         self, parameters: Sequence[nn.Parameter], indices: Iterable[int], own: Sequence[DTensor]
     ) -> None:
-        """Copies gradients that have replaced ours into our buffers."""
+        """Copies gradients that have replaced views of our buffers into the buffers."""
         for index in indices:
             gradient = parameters[index].grad
             if gradient is own[index]:
@@ -284,14 +283,16 @@ class GroupGradients:
             if ours.data_ptr() != theirs.data_ptr():
                 ours.copy_(theirs)
 
-    def _carry_out(self, folded: Sequence[int], steps: Sequence[_Step], label: Label) -> None:
+    def _carry_out(
+        self, folded: Sequence[int], steps: Sequence[ReductionStep], label: Label
+    ) -> None:
         for index in folded:
             self._fold(index)
 
         for step in steps:
             indices, kept = set(range(len(self._slots))), set(step.kept)
             missing, junk = indices.difference(step.received), indices - kept
-            # Zero adds nothing to a sum that is there already. Otherwise NaN makes sure that what
+            # Zero does not change an existing sum. Otherwise NaN makes sure that what
             # ranks with a gradient get does not pass for a mean.
             for index in missing:
                 step.source_rows[index].fill_(0.0 if index in kept else math.nan)
@@ -326,7 +327,7 @@ class GroupGradients:
         self._partial_rows[index].zero_()
         self._main_rows_in_partial[index].copy_(self._main_rows[index]).mul_(scale)
 
-    def _reduce(self, step: _Step, label: Label) -> None:
+    def _reduce(self, step: ReductionStep, label: Label) -> None:
         """source (+)-> target over all axes where the target is not partial."""
         source, target, accumulates, axes = step.source, step.target, bool(step.kept), step.axes
         if not axes:
@@ -360,7 +361,7 @@ class GroupGradients:
 
 
 def _cut_as(gradient: torch.Tensor | None, own: DTensor) -> torch.Tensor | None:
-    """The rows of a gradient that ours has; a partial sum as it is."""
+    """The rows of a gradient that `own` has; a partial sum unchanged."""
     return gradient if gradient is None or is_partial(gradient) else recut(gradient, own)
 
 

@@ -8,8 +8,8 @@
     gradients         optimizer    optimizer x gradient dtype          in_use x sent dtype, and the
                                                                        sums of a deferred reduction
 
-Every rank's piece of a buffer is as long as any other's, so this is what each rank of the mesh has.
-`WeightBuffers` and `GroupGradients` allocate by the same rules: they ask `has_own_main`,
+Every rank's piece of a buffer is as long as any other's, so the sizes hold for each rank of the
+mesh. `WeightBuffers` and `GroupGradients` allocate by the same rules: they call `has_own_main`,
 `is_gathered` and `sent_dtype`.
 """
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, known
 
 
 def has_own_main(
@@ -36,7 +36,7 @@ def has_own_main(
 
 
 def is_gathered(layout: GlobalLayout, numel_at_rest: int) -> bool:
-    """Whether compute weights in use are another buffer than those at rest."""
+    """Whether compute weights in use are another buffer than the weights at rest."""
     return numel_at_rest < layout.block_numel
 
 
@@ -47,7 +47,7 @@ def sent_dtype(compute: torch.dtype, comm: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """See the module's docstring.
+    """The bytes of a parameter group's buffers.
 
     Attributes:
         mesh_shape: ranks along each axis of `placements`.
@@ -65,19 +65,17 @@ class GroupMemory:
     @property
     def dtype(self) -> torch.dtype:
         """Of the compute weights."""
-        return _known(self.policy.compute_dtype)
+        return known(self.policy.compute_dtype)
 
     @property
     def main_dtype(self) -> torch.dtype:
         """Of the main weights."""
-        policy = self.policy
-        dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
-        return _known(dtype)
+        return self.policy.main_dtype(self.requires_grad)
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """Of the gradients that the optimizer reads."""
-        return _known(self.policy.main_grads_dtype)
+        return known(self.policy.main_grads_dtype)
 
     @property
     def optimizer_numel(self) -> int:
@@ -106,7 +104,7 @@ class GroupMemory:
 
     @property
     def whole_weights_nbytes(self) -> int:
-        """Of the weights in use, where they are another buffer than those at rest."""
+        """Of the weights in use, where they are another buffer than the weights at rest."""
         if not is_gathered(self.layout, self._numel(self.placements.parameter)):
             return 0
         return self._numel(self.placements.in_use) * self.dtype.itemsize
@@ -116,7 +114,7 @@ class GroupMemory:
         """Of the gradients as a backward leaves them."""
         if not self.requires_grad:
             return 0
-        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype))
+        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype))
         return self._numel(self.placements.in_use) * sent.itemsize
 
     @property
@@ -143,7 +141,7 @@ class GroupMemory:
     @property
     def reduced_nbytes(self) -> int:
         """That this rank sends where the gradients of one microbatch are reduced."""
-        sent = sent_dtype(self.dtype, _known(self.policy.grad_comm_dtype)).itemsize
+        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype)).itemsize
         ranks = self._num_ranks(is_deferred=False)
         whole = self._numel(self.placements.in_use)
         return whole * (ranks - 1) // ranks * sent if self.requires_grad else 0
@@ -179,8 +177,3 @@ class GroupMemory:
         """Elements of this rank's piece."""
         first = (0,) * len(self.mesh_shape)
         return self.layout.local_range(self.mesh_shape, sharded_axes(placements), first).numel
-
-
-def _known(dtype: torch.dtype | None) -> torch.dtype:
-    assert dtype is not None, "the policy is resolved"
-    return dtype

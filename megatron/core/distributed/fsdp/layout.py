@@ -1,4 +1,4 @@
-"""Where tensors lie in one flat buffer, and which rows of them lie on which rank. Integers only.
+"""Where tensors are in one flat buffer, and which of their rows are on which rank. Integers only.
 
 The layout is the same on every rank and for everything that belongs to a group of parameters:
 compute weights, main weights, gradients, optimizer states. So a rank can compute what any other
@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Whole rows of one tensor that lie together in a piece of the buffer."""
+    """Consecutive whole rows of one tensor in a piece of the buffer."""
 
     tensor: int  # index in the layout
     first_row: int  # of the tensor
@@ -61,11 +61,11 @@ class FlatRange(NamedTuple):
         return self.start + self.numel
 
     def covers(self, other: FlatRange) -> bool:
-        """Whether all of `other` lies in this range."""
+        """Whether this range contains `other`."""
         return self.start <= other.start and other.stop <= self.stop
 
     def overlap(self, other: FlatRange) -> FlatRange:
-        """What lies in both; of no elements if nothing does."""
+        """The intersection of two ranges, possibly empty."""
         start = max(self.start, other.start)
         return FlatRange(start, max(0, min(self.stop, other.stop) - start))
 
@@ -90,7 +90,7 @@ class GlobalLayout:
 
         Tensors of at least one alignment unit come first, in their order. The gap behind one that
         does not fill its last unit is shared with the first later tensor whose own remainder fits;
-        what is left of it is filled with tensors smaller than a unit, the largest first. Small
+        the rest of it is filled with tensors smaller than a unit, the largest first. Small
         tensors that found no gap come last.
 
         Args:
@@ -126,12 +126,12 @@ class GlobalLayout:
 
     @cached_property
     def alignment(self) -> int:
-        """What every rank's range is a multiple of, in elements. See [Note: alignment]."""
+        """The unit of every rank's range, in elements. See [Note: alignment]."""
         return math.lcm(*(row_numel(shape) for shape in self.tensor_shapes))
 
     @cached_property
     def gaps(self) -> tuple[FlatRange, ...]:
-        """The padding: ranges of the whole buffer where no tensor lies, in order."""
+        """The padding: ranges of the whole buffer without a tensor, in order."""
         taken = sorted(
             (offset, self.numel(i) // self.num_blocks)
             for i, offset in enumerate(self.tensor_to_offset)
@@ -163,7 +163,7 @@ class GlobalLayout:
         """The range of the buffer that the rank at `coordinate` of a mesh holds.
 
         The last axis cuts first and the axes before it cut its pieces further, so that the piece of
-        a rank that is cut on more axes lies inside the piece it would have on fewer.
+        a rank that is cut on more axes is inside the piece it would have on fewer.
 
         Args:
             mesh_shape: ranks along each axis.
@@ -191,24 +191,24 @@ class GlobalLayout:
         return piece
 
     def chunks(self, piece: FlatRange) -> list[Chunk]:
-        """The rows that lie in a piece, tensor by tensor, without tensors that have none there.
+        """The rows in a piece, tensor by tensor, without tensors that have none there.
 
         ValueError as from `chunk`.
         """
         offsets, tensors = self._by_offset
         begin = self._block_of(piece) * self.block_numel
 
-        # Of the tensors that begin before the piece, only the last can reach into it.
+        # Of the tensors that start before the piece, only the last can reach into it.
         first = max(bisect.bisect_right(offsets, piece.start - begin) - 1, 0)
         last = bisect.bisect_left(offsets, piece.stop - begin)
         found = (self.chunk(tensor, piece) for tensor in sorted(tensors[first:last]))
         return [chunk for chunk in found if chunk.num_rows]
 
     def chunk(self, tensor: int, piece: FlatRange) -> Chunk:
-        """The rows of one tensor that lie in a piece; zero rows at offset 0 if there are none.
+        """The rows of one tensor in a piece; zero rows at offset 0 if it has none.
 
         Raises:
-            ValueError: if the piece cuts through a row of the tensor, which those of `local_range`
+            ValueError: if the piece cuts through a row of the tensor, which pieces of `local_range`
                 never do, or if it is in several blocks, where its rows are not consecutive.
         """
         block = self._block_of(piece)
@@ -229,7 +229,7 @@ class GlobalLayout:
         return Chunk(tensor, first_row, num_rows, start - piece.start)
 
     def _block_of(self, piece: FlatRange) -> int:
-        """The block in which a piece lies. ValueError if it lies in several."""
+        """The block that contains a piece. ValueError if the piece spans several."""
         if self.num_blocks == 1 or not piece.numel:
             return 0
         block = piece.start // self.block_numel
@@ -263,7 +263,7 @@ class _Packer:
             gap = self.end + self.numels[tensor]
             self.end = gap_end = _round_up(gap, self.alignment)
 
-            # A partner begins inside the gap, so far back that it ends aligned.
+            # A partner starts inside the gap, so far back that it ends aligned.
             partner = self._partner(gap_end - gap)
             if partner is not None:
                 self._large.remove(partner)
@@ -282,7 +282,7 @@ class _Packer:
     def _partner(self, gap_numel: int) -> int | None:
         """The first large tensor whose remainder fits into a gap."""
         for tensor in self._large:
-            # One without a remainder has nothing to put into a gap.
+            # One without a remainder cannot fill a gap.
             if 0 < self.numels[tensor] % self.alignment <= gap_numel:
                 return tensor
         return None

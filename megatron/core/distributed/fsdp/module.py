@@ -1,13 +1,13 @@
 """`FsdpModule`: a module whose parameters are sharded at rest and whole while it computes.
 
-    pre_forward      gathers its full weights, and begins to gather the next module's
+    pre_forward      gathers its full weights, and starts to gather the next module's
     post_forward     frees them, or leaves them in place if reshard_after_forward is False
     pre_backward     when an output has its gradient: as pre_forward; the next module is the one
                      whose backward is expected next
-    post_backward    when all inputs have their gradients: frees the full weights and begins to
+    post_backward    when all inputs have their gradients: frees the full weights and starts to
                      reduce gradients
-    finish_backward  at the end of the whole backward: finishes what is left, the last reductions
-                     above all
+    finish_backward  at the end of the whole backward: finishes the rest, mainly the last
+                     reductions
 
 A module that runs again inside a backward, to recompute its activations, gathers its full weights
 and keeps them for its own backward.
@@ -49,7 +49,7 @@ class _Call:
 
     def __init__(self, number_of_pass: int) -> None:
         self.number_of_pass = number_of_pass
-        self.has_backward = False  # whether its backward has begun
+        self.has_backward = False  # whether its backward has started
         self.input_nodes: list[Node] = []  # of the inputs whose gradients end its backward
 
 
@@ -58,7 +58,7 @@ class FsdpModule(Fsdp2Methods):
 
     Attributes:
         context: shared with the other modules of the model.
-        parameter_groups: the parameters of this module and of those in it that are not sharded
+        parameter_groups: the parameters of this module and of inner modules that are not sharded
             themselves; of the whole unit if this is its first module, else none.
         activity: see `Activity`.
         reshard_after_forward: whether full weights are freed between forward and backward. May be
@@ -74,7 +74,7 @@ class FsdpModule(Fsdp2Methods):
     """
 
     class Activity(enum.Enum):
-        """What a module is doing.
+        """The current activity of a module.
 
             activity       full weights              goes to
             RESTING        freed, with exceptions    FORWARD, CHECKPOINTING, BACKWARD
@@ -89,7 +89,7 @@ class FsdpModule(Fsdp2Methods):
 
         CHECKPOINTING and CHECKPOINTED belong to reentrant checkpoints, which first run a module
         without building a graph, on inputs that have one. Its outputs have no hook that would
-        announce a backward, so the activity does. It lasts until that backward begins.
+        announce a backward, so the activity does. It lasts until that backward starts.
         """
 
         RESTING = "resting"
@@ -100,7 +100,7 @@ class FsdpModule(Fsdp2Methods):
 
         @property
         def is_resting(self) -> bool:
-            """Whether the module does nothing now."""
+            """Whether the module is idle."""
             return self in (FsdpModule.Activity.RESTING, FsdpModule.Activity.CHECKPOINTED)
 
         @property
@@ -130,9 +130,9 @@ class FsdpModule(Fsdp2Methods):
     forward_prefetch: list[weakref.ref[FsdpModule]]
     backward_prefetch: list[weakref.ref[FsdpModule]]
 
-    # Calls whose backward has not come yet; those whose graph is freed vanish.
+    # Calls whose backward has not come yet; calls whose graph is freed vanish.
     _fsdp_calls: weakref.WeakSet[_Call]
-    _fsdp_call: _Call | None  # under way, where there will be a graph
+    _fsdp_call: _Call | None  # running, if it will have a graph
     _fsdp_reduced_backward: int  # of the context, at whose end gradients have been reduced
 
     _fsdp_first: FsdpModule | None  # the module that has the unit's state; None: this one
@@ -243,7 +243,7 @@ class FsdpModule(Fsdp2Methods):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # DistributedDataParallel asks for this first. It would go on to broadcast the parameters.
+        # DistributedDataParallel reads this first. It would then broadcast the parameters.
         raise RuntimeError(
             f"DistributedDataParallel cannot wrap a sharded module ({type(self).__name__}), which "
             "reduces its gradients itself. Use the module without it, or shard it by "
@@ -253,7 +253,7 @@ class FsdpModule(Fsdp2Methods):
     # Weights outside of the hooks
 
     def _fsdp_gather(self) -> None:
-        """Begins to gather the full weights, outside of the module's forward and backward."""
+        """Starts to gather the full weights, outside of the module's forward and backward."""
         if not is_backward_running():
             self.context.require_complete()
         self._fsdp_check_filled()
@@ -426,7 +426,7 @@ class FsdpModule(Fsdp2Methods):
             self.context.keep_recomputed(self)
         else:
             self._fsdp_leave(output, call, outputs, is_last)
-        # A program may take the weight of another module of the unit in place of its forward, as
+        # A program may take the weight of another module of the unit instead of its forward, as
         # TRL's trainers take that of the head. As a DTensor it would have this rank's gradient.
         if not is_last and output is not None and not self._fsdp_is_held:
             self._fsdp_hold()
@@ -459,7 +459,7 @@ class FsdpModule(Fsdp2Methods):
             tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf
         ]
         if outputs:
-            # Writing to a view in place drops the view's hooks, but not those of its base.
+            # Writing to a view in place drops the view's hooks, but not the hooks of its base.
             bases = [tensor._base for tensor in outputs if tensor._base is not None]
             watched = outputs + [base for base in bases if base.requires_grad and not base.is_leaf]
             register_multi_grad_hook(
@@ -478,7 +478,7 @@ class FsdpModule(Fsdp2Methods):
             tensor.untyped_storage()._cdata in storages for tensor in tensors_in(output) if storages
         ):
             raise RuntimeError(
-                f"Expected outputs of {type(self).__name__} that have memory of their own, got one "
+                f"Expected outputs of {type(self).__name__} that have separate memory, got one "
                 "of its weights or a view of one, which is whole only while the module runs. "
                 "Return a clone."
             )
@@ -488,7 +488,7 @@ class FsdpModule(Fsdp2Methods):
         instead, or None.
 
         A view belongs to this call alone, while the tensor itself may have other uses, whose
-        gradients come later. Tensors for which there is no view are watched only if nothing else
+        gradients come later. Tensors for which there is no view are watched only if no other tensor
         can be.
         """
         views: dict[int, torch.Tensor] = {}
@@ -541,8 +541,8 @@ class FsdpModule(Fsdp2Methods):
     def _fsdp_post_backward(self, _: Any, call: _Call) -> None:
         self.context.enter_backward()
         self._fsdp_calls.discard(call)
-        # Other calls of the same pass still have gradients to come; those of another pass have a
-        # backward of their own.
+        # Other calls of the same pass still have gradients to come; calls of another pass have a
+        # separate backward.
         is_done = not any(other.number_of_pass == call.number_of_pass for other in self._fsdp_calls)
         # The other modules of a unit run their backward next, on the same weights.
         if is_done or self._fsdp_is_last:
@@ -599,7 +599,7 @@ class FsdpModule(Fsdp2Methods):
         group.gradients.collect(index, gradient.detach())
 
     def _fsdp_reduce(self) -> None:
-        """Begins to reduce what was collected.
+        """Starts to reduce the collected gradients.
 
         Once in each backward, groups without gradients take part too: other ranks may have some.
         """
@@ -678,7 +678,7 @@ def attach(
 
 
 def names_taken(module: nn.Module) -> list[str]:
-    """The module's own attributes that have the names of those that `attach` gives it."""
+    """The module's own attributes that have the names of attributes that `attach` gives it."""
     names = (*FsdpModule.__annotations__, *vars(FsdpModule), *vars(Fsdp2Methods))
     return [name for name in names if _is_taken(module, name)]
 
@@ -686,7 +686,8 @@ def names_taken(module: nn.Module) -> list[str]:
 def _is_taken(module: nn.Module, name: str) -> bool:
     if name.startswith("__") or hasattr(nn.Module, name):
         return False
-    # hasattr would find those of an inner module, which wrappers such as CheckpointWrapper forward.
+    # hasattr would find attributes of an inner module, which wrappers such as CheckpointWrapper
+    # forward.
     own = (vars(module), module._parameters, module._buffers, module._modules)
     return hasattr(type(module), name) or any(name in names for names in own)
 

@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and returns: containers in containers, and dataclasses."""
+"""The tensors in the inputs and outputs of a module: containers in containers, and dataclasses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return views.setdefault(id(value), value.view_as(value))
 
-    # Only tuples: lists and dicts belong to the caller, who may go on filling them.
+    # Only tuples: lists and dicts belong to the caller, who may continue to fill them.
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         items = [with_views(item, views) for item in value]
         if any(item is not before for item, before in zip(items, value, strict=True)):
@@ -47,7 +47,7 @@ def with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`, in new containers.
 
-    Dataclasses are built anew, so a field that is no argument of theirs is what they make of it.
+    Dataclasses are built anew, so they compute a field that is no argument again.
     """
     return tree_map(partial(_cast_leaf, dtype=dtype), value)
 

@@ -1,4 +1,4 @@
-"""What happens to sharded parameters before and after every optimizer's step."""
+"""Hooks that run before and after every optimizer's step over sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.fsdp.note_history import compare, is_any_uncompared
+from megatron.core.distributed.fsdp.collective_history import compare, is_any_uncompared
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
@@ -33,16 +33,16 @@ RECUTS_ON_LOAD = "recuts_states_on_load"
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, *, precision_aware: bool = False
 ) -> None:
-    """Lets an optimizer over sharded parameters take gradients of another dtype than theirs, and
-    refuse partial sums.
+    """Lets an optimizer over sharded parameters take gradients of another dtype, and
+    reject partial sums.
 
     Gradients are cast to the parameters' dtype for the time of a step. Compute weights need no
     call: they follow the main weights when they are used next, once for each group.
 
     Args:
         optimizer: over the parameters that `fully_shard` has made.
-        precision_aware: the optimizer takes gradients in their own dtype, as `FusedAdam` does.
-            Nothing is cast then.
+        precision_aware: the optimizer takes gradients in their dtype, as `FusedAdam` does. They
+            are not cast then.
 
     Raises:
         TypeError: for anything but a `torch.optim.Optimizer`.
@@ -92,7 +92,7 @@ class _GradientCasts:
     @_disable_dynamo
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A step may run inside another, a subclass's, and a step that raised leaves its casts
-        # behind: what is still in its place is put back later, the rest is stale.
+        # behind: casts still in place are put back later, the rest is stale.
         self._uncast = [cast for cast in self._uncast if cast.parameter.grad is cast.gradient]
         with_gradient = _with_gradient(optimizer)
         check_whole(gradient for _, gradient in with_gradient)
@@ -102,7 +102,7 @@ class _GradientCasts:
             for parameter, gradient in with_gradient
             if gradient.dtype != parameter.dtype
         ]
-        # A hook's arguments begin with the optimizer itself.
+        # The first argument of a hook is the optimizer.
         if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
                 f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
@@ -159,7 +159,7 @@ _hooks = _OptimizerHooks()
 
 def follow_optimizers(context: object) -> None:
     """Has every optimizer's step, of optimizers yet to be made too, keep sharded parameters right
-    for as long as `context` lives. Does nothing for plain parameters.
+    for as long as `context` lives. Ignores plain parameters.
     """
     _hooks.follow(context)
 
@@ -212,7 +212,7 @@ def _recut_states(optimizer: torch.optim.Optimizer) -> None:
     if getattr(type(optimizer), RECUTS_ON_LOAD, False):
         return
 
-    # `optimizer.state` would wait for updates under way if the optimizer is offloaded.
+    # `optimizer.state` would wait for pending updates if the optimizer is offloaded.
     states = vars(optimizer).get("state", {})
     for parameter, values in states.items():
         if isinstance(parameter, UnevenRows) and isinstance(values, dict):
@@ -222,7 +222,9 @@ def _recut_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError for an optimizer over whole weights, or over those from before `fully_shard`."""
+    """RuntimeError for an optimizer over whole weights, or over weights from before
+    `fully_shard`.
+    """
     _check_replaced(optimizer, RuntimeError)
     num_whole = sum(WHOLE in vars(parameter) for parameter in _parameters(optimizer))
     if num_whole:
@@ -250,7 +252,7 @@ def _check_replaced(
 
 
 def _check_gradient_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError that says what to do, where torch's own optimizers would fail on gradients of
+    """RuntimeError with advice where torch's own optimizers would fail on gradients of
     another dtype.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or _CASTS_GRADIENTS in vars(
@@ -279,11 +281,12 @@ def _post_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _mark_updated(optimizer: torch.optim.Optimizer) -> None:
-    """Marks the compute weights of what an optimizer has stepped as stale, unless it delivers
-    them itself.
+    """Records an optimizer's step, and marks the compute weights as stale, unless the optimizer
+    delivers them itself.
     """
     found = (group_of(parameter) for parameter in _parameters(optimizer))
     for group in {id(group): group for group in found if group is not None}.values():
+        group.record_step()
         if not group.delivery.is_claimed_by(optimizer):
             group.mark_updated()
 

@@ -1,9 +1,9 @@
 """`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype, one
 requires_grad and one policy.
 
-All of them have one layout; what differs is the dtype and the placements. For the buffers of the
-weights see `WeightBuffers`, for those of the gradients `GroupGradients`. `unsharded_weight` has
-memory only while the weights are in use.
+All of them have one layout, but different dtypes and placements. The buffers of weights are a
+`WeightBuffers`, the buffers of gradients a `GroupGradients`. `unsharded_weight` has memory only
+while the weights are in use.
 
 A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
 `sharded`, a view of the main weights, rests in the module and goes to the optimizer.
@@ -24,17 +24,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-import megatron.core.distributed.fsdp.group_notes as group_notes
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
+from megatron.core.distributed.fsdp.collective_history import (
+    Kind,
+    histories_over,
+    reduction_details,
+)
+from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
 from megatron.core.distributed.fsdp.layout import GlobalLayout
-from megatron.core.distributed.fsdp.note_history import histories_over
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, known
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
@@ -69,7 +73,7 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
 
 
 class FsdpParameterGroup:
-    """See the module's docstring.
+    """A parameter group with its buffers.
 
     Work that a method queues on a lane continues after the call. A buffer may be touched again
     after `wait_unsharded`, or after the event that `reduce` returns.
@@ -83,7 +87,7 @@ class FsdpParameterGroup:
             until a `fully_shard_context` has ended.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
-        histories: by mesh axis; get a note of every collective over the axis, as it is queued.
+        histories: by mesh axis; every collective over the axis is recorded as it is queued.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
         layout: of all buffers.
@@ -113,7 +117,7 @@ class FsdpParameterGroup:
         self.unit = object()
         self.name = ""
         self.policy = policy.resolve(first.dtype)
-        self.dtype = _known(self.policy.compute_dtype)
+        self.dtype = known(self.policy.compute_dtype)
         self.requires_grad = first.requires_grad
         self.mesh = mesh
         self.placements = placements
@@ -122,7 +126,7 @@ class FsdpParameterGroup:
         self._is_on_host = self.requires_grad and on_host
 
         # The state of the weights: whether the main weights have been written to since the compute
-        # weights were made of them, and what an `unshard` under way has begun.
+        # weights were made of them, and the state of an `unshard` in flight.
         self._is_updated = True
         self._seen_versions = 0
         self._initial_sample = 0
@@ -151,7 +155,7 @@ class FsdpParameterGroup:
 
     @property
     def main_grad(self) -> DBuffer | None:
-        """What the optimizer reads; None in a frozen group."""
+        """The gradients that the optimizer reads; None in a frozen group."""
         return None if self.gradients is None else self.gradients.main
 
     # Weights
@@ -200,7 +204,7 @@ class FsdpParameterGroup:
         self._is_updated = True
 
     def wait_main_weight(self) -> None:
-        """Blocks this thread until no update of the main weights is under way."""
+        """Blocks this thread until no update of the main weights is running."""
         self.delivery.synchronize()
 
     def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
@@ -208,7 +212,7 @@ class FsdpParameterGroup:
 
         Args:
             send_down: from the event after which main_grad may be read to the one after which it
-                has been read; called in the middle of the backward. None: nothing is sent.
+                has been read; called in the middle of the backward. None: gradients are not copied.
         """
         self._send_down = send_down
 
@@ -222,14 +226,14 @@ class FsdpParameterGroup:
         integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
         return integers.sum(dtype=torch.int64).to(self._device.torch_device)
 
-    def note_initial_weight(self, whole: torch.Tensor) -> None:
+    def sample_initial_weight(self, whole: torch.Tensor) -> None:
         """Takes a sample of a parameter's initial values, which every rank must have drawn alike.
         Call it after they have been copied into the main weights.
         """
         self._initial_sample += _sample(whole)
 
     def keep_initial_sample(self) -> None:
-        """Ends the notes. They hold until somebody else writes to the main weights."""
+        """Ends the samples. They are valid until other code writes to the main weights."""
         self._filled = (self._versions(), self._local_sample())
 
     def initial_checksum(self) -> torch.Tensor:
@@ -253,10 +257,10 @@ class FsdpParameterGroup:
 
     def reserve(self) -> None:
         """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
-        what was issued before this call.
+        work issued before this call.
 
-        What is issued in between must not use the full parameters. If it writes to the main
-        weights, `unshard` notices and waits for it all the same.
+        Work issued in between must not use the full parameters. If it writes to the main weights,
+        `unshard` waits for it all the same.
         """
         if not self._is_unsharded:
             if self.is_gathered:
@@ -264,8 +268,8 @@ class FsdpParameterGroup:
             self._reserved = self._device.event()
 
     def unshard(self, lane: Lane) -> None:
-        """Begins to bring the full parameters up to date, unless they are. Raises again what an
-        earlier `wait_unsharded` raised.
+        """Starts to update the full parameters, unless they are up to date. Raises the error of an
+        earlier `wait_unsharded` again.
         """
         self.delivery.check()
         versions = self._versions()
@@ -287,17 +291,17 @@ class FsdpParameterGroup:
         self._is_unsharded, self._reserved = True, None
 
     def wait_unsharded(self) -> None:
-        """Orders what this thread does next after the work of `unshard`."""
+        """Makes this thread's next work wait for `unshard`."""
         if self._weights_ready is not None:
             gathered, self._weights_ready = self._weights_ready, None
-            self.delivery.wait(self.timeline.awaited(gathered, GATHER, self._label))
+            self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
 
     def reshard(self) -> None:
         """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
         it.
         """
         if self._is_unsharded or self._reserved is not None:
-            # A gather under way writes to that memory.
+            # A gather in flight writes to that memory.
             self.wait_unsharded()
             self._is_unsharded, self._reserved = False, None
             if self.is_gathered:
@@ -327,24 +331,29 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             parameter.show(parameter.sharded)
 
-    def note_exchange(self, is_backward: bool) -> None:
-        """Adds the note of an exchange of tokens, or of their gradients, over the kept axes."""
-        self._add_note(group_notes.exchange_note(self.number, is_backward), [])
+    def record_exchange(self, is_backward: bool) -> None:
+        """Records an exchange of tokens, or of their gradients, over the kept axes."""
+        self._record([], Kind.EXCHANGE, int(is_backward))
+
+    def record_step(self) -> None:
+        """Records that an optimizer has updated the main weights."""
+        self._record(range(self.mesh.ndim), Kind.STEP)
 
     def reduce(self, lane: Lane, is_last: bool) -> Event:
-        """Begins to reduce the gradients that were collected; see `GroupGradients.reduce`."""
+        """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
         if self._main_grad_read is not None:
             event, self._main_grad_read = self._main_grad_read, None
-            # The last step's gradients may still be on their way down from the same memory.
-            self.timeline.awaited(event, D2H, self._label).wait()
+            # The last step's gradients may still be copied to the host from the same memory.
+            self.timeline.awaited(event, D2H, self.display_name).wait()
 
         work, steps = self.gradients.reduce(self._sharded, is_last)
-        for axes, received in steps:
-            self._add_note(group_notes.reduction_note(self.number, received), axes)
-        work = partial(work, group_notes.reduction_label(self.number, self._label))
+        for step in steps:
+            details = reduction_details(step.received, len(step.kept))
+            self._record(step.axes, Kind.REDUCE, *details)
+        work = partial(work, self._label(Kind.REDUCE, "gradients"))
         nbytes = self.gradients.unsharded.local_buffer.nbytes
-        timed = self.timeline.timed(REDUCE, self._label, work, nbytes)
+        timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
         reduced = lane.enqueue(timed, [self._device.event()])
         if is_last and self._send_down is not None:
             self._main_grad_read = self._send_down(reduced)
@@ -357,16 +366,18 @@ class FsdpParameterGroup:
         return self.gradients.takes_memory_to_reduce(self._sharded)
 
     def wait_reduced(self, reduced: Event) -> None:
-        """Orders what this thread does next after the work of `reduce`, by its event."""
-        self.timeline.awaited(reduced, REDUCE, self._label).wait()
+        """Makes this thread's next work wait for `reduce`, by its event."""
+        self.timeline.awaited(reduced, REDUCE, self.display_name).wait()
 
     def release_gradients(self) -> None:
-        """Frees what `reduce` has read. Call it after the event that `reduce` returned."""
+        """Frees the buffers that `reduce` has read. Call it after the event that `reduce`
+        returned.
+        """
         assert self.gradients is not None, "called for groups that have gradients"
         self.gradients.release(self._sharded)
 
     def forget_gradients(self) -> None:
-        """Drops what was collected but not reduced, after a backward that has failed."""
+        """Drops gradients that were collected but not reduced, after a failed backward."""
         for parameter in self.fsdp_parameters:
             parameter.full.grad = None
         if self.gradients is not None:
@@ -378,17 +389,17 @@ class FsdpParameterGroup:
         for parameter in self.fsdp_parameters:
             parameter.sharded.grad = None
 
-    def describe(self, note: Sequence[int]) -> str:
-        """The collective of a note in words."""
-        return group_notes.describe(note, self._label, self.names)
-
     @property
     def _sharded(self) -> list[nn.Parameter]:
         return [parameter.sharded for parameter in self.fsdp_parameters]
 
     @property
-    def _label(self) -> str:
+    def display_name(self) -> str:
+        """The name of the unit's module in messages."""
         return self.name or "the model"
+
+    def _label(self, kind: Kind, tensors: str) -> Label:
+        return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
 
     def names_without_values(self, lane: Lane) -> list[str]:
         """The names of the parameters with NaN on any rank, which `fully_shard` writes to main
@@ -410,13 +421,11 @@ class FsdpParameterGroup:
     # Building
 
     def _make_weights(self) -> None:
-        policy = self.policy
-        main_dtype = policy.main_params_dtype if self.requires_grad else policy.frozen_params_dtype
         weights = WeightBuffers.make(
             self.mesh,
             self.placements,
             self.layout,
-            _known(main_dtype),
+            self.policy.main_dtype(self.requires_grad),
             self.dtype,
             self._device,
             self._is_on_host,
@@ -426,7 +435,7 @@ class FsdpParameterGroup:
         self.unsharded_weight = weights.unsharded
 
     def _make_gradients(self, divisor: float) -> GroupGradients:
-        main, comm = _known(self.policy.main_grads_dtype), _known(self.policy.grad_comm_dtype)
+        main, comm = known(self.policy.main_grads_dtype), known(self.policy.grad_comm_dtype)
         return GroupGradients(
             self.mesh,
             self.placements,
@@ -437,7 +446,7 @@ class FsdpParameterGroup:
         )
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
-        # Gathers write to this memory, which autograd must not take for a change of what it saved.
+        # Gathers write to this memory, which autograd must not take for a change of saved tensors.
         full = nn.Parameter(
             apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
         )
@@ -459,7 +468,7 @@ class FsdpParameterGroup:
         local = dtensor._local_tensor
 
         # Main weights in host memory have gradients on the device, and torch accepts gradients only
-        # on the device that a parameter says it is on. So it says the gradients'.
+        # on the device that a parameter reports. So it reports the gradients' device.
         device = self._device.torch_device
         if isinstance(dtensor, UnevenDTensor):
             placeholder = local.new_empty((0, *local.shape[1:]), device=device)
@@ -489,7 +498,7 @@ class FsdpParameterGroup:
     def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
         if parameter.sharded.requires_grad and not self.requires_grad:
             raise RuntimeError(
-                f"Expected {parameter.fqns[0]} of {self._label} to stay frozen, as it "
+                f"Expected {parameter.fqns[0]} of {self.display_name} to stay frozen, as it "
                 "was when it was sharded and got no gradient buffer, got requires_grad=True."
             )
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
@@ -497,35 +506,35 @@ class FsdpParameterGroup:
     # On lanes
 
     def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
-        """Queues what the compute weights need, if anything."""
+        """Queues the copies and gathers that the compute weights need, if any."""
         is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
         if not (self.is_gathered or is_stale or is_scattered or awaited):
             return
 
-        # After a reservation, the gather may run beside what has been issued since, unless that has
+        # After a reservation, the gather may overlap with work issued since, unless that has
         # written to the main weights.
         ready = self._reserved
         if ready is None or is_overwritten:
             ready = self._device.event()
-        note = group_notes.gather_note(self.number)
         if is_scattered:
-            self._add_note(note, _axes_between(self.post_optimizer_model_weight, self.model_weight))
+            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
+            self._record(axes, Kind.GATHER)
         if self.is_gathered:
-            self._add_note(note, _axes_between(self.model_weight, self.unsharded_weight))
+            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
         work = partial(self._gather, is_stale, is_scattered)
         nbytes = self.unsharded_weight.local_buffer.nbytes
-        timed = self.timeline.timed(GATHER, self._label, work, nbytes)
+        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
         self._weights_ready = lane.enqueue(timed, [ready, *awaited])
         self.delivery.gather_queued()
 
-    def _add_note(self, note: Sequence[int], axes: Iterable[int]) -> None:
+    def _record(self, axes: Iterable[int], kind: Kind, *details: int) -> None:
         # Ranks along kept axes hold different rows of the same parameters, so they do the same.
-        noted = set(axes)
+        recorded = set(axes)
         for axis, is_kept in enumerate(self.placements.is_kept):
-            if is_kept or axis in noted:
-                self.histories[axis].add(note)
+            if is_kept or axis in recorded:
+                self.histories[axis].add(kind, self.number, *details)
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
@@ -537,7 +546,7 @@ class FsdpParameterGroup:
             self._redistribute(self.model_weight, self.unsharded_weight)
 
     def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
-        label = group_notes.gather_label(self.number, self._label)
+        label = self._label(Kind.GATHER, "weights")
         source.redistribute(target.placements, out=target, label=label)
 
     def _versions(self) -> int:
@@ -556,8 +565,3 @@ def _sample(tensor: torch.Tensor) -> int:
 
 def _axes_between(source: DBuffer, target: DBuffer) -> Iterable[int]:
     return axes_to_move(source.placements, target.placements)
-
-
-def _known(dtype: torch.dtype | None) -> torch.dtype:
-    assert dtype is not None, "the policy is resolved"
-    return dtype

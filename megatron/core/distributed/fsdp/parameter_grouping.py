@@ -62,7 +62,7 @@ def grouped(
     """The parameters that can share buffers, with their policy, in the order of the first of each.
 
     Such have one dtype, one requires_grad and one policy. An `Fp32Module` only costs a group, and
-    its collectives, where its dtypes are not those of its neighbours anyway.
+    its collectives, unless its dtypes differ from its neighbours' anyway.
 
     Args:
         policy_for: the policy of parameters of a dtype.

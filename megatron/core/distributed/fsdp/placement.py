@@ -26,8 +26,8 @@ class Flat(Shard):
     """A dim-0 shard whose storage is part of one flat buffer of many tensors.
 
     Every tensor in the buffer is cut between rows, but not evenly: a rank may hold three rows of
-    one tensor and none of another. Equal to `Shard(0)`, which is what a DTensor over such a buffer
-    shows.
+    one tensor and none of another. Equal to `Shard(0)`, the placement of a DTensor over such a
+    buffer.
     """
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 class Placements:
     """Where the three kinds of buffers of a module are cut, on the same mesh axes, outer to inner.
 
-    What the optimizer holds may be cut more finely than the gradients, and these more finely than
-    the parameters, never less: a rank updates a part of what it has the gradients of. A gradient
-    that is `Partial` on an axis stays a rank's own sum over the microbatches of a step and is
-    reduced over that axis once, after the last of them, to the placement that the optimizer has
+    Optimizer states may be cut more finely than the gradients, and these more finely than the
+    parameters, never less: a rank updates a part of the parameters whose gradients it has. A
+    gradient that is `Partial` on an axis stays a rank's own sum over the microbatches of a step and
+    is reduced over that axis once, after the last of them, to the placement that the optimizer has
     there. On the other axes every backward reduces it.
 
     | strategy (ZeRO)          | parameter         | gradient         | optimizer         |
@@ -119,12 +119,12 @@ class Placements:
     | HSDP  (outer, inner)     | Replicate, Flat   | Partial, Flat    | Replicate, Flat   |
     | HFSDP (outer, inner)     | Replicate, Flat   | Partial, Flat    | Flat, Flat        |
 
-    On a *kept* axis weights stay cut even in use: each rank's module computes with rows of its own,
+    On a *kept* axis weights stay cut even in use: each rank's module computes with different rows,
     the experts that this rank holds. All three are Flat there, and gradients are reduced over the
     other axes only. Kept axes are the last ones, which cut first; see layout's [Note: blocks].
 
     Attributes:
-        kept_axes: those of `dp_axes` that are kept, by the names or numbers that they have there.
+        kept_axes: the kept axes among `dp_axes`, by the names or numbers that they have there.
     """
 
     dp_axes: tuple[int | str, ...]  # names of the mesh's axes, or numbers, from the end if negative
@@ -227,7 +227,7 @@ class Placements:
 
         Args:
             axis: the new axis.
-            other_axes: what the axes before it are called on that mesh; default: as here.
+            other_axes: names of the axes before it on that mesh; default: as here.
         """
         others = self.dp_axes if other_axes is None else tuple(other_axes)
         return Placements(

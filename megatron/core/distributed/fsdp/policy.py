@@ -1,5 +1,5 @@
-"""The dtypes in which weights and gradients are kept, computed with and sent, and the side on which
-main weights lie.
+"""The dtypes in which weights and gradients are kept, computed with and sent, and the device of
+main weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a module's compute weights, main weights and gradients. Buffers keep theirs.
+    """The dtypes of a module's compute weights, main weights and gradients. Buffers keep their
+    dtypes.
 
     Attributes:
         main_params_dtype: of the main weights, which the optimizer updates; None: the compute
@@ -61,8 +62,12 @@ class MixedPrecisionPolicy:
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
 
+    def main_dtype(self, requires_grad: bool) -> torch.dtype:
+        """The dtype of main weights under this policy, which must be resolved."""
+        return known(self.main_params_dtype if requires_grad else self.frozen_params_dtype)
+
     def at_least_fp32(self) -> MixedPrecisionPolicy:
-        """This policy, which must be resolved, with fp32 in the place of every 16-bit dtype."""
+        """This policy, which must be resolved, with fp32 instead of every 16-bit dtype."""
         narrow = [
             name
             for name, dtype in vars(self).items()
@@ -71,9 +76,15 @@ class MixedPrecisionPolicy:
         return dataclasses.replace(self, **dict.fromkeys(narrow, torch.float32))
 
 
+def known(dtype: torch.dtype | None) -> torch.dtype:
+    """A dtype of a resolved policy."""
+    assert dtype is not None, "the policy is resolved"
+    return dtype
+
+
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """The side on which the tensors lie that only the optimizer needs.
+    """Where tensors are that only the optimizer needs.
 
     Attributes:
         main_weights_on_host: main weights are in host memory from the start, even if they have the

@@ -3,7 +3,7 @@
 It differs from PyTorch's in two ways:
 
 - Every write moves its version counter. DTensor's operators on lists move none, and compute weights
-  and offloaded gradients notice writes by them.
+  and offloaded gradients detect writes by them.
 - A parameter's data may be in host memory. The gradients of such main weights are on the device,
   and torch accepts gradients only on the `device` of their parameter. So the parameter's `device`
   is the gradients', while its local tensor is in host memory.
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
-from megatron.core.distributed.fsdp.uneven_traits import traits_of
+from megatron.core.distributed.fsdp.uneven_elementwise import traits_of
 from megatron.core.dtensors import deep_copied
 from megatron.core.issued_collectives import issuing
 
@@ -39,7 +39,7 @@ class ReplicaDTensor(DTensor):
         """The parameter `other` without a gradient, over the same memory.
 
         Args:
-            device: where it says it is.
+            device: reported as the parameter's device.
         """
         return dtensor_over(other._local_tensor, other._spec, device, cls)
 
@@ -85,7 +85,7 @@ class ReplicaDTensor(DTensor):
         result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
         traits_of(func).count_writes(args, kwargs)
         if func is torch.ops.aten.detach.default:
-            # `nn.Parameter` asks for the same class.
+            # `nn.Parameter` requires the same class.
             return cls.over(result, args[0].device)
 
         # An operator that writes to a tensor returns that very tensor.

@@ -6,8 +6,8 @@ put them in the wrong place. This class knows its rows, and PyTorch's code moves
 it:
 
 - operators run on local rows, or on all of them; see uneven_operators.py,
-- `full_tensor`, `redistribute` and `to_local`, with their gradients, send the rows that there are,
-- DCP asks it for its chunks, as does any copy that PyTorch makes of it,
+- `full_tensor`, `redistribute` and `to_local`, with their gradients, send only existing rows,
+- DCP reads its chunks, as does any copy that PyTorch makes of it,
 - `placements` shows `UnevenShard`s, from which `compute_local_shape_and_global_offset` takes its
   answer.
 """
@@ -52,9 +52,11 @@ SUMS_GRADIENTS = "_fsdp_sums_gradients"
 
 
 class UnevenDTensor(UnevenRows):
-    """See the module's docstring. Made by `over`, or from another one by operations."""
+    """A DTensor with uneven rows that PyTorch's distributed code accepts. Made by `over`, or from
+    another one by operations.
+    """
 
-    # What a DTensor does without an operator
+    # The methods of a DTensor that are not operators
 
     @_disable_dynamo
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -131,7 +133,7 @@ class UnevenDTensor(UnevenRows):
             f"placements={self._placements})"
         )
 
-    # What PyTorch's distributed checkpoints ask
+    # Called by PyTorch's distributed checkpoints
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The chunk of the whole tensor that this rank holds; none if it holds no rows."""
@@ -145,7 +147,7 @@ class UnevenDTensor(UnevenRows):
         return [ChunkStorageMetadata(offsets, local.shape)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """What this rank would write of the tensor."""
+        """The chunks of the tensor that this rank writes."""
         return write_items(fqn, self._local_tensor, self.__create_chunk_list__(), self.size())
 
     def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
@@ -247,7 +249,7 @@ def with_mean_gradient(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     if getattr(parameter, SUMS_GRADIENTS, False):
         raise NotImplementedError(
             "full_tensor() of a parameter in a loss has the mean of the ranks' gradients, but "
-            "set_gradient_divide_factor() has made those of its module sums. Pass "
+            "set_gradient_divide_factor() has made the gradients of its module sums. Pass "
             "full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim) to add them up, "
             "or [Replicate()] for a term that is the same on all ranks, such as a penalty."
         )
@@ -310,7 +312,7 @@ def write_items(
 
     Args:
         local: this rank's part, which has the dtype of the whole.
-        chunks: where it lies in the whole.
+        chunks: its positions in the whole.
     """
     properties = TensorProperties.create_from_tensor(local)
     return [

@@ -1,20 +1,22 @@
 """Operators on uneven DTensors: which run on the rows of each rank, and which need all rows.
 
     operation                                       computed
-    elementwise, on tensors cut alike               on local rows, nothing is sent
-    elementwise, beside a tensor cut otherwise      the other one is brought to these rows first
+    elementwise, on tensors cut alike               on local rows, without communication
+    elementwise, with a tensor cut otherwise        the other one is brought to these rows first
     views that keep dim 0, or flatten from it on    as views of the local rows
     norms and sums of all elements                  on each rank, then one small reduction
     on lists with other tensors among them          on the uneven ones apart from the others
     everything else                                 on all rows, which are gathered first
 
-So every operation gives what it gives on one process, and the same on every rank. All ranks of the
-mesh must call those that reduce or gather, as with any DTensor that has to be redistributed. A view
-that would have to move rows (`p[0]`, `p.t()`) is a copy instead, which refuses writes.
+So every operation has the result that it has on one process, the same on every rank. All ranks of
+the mesh must call operations that reduce or gather, as with any DTensor that has to be
+redistributed. A view that would have to move rows (`p[0]`, `p.t()`) is a copy instead, which
+rejects writes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -25,14 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.note_history import compare
-from megatron.core.distributed.fsdp.uneven_aggregates import (
-    AGGREGATES,
-    LIST_NORMS,
-    aggregate,
-    can_aggregate,
-)
-from megatron.core.distributed.fsdp.uneven_elementwise import elementwise
+from megatron.core.distributed.fsdp.collective_history import compare
+from megatron.core.distributed.fsdp.uneven_elementwise import Traits, elementwise, traits_of
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
     UnevenRows,
@@ -42,18 +38,21 @@ from megatron.core.distributed.fsdp.uneven_rows import (
     uneven_among,
     whole_tensor,
 )
-from megatron.core.distributed.fsdp.uneven_traits import Traits, traits_of
 from megatron.core.distributed.fsdp.uneven_views import VIEWS
 
 aten = torch.ops.aten
+
+_LIST_NORMS = {aten._foreach_norm.Scalar}
+_NORMS = {aten.linalg_vector_norm.default, *_LIST_NORMS}
+_AGGREGATES = {*_NORMS, aten.sum.default}
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operator of which at least one argument is uneven.
 
     Raises:
-        RuntimeError: for a plain tensor beside an uneven one, as DTensor does (only `copy_` takes
-            one, of the whole shape); for partial sums, unless they are scaled or added up.
+        RuntimeError: for a plain tensor together with an uneven one, as DTensor does (only `copy_`
+            takes one, of the whole shape); for partial sums, unless they are scaled or added up.
     """
     # The rows may be main weights that an optimizer updates in the background.
     for tensor in uneven_among(args, kwargs):
@@ -71,14 +70,14 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # From the cheapest to the dearest way. A way that cannot serve answers NotImplemented, on all
+    # From the cheapest to the dearest way. A way that cannot serve returns NotImplemented, on all
     # ranks alike and before it sends anything.
     if func in VIEWS:
         result = VIEWS[func](*args, **kwargs)
         if result is not NotImplemented:
             return result
 
-    if (traits.is_on_lists or func in LIST_NORMS) and len(func._schema.returns) < 2:
+    if (traits.is_on_lists or func in _LIST_NORMS) and len(func._schema.returns) < 2:
         parts = _parts_of_lists(args, kwargs)
         if len(parts) > 1:
             return _in_parts(func, parts, args, kwargs)
@@ -87,8 +86,8 @@ def _computed(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[st
         if result is not NotImplemented:
             return result
 
-    if func in AGGREGATES and can_aggregate(func, args, kwargs):
-        return aggregate(func, args, kwargs)
+    if func in _AGGREGATES and _can_aggregate(func, args, kwargs):
+        return _aggregate(func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args, **kwargs)
 
@@ -138,7 +137,7 @@ _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
 
 def _parts_of_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]]:
     """The indices into an operator's lists of tensors, by the mesh and dtype of the first uneven
-    tensor there; those without an uneven tensor are one more part.
+    tensor there; entries without an uneven tensor are one more part.
     """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     columns = zip(*(items for items in lists if items), strict=False)
@@ -192,7 +191,7 @@ def _unscale(
     if others:
         func(others, found_inf, inverse_scale)
 
-    # DTensor's own operator looks at the first gradient alone to find out which ranks to ask.
+    # DTensor's own operator looks at the first gradient alone to determine the ranks.
     axes = {
         (gradient.device_mesh, axis): None
         for gradient in uneven
@@ -203,11 +202,82 @@ def _unscale(
         collectives.combine(found_inf, mesh.get_group(axis), by_maximum=True)
 
 
+# Norms and sums. DTensor would return partial results, whose `item()` is another number on every
+# rank. Optimizers that take the norm of a parameter (Adafactor, LAMB) would step each rank's rows
+# by another factor.
+
+
+def _can_aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `_aggregate` computes this: one of _AGGREGATES, over all elements."""
+    if func not in _NORMS:
+        return True
+    dims = kwargs.get(
+        "dim", args[2] if len(args) > 2 and func is aten.linalg_vector_norm.default else None
+    )
+    tensors: list[Any] = list(tensors_among(args, {}))
+    meshes = [tensor.device_mesh if isinstance(tensor, UnevenRows) else None for tensor in tensors]
+    is_of_one_mesh = None not in meshes and all(mesh == meshes[0] for mesh in meshes)
+
+    # With another order, the zeros of a rank without rows would count.
+    return is_of_one_mesh and dims is None and _order(args, kwargs) > 0
+
+
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    return float(kwargs.get("ord", args[1] if len(args) > 1 else 2))
+
+
+def _aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The norm or sum of each tensor, the same on all ranks; one small message for a whole list."""
+    tensors = list(uneven_among(args, {}))
+    for tensor in tensors:
+        tensor.check_whole(str(func))
+
+    # Ranks whose gradients differ would send messages of different lengths.
+    if func in _LIST_NORMS:
+        compare([tensors[0].device_mesh])
+
+    # torch would round each rank's part to 16 bits where the rows have 16.
+    dtype = kwargs.get("dtype") or tensors[0].dtype
+    is_narrow = dtype.is_floating_point and dtype.itemsize < 4
+    if is_narrow:
+        kwargs = {**kwargs, "dtype": torch.float32}
+    own = func(*[_own_rows(value, func) for value in args], **kwargs)
+    # One message for all tensors, in fp64, where rounding between the ranks is negligible.
+    found = torch.stack([own] if isinstance(own, torch.Tensor) else list(own))
+    wide = found.double() if found.is_floating_point() else found
+
+    order = _order(args, kwargs) if func in _NORMS else 1.0
+    is_maximum = math.isinf(order)
+    powers = wide if is_maximum or order == 1 else wide.pow(order)
+    for axis in _cut_axes(tensors[0]):
+        collectives.combine(powers, tensors[0].device_mesh.get_group(axis), by_maximum=is_maximum)
+    whole = powers if is_maximum or order == 1 else powers.pow(1 / order)
+
+    whole = whole.to(dtype if is_narrow else found.dtype)
+    results = [replicated(each, tensors[0].device_mesh) for each in whole.unbind()]
+    return results[0] if isinstance(own, torch.Tensor) else results
+
+
+def _own_rows(value: Any, func: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_own_rows(item, func) for item in value]
+    if not isinstance(value, UnevenRows):
+        return value
+    local = value._local_tensor
+
+    # torch has no maximum of no elements. A row of zeros does not change any norm.
+    return local if func not in _NORMS or local.numel() else local.new_zeros((1, *local.shape[1:]))
+
+
+def _cut_axes(tensor: UnevenRows) -> list[int]:
+    return [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard()]
+
+
 # Everything else
 
 
 def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation on whole tensors, as one process would, and puts back what it wrote."""
+    """Runs an operation on whole tensors, as one process would, and copies the results back."""
     mesh = next(iter(uneven_among(args, kwargs))).device_mesh
     tensors = {id(tensor): tensor for tensor in tensors_among(args, kwargs)}
     wholes = {number: _whole_argument(tensor, func) for number, tensor in tensors.items()}
@@ -227,7 +297,7 @@ def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping
         _put_back(tensor, wholes[id(tensor)])
 
     originals = {id(wholes[id(tensor)]): tensor for tensor in written}
-    # Not in a backward: gradients are views of nothing, and autograd adds to them in place.
+    # Not in a backward: gradients are no views, and autograd adds to them in place.
     is_backward = torch._C._current_graph_task_id() != -1
     kind = CopyOfView if _gives_views(func) and not written and not is_backward else DTensor
     return tree_map(partial(_whole_result, mesh=mesh, originals=originals, kind=kind), result)
@@ -235,7 +305,7 @@ def _on_all_rows(func: Any, traits: Traits, args: Sequence[Any], kwargs: Mapping
 
 @cache
 def _gives_views(func: Any) -> bool:
-    """Whether what an operator returns is memory of an argument."""
+    """Whether an operator returns memory of an argument."""
     return any(each.alias_info is not None for each in func._schema.returns)
 
 

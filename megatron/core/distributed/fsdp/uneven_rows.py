@@ -1,4 +1,4 @@
-"""`UnevenRows`: a DTensor that knows which rows of its tensor each rank holds, and how to bring
+"""`UnevenRows`: a DTensor that records which rows of its tensor each rank holds, and how to bring
 them together.
 
 DTensor's own collectives pad every shard to `torch.chunk`'s size, which ours do not have. Here the
@@ -42,13 +42,15 @@ class _Wait:
             method()
 
     def __deepcopy__(self, _: dict[int, Any]) -> None:
-        # PyTorch's asynchronous checkpoints copy a tensor's attributes, but nothing updates the
+        # PyTorch's asynchronous checkpoints copy a tensor's attributes, but no code updates the
         # rows of a copy.
         return None
 
 
 class UnevenRows(DTensor):
-    """See the module's docstring. Made by `over`, or from another one by `with_local`."""
+    """A DTensor whose ranks hold any number of rows. Made by `over`, or from another one by
+    `with_local`.
+    """
 
     _placements: tuple[Placement, ...]
     _before_use: _Wait | None = None
@@ -65,7 +67,7 @@ class UnevenRows(DTensor):
         """A DTensor over local rows, without communication.
 
         Args:
-            local: the rows that this rank holds: [rows here, *shape[1:]]; may begin anywhere in its
+            local: the rows that this rank holds: [rows here, *shape[1:]]; may start anywhere in its
                 storage.
             mesh: where the rows are.
             placements: one for each axis, at least one of them an `UnevenShard`.
@@ -81,9 +83,9 @@ class UnevenRows(DTensor):
                 f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}."
             )
 
-        # DTensor's own code reads the spec, and caches by specs: what it caches for one tensor must
-        # be true for every tensor with an equal spec. So the spec says Shard(0), and `placements`
-        # says which rows.
+        # DTensor's own code reads the spec, and caches by specs: a cached result for one tensor
+        # must be true for every tensor with an equal spec. So the spec is Shard(0), and
+        # `placements` has the rows.
         plain = [
             Shard(0) if isinstance(placement, UnevenShard) else placement
             for placement in placements
@@ -101,7 +103,7 @@ class UnevenRows(DTensor):
         placements: tuple[Placement, ...],
     ) -> T:
         # A DTensor made over `local` itself would take over its offset in the storage, and code
-        # that copies tensors would take it for one with a storage of its own.
+        # that copies tensors would take it for one with a separate storage.
         placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
         tensor = cls(placeholder, spec, requires_grad=False)
         tensor._local_tensor = local
@@ -144,7 +146,7 @@ class UnevenRows(DTensor):
         return found
 
     def flattened(self: T, local: torch.Tensor) -> T:
-        """A view of this tensor with several rows in the place of each: [rows here, ...]."""
+        """A view of this tensor with several rows instead of each: [rows here, ...]."""
         factor = math.prod(self.shape[1:]) // math.prod(local.shape[1:])
         placements = [
             placement.flattened(factor) if isinstance(placement, UnevenShard) else placement
@@ -182,7 +184,7 @@ class UnevenRows(DTensor):
         )
 
     def wait_until_usable(self) -> None:
-        """Waits for updates of these rows that are under way on other threads."""
+        """Waits for pending updates of these rows on other threads."""
         if self._before_use is not None:
             self._before_use()
 
@@ -202,7 +204,7 @@ class UnevenRows(DTensor):
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of the whole tensor."""
-    # Those of an empty shard say nothing.
+    # Strides of an empty shard have no meaning.
     return local.stride() if local.numel() else torch.empty(tuple(shape), device="meta").stride()
 
 
@@ -241,7 +243,7 @@ def _gather_axis(
     own[: len(rows)] = rows
     parts = rows.new_empty((len(counts), most, *tail))
 
-    # As bytes: backends do not know all dtypes.
+    # As bytes: backends do not support all dtypes.
     if parts.numel():
         sent, received = own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8)
         collectives.all_gather(received, sent, mesh.get_group(axis), WHOLE_TENSOR)
@@ -287,7 +289,7 @@ class CopyOfView(DTensor):
 
 
 def mixed_error(tensor: torch.Tensor, func: Any) -> RuntimeError:
-    """What is raised for a plain tensor and a sharded one as arguments of one operator."""
+    """The error for a plain tensor and a sharded one as arguments of one operator."""
     return RuntimeError(
         f"{func} got a sharded tensor, a weight say, and a plain one of shape "
         f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is the mean "

@@ -1,18 +1,18 @@
-"""`UnevenShard`: a dim-0 shard that knows which rows each rank holds.
+"""`UnevenShard`: a dim-0 shard that records which rows each rank holds.
 
 DTensor's `Shard(0)` means `torch.chunk`: nine rows on two ranks are five and four. A tensor in a
 flat buffer is cut where the buffer is, so the same nine rows may be six and three, or nine and
-none. Nine rows of 4 elements that begin at offset 8 of a buffer of 64, on two ranks:
+none. Nine rows of 4 elements that start at offset 8 of a buffer of 64, on two ranks:
 
     offset   0     8    12    16    20    24    28    32    36    40    44        64
              |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
              |------------------ rank 0 --------------|---------- rank 1 ---------|
 
 Any rank's rows follow from the integers of a `RowCut`: how many rows there are (`num_rows`), how
-long (`row_numel`), where they begin (`offset`), how long pieces are (`piece_numel`), and the blocks
+long (`row_numel`), where they start (`offset`), how long pieces are (`piece_numel`), and the blocks
 they lie in (`num_blocks`, `block_rows`, `first_row`).
-PyTorch asks a placement for its rows by `_local_shard_size_and_offset`, so
-`compute_local_shape_and_global_offset` answers correctly too, and with it DCP's planner and
+PyTorch gets a placement's rows from `_local_shard_size_and_offset`, so
+`compute_local_shape_and_global_offset` is correct too, and with it DCP's planner and
 `set_model_state_dict`.
 """
 
@@ -34,12 +34,12 @@ _CHECK_OF_SPECS = DTensorSpec._verify_shard_order.__code__
 
 
 class RowCut(NamedTuple):
-    """How equal pieces of a flat range cut the rows of one tensor that lie in it.
+    """How equal pieces of a flat range cut the rows of one tensor inside it.
 
     Attributes:
         num_rows: of the tensor in the range.
         row_numel: elements of one row.
-        offset: where the first of these rows begins in the range, in elements.
+        offset: start of the first of these rows in the range, in elements.
         piece_numel: elements of each piece.
         num_pieces: pieces in the range.
         num_blocks: equal parts of the range, each with equally many rows; see layout's
@@ -47,14 +47,14 @@ class RowCut(NamedTuple):
         block_rows: rows in each block, where there are several.
         first_row: of these `num_rows`, among the rows of all blocks, where there are several.
 
-    Two blocks of 16 elements, each with 3 rows of 4 that begin at its offset 2, in 4 pieces of 8:
+    Two blocks of 16 elements, each with 3 rows of 4 that start at its offset 2, in 4 pieces of 8:
 
         piece    0        1        2        3
              |..0---1-|--2---..|..3---4-|--5---..|
              |---- block 0 ----|---- block 1 ----|
 
     are `RowCut(6, 4, 2, 8, 4, num_blocks=2, block_rows=3)`. A row is in the piece in which it
-    begins: the four pieces have rows 0 and 1, 2, 3 and 4, 5.
+    starts: the four pieces have rows 0 and 1, 2, 3 and 4, 5.
     """
 
     num_rows: int
@@ -96,8 +96,9 @@ class RowCut(NamedTuple):
         return min(max(block * self.block_rows + inside - self.first_row, 0), self.num_rows)
 
     def _rows_before(self, place: int, num_rows: int) -> int:
-        """How many of a block's rows begin before a place in it, in elements."""
-        # Rounded up. Places before the first row give less than 0, those behind the last too much.
+        """How many of a block's rows start before a position in it, in elements."""
+        # Rounded up. Positions before the first row give less than 0, positions behind the last too
+        # much.
         rows = -(-(place - self.offset) // self.row_numel)
         return min(max(rows, 0), num_rows)
 
@@ -110,7 +111,7 @@ class RowCut(NamedTuple):
         return range(self.bound(piece), self.bound(piece + 1))
 
     def flattened(self, factor: int) -> RowCut:
-        """The same cut, with `factor` rows in the place of each row."""
+        """The same cut, with `factor` rows instead of each row."""
         return self._replace(
             num_rows=self.num_rows * factor,
             row_numel=self.row_numel // factor,
@@ -119,7 +120,7 @@ class RowCut(NamedTuple):
         )
 
     def grouped(self, factor: int) -> RowCut:
-        """The same cut, with one row in the place of `factor` rows, which no cut may separate."""
+        """The same cut, with one row instead of `factor` rows, which no cut may separate."""
         return self._replace(
             num_rows=self.num_rows // factor,
             row_numel=self.row_numel * factor,
@@ -134,7 +135,7 @@ class RowCut(NamedTuple):
         )
 
     def window(self, first_row: int, num_rows: int) -> RowCut:
-        """The same cut of some of these rows alone, as rows of a tensor of their own."""
+        """The same cut of some of these rows alone, as rows of a separate tensor."""
         if self.num_blocks == 1:
             return self._replace(num_rows=num_rows, offset=self.offset + first_row * self.row_numel)
 
@@ -142,7 +143,7 @@ class RowCut(NamedTuple):
         block, inside = divmod(first_row, self.block_rows)
         if inside + num_rows > self.block_rows:
             return self._replace(num_rows=num_rows, first_row=first_row)
-        # The other blocks have none of these rows, so nothing repeats.
+        # The other blocks have none of these rows, so they do not repeat.
         offset = block * self._block_numel + self.offset + inside * self.row_numel
         return RowCut(num_rows, self.row_numel, offset, self.piece_numel, self.num_pieces)
 
@@ -153,25 +154,25 @@ class RowCut(NamedTuple):
 
 
 class UnevenShard(Shard):
-    """A shard of dim 0 whose rows on each rank are those of a `RowCut`.
+    """A shard of dim 0 whose rows on each rank follow a `RowCut`.
 
-    It is a `Shard` to code that asks `isinstance` or `is_shard`, but never equal to `Shard(0)`,
-    which puts rows elsewhere. DTensor's own specs accept nothing that differs from a plain `Shard`,
+    It is a `Shard` to code that checks `isinstance` or `is_shard`, but never equal to `Shard(0)`,
+    which puts rows elsewhere. DTensor's specs accept no placement but a plain `Shard`,
     so `UnevenDTensor.placements` shows uneven shards while its `_spec` does not.
 
     [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes
     before it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements
     from the left and would cut in the other order. So the leftmost uneven shard, which cuts last,
-    tells PyTorch where this rank's rows lie in the whole tensor, and those to its right leave them
+    shows PyTorch where this rank's rows are in the whole tensor, and shards to its right leave them
     as they are.
 
-    [Note: equal on all ranks] What an axis cuts depends on where the axes to its right have put
+    [Note: equal on all ranks] The rows that an axis cuts depend on the axes to its right have put
     this rank. Shards are equal if the axes cut alike *together*, on every rank: ranks that compare
-    two tensors must come to the same answer, or one would gather while another does not.
+    two tensors must come to the same result, or one would gather while another does not.
 
     Attributes:
         cut: how this axis cuts the rows that the axes to its right leave.
-        first_row: the first of those rows in the tensor.
+        first_row: the first of these rows in the tensor.
         is_leftmost: whether no axis to the left shards.
         whole: how all axes together cut the tensor; the same on every rank.
     """
@@ -198,8 +199,8 @@ class UnevenShard(Shard):
         super().__init__(0)
 
     def window(self, first_row: int, num_rows: int) -> UnevenShard:
-        """The placement of `num_rows` consecutive rows of the tensor, as a tensor of their own."""
-        # This axis has only the rows that the axes to its right leave; the window may begin before
+        """The placement of `num_rows` consecutive rows of the tensor, as a separate tensor."""
+        # This axis has only the rows that the axes to its right leave; the window may start before
         # them or end behind them, or have none of them.
         start = max(self.first_row, first_row)
         stop = min(self.first_row + self.cut.num_rows, first_row + num_rows)
@@ -209,15 +210,15 @@ class UnevenShard(Shard):
         return UnevenShard(cut, min(start - first_row, num_rows), self.is_leftmost, whole)
 
     def flattened(self, factor: int) -> UnevenShard:
-        """The placement of the tensor with `factor` rows in the place of each row."""
+        """The placement of the tensor with `factor` rows instead of each row."""
         cut, whole = self.cut.flattened(factor), self.whole.flattened(factor)
         return UnevenShard(cut, self.first_row * factor, self.is_leftmost, whole)
 
     def grouped(self, factor: int) -> UnevenShard | None:
-        """The placement with one row in the place of every `factor` rows; None if a rank holds only
+        """The placement with one row instead of every `factor` rows; None if a rank holds only
         some of them.
         """
-        # All bounds, not this rank's own: ranks must come to the same answer.
+        # All bounds, not this rank's own: ranks must come to the same result.
         if not self.whole.can_group(factor):
             return None
         cut, whole = self.cut.grouped(factor), self.whole.grouped(factor)
@@ -283,7 +284,7 @@ class UnevenShard(Shard):
             raise ValueError(
                 f"Expected {self.cut.num_pieces} ranks, as {self} has, got {num_chunks}."
             )
-        # See [Note: order of cuts]: the leftmost shard answers for all axes.
+        # See [Note: order of cuts]: the leftmost shard returns the offset for all axes.
         if not self.is_leftmost:
             return curr_local_size, 0
 

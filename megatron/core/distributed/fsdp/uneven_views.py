@@ -1,7 +1,7 @@
 """Views of uneven DTensors that are views of the rows of each rank.
 
-Each function does what the operator of its name does on one process, or returns NotImplemented if
-rows would have to move: dim 0 must stay as it is, or take in the dims behind it.
+Each function has the result of the operator of its name on one process, or returns NotImplemented
+if rows would have to move: dim 0 must stay as it is, or take in the dims behind it.
 """
 
 from __future__ import annotations

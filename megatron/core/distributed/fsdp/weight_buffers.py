@@ -1,7 +1,7 @@
-"""`WeightBuffers`: which buffers the weights of a parameter group lie in.
+"""`WeightBuffers`: the buffers of a parameter group's weights.
 
-    buffer                 placements    what it holds
-    main                   optimizer     what the optimizer updates, on the device or in host memory
+    buffer                 placements    contents
+    main                   optimizer     updated by the optimizer, on the device or in host memory
     model                  parameter     compute weights between uses
     post_optimizer_model   optimizer     the part of `model` that this rank's main weights become,
                                          a view of it
@@ -30,7 +30,7 @@ from megatron.core.host_memory import HostSlab
 
 
 class WeightBuffers(NamedTuple):
-    """See the module's docstring."""
+    """The buffers of a parameter group's weights."""
 
     main: DBuffer
     model: DBuffer

@@ -47,7 +47,7 @@ def _exchange_once_more() -> str:
     engine = mixture_engine(2)
     train(engine, [0])
     if dist.get_rank() == 1:
-        _mixtures(engine)[0].experts.parameter_groups[0].note_exchange(is_backward=True)
+        _mixtures(engine)[0].experts.parameter_groups[0].record_exchange(is_backward=True)
     return _error_of_step(engine, 1)
 
 

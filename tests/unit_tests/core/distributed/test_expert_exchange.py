@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from copy import deepcopy
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.experts import ExpertExchange, divide_experts
-from megatron.core.rank_waits import rank_wait
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.spec import Activation, DenseSpec, MoeSpec, RouterSpec, Scores
 from tests.helpers.ranks import on_ranks, run_ranks
@@ -119,29 +116,6 @@ def test_a_divided_mixture_computes_and_derives_as_the_whole_one_does(
     expected = dict(whole.experts.named_parameters())
     for name, parameter in divided.experts.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad.chunk(4)[rank])
-
-
-@on_ranks(2)
-def test_a_rank_that_waits_for_others_in_an_exchange_says_so() -> None:
-    exchange = ExpertExchange(dist.group.WORLD, 1, ["layers.0.mlp", "layers.1.mlp"])
-    store, counts = dist.distributed_c10d._get_default_store(), torch.tensor([1, 1])
-    found: list[str] = []
-
-    def watch(thread: int) -> None:
-        while not found:
-            found.extend(filter(None, [rank_wait(thread)]))
-            time.sleep(0.001)  # leaves the interpreter to the thread that it watches
-        store.set("the exchange is seen", b"")
-
-    if dist.get_rank() == 0:
-        watcher = threading.Thread(target=watch, args=(threading.get_ident(),))
-        watcher.start()
-        exchange.send(torch.ones(2, 3), counts)
-        watcher.join()
-        assert found == ["all-to-all of the loads of 2 experts in layers.1.mlp"]
-    else:
-        store.wait(["the exchange is seen"])
-        exchange.send(torch.ones(2, 3), counts)
 
 
 @on_ranks(2)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron.core.distributed.fsdp import collectives
 from megatron.core.distributed.fsdp.collectives import Label, Reduction, tag_of
-from megatron.core.rank_waits import rank_wait
 from tests.helpers.ranks import on_ranks, run_ranks
 
 
@@ -198,35 +195,6 @@ def test_an_all_reduce_that_cannot_be_shared_out_is_refused() -> None:
         collectives.all_reduce(
             torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False)
         )
-
-
-def _in_another_order() -> list[float]:
-    """Two collectives under way at once, which the ranks begin in another order."""
-    rank, found = dist.get_rank(), [0.0, 0.0]
-
-    def gather(number: int) -> None:
-        out = torch.zeros(4)
-        own = torch.full((2,), 10.0 * number + rank)
-        collectives.all_gather(out, own, dist.group.WORLD, Label(tag_of(7, number)))
-        found[number] = out.sum().item()
-
-    def begins(thread: threading.Thread) -> None:
-        thread.start()
-        while rank_wait(thread.ident) is None and thread.is_alive():
-            time.sleep(0.001)
-
-    threads = [threading.Thread(target=gather, args=(number,)) for number in (0, 1)]
-    first, second = threads if rank == 0 else reversed(threads)
-    begins(first)
-    dist.barrier()
-    begins(second)
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def test_a_collective_takes_no_part_of_another_one_that_other_ranks_are_in():
-    assert run_ranks(2, _in_another_order) == [[2.0, 42.0]] * 2
 
 
 @on_ranks(2)

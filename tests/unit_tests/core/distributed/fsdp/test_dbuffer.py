@@ -103,27 +103,6 @@ def test_16_bit_buffers_may_be_reduced_in_fp32() -> None:
         partial.reduce_scatter(0, Flat(), dtype=torch.float32, out=partial.view([Flat()]))
 
 
-@on_ranks(4)
-def test_a_mesh_of_two_axes_goes_through_every_transition() -> None:
-    mesh = square()
-    for placements in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
-        source = distributed(placements, mesh)
-        for wanted in ([Replicate(), Replicate()], [Replicate(), Flat()], [Flat(), Flat()]):
-            moved = source.redistribute(wanted)
-            assert moved.placements == tuple(wanted)
-            assert_holds(moved, tensors())
-            out = DBuffer(mesh, wanted, source.layout, torch.float32, "cpu")
-            assert source.redistribute(wanted, out=out) is out
-            assert_holds(out, tensors())
-    mine = distributed([Replicate(), Replicate()], mesh, seed=dist.get_rank())
-    partial = DBuffer.from_local(
-        mine.local_buffer, mesh, [Partial("avg"), Partial("avg")], mine.layout
-    )
-    mean = [sum(parts) / 4 for parts in zip(*(tensors(rank) for rank in range(4)), strict=True)]
-    for wanted in ([Replicate(), Flat()], [Flat(), Flat()], [Replicate(), Replicate()]):
-        assert_holds(partial.redistribute(wanted), mean)
-
-
 def _every_transition(mesh_shape: tuple[int, ...]) -> int:
     """From every placement a buffer can have to every one without partial sums, with and without
     `out`.
@@ -146,8 +125,11 @@ def _every_transition(mesh_shape: tuple[int, ...]) -> int:
         buffer = DBuffer.distribute_tensors(mine, mesh, source)
         expected = _reduced(mesh, source, wholes)
         out = DBuffer(mesh, wanted, buffer.layout, torch.float32, "cpu")
-        assert_holds(buffer.redistribute(wanted), expected)
-        assert_holds(buffer.redistribute(wanted, out=out), expected)
+        moved = buffer.redistribute(wanted)
+        assert moved.placements == tuple(wanted)
+        assert_holds(moved, expected)
+        assert buffer.redistribute(wanted, out=out) is out
+        assert_holds(out, expected)
         count += 1
     return count
 
@@ -335,40 +317,21 @@ def test_each_mistake_has_its_own_message() -> None:
     for name, out in outputs.items():
         with pytest.raises(ValueError, match=f"Expected out with {name} "):
             buffer.allgather(0, out=out)
+    mixed = [torch.zeros(1), torch.zeros(1).half()]
     for call, message in (
-        (
-            lambda: buffer.reduce_scatter(0, Flat()),
-            "Expected Partial on axis 0 for reduce_scatter, got",
-        ),
-        (lambda: buffer.allreduce(0), "Expected Partial on axis 0 for allreduce"),
-        (lambda: buffer.scatter(0, Flat()), "Expected Replicate on axis 0 for scatter"),
-        (lambda: buffer.allgather(0).allgather(0), "Expected Shard on axis 0 for allgather"),
-        (
-            lambda: buffer.allgather(0).scatter(0, Replicate()),
-            "Expected Shard as the new placement of axis 0",
-        ),
-        (lambda: buffer.allgather(3), "Expected an axis of the mesh, 0 to 0, for allgather, got 3"),
-        (
-            lambda: buffer.allgather(-1),
-            "Expected an axis of the mesh, 0 to 0, for allgather, got -1",
-        ),
-        (
-            lambda: buffer.redistribute([Flat(), Flat()]),
-            "Expected 1 placements, one for each mesh axis, got 2",
-        ),
-        (lambda: buffer.view([Replicate()]), "Expected placements whose range lies in"),
-        (
-            lambda: buffer.copy_from(0, torch.zeros(6, 2)),
-            r"Expected tensor 0 of shape \(2, 6\), got \(6, 2\)",
-        ),
+        (lambda: buffer.reduce_scatter(0, Flat()), "Partial on axis 0 for reduce_scatter"),
+        (lambda: buffer.allreduce(0), "Partial on axis 0 for allreduce"),
+        (lambda: buffer.scatter(0, Flat()), "Replicate on axis 0 for scatter"),
+        (lambda: buffer.allgather(0).allgather(0), "Shard on axis 0 for allgather"),
+        (lambda: buffer.allgather(0).scatter(0, Replicate()), "new placement of axis 0"),
+        (lambda: buffer.allgather(3), "axis of the mesh, 0 to 0, for allgather, got 3"),
+        (lambda: buffer.allgather(-1), "axis of the mesh, 0 to 0, for allgather, got -1"),
+        (lambda: buffer.redistribute([Flat(), Flat()]), "Expected 1 placements.* got 2"),
+        (lambda: buffer.view([Replicate()]), "Expected placements whose range"),
+        (lambda: buffer.copy_from(0, torch.zeros(6, 2)), r"of shape \(2, 6\), got \(6, 2\)"),
         (lambda: from_local(buffer, torch.zeros(3)), "elements on this rank, got 3"),
         (lambda: from_local(buffer, torch.zeros(2, 3)), "Expected a flat, contiguous tensor"),
-        (
-            lambda: DBuffer.distribute_tensors(
-                [torch.zeros(1), torch.zeros(1).half()], mesh, [Flat()]
-            ),
-            "of one dtype",
-        ),
+        (lambda: DBuffer.distribute_tensors(mixed, mesh, [Flat()]), "of one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp.collective_history import Kind
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.policy import OffloadPolicy
@@ -24,7 +25,6 @@ from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 4
 NUM_LAYERS = 4
-GATHER = 1  # what a note of a gather begins with
 PATIENCE = 60.0  # seconds, after which a thread that waits for this one has waited in vain
 STRATEGIES = ("optim", "optim_grads_params")
 
@@ -210,14 +210,14 @@ def _gathers_in_order(strategy: str) -> list[tuple[int, ...]]:
     assert all(delivery.was_let for delivery in deliveries)
     numbers = [layer.parameter_groups[0].number for layer in model]
     (history,) = context.histories
-    return [(kind, numbers.index(number)) for kind, number, *_ in history.notes]
+    return [(kind, numbers.index(number)) for kind, number, *_ in history.entries]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_order_of_collectives_does_not_depend_on_when_a_rank_gets_its_delivery(strategy):
     one, other = run_ranks(2, _gathers_in_order, strategy)
     assert one == other
-    gathered = {number for kind, number in one if kind == GATHER}
+    gathered = {number for kind, number in one if kind == Kind.GATHER}
     assert gathered == ({1, 3} if strategy == "optim" else {0, 1, 2, 3})
 
 

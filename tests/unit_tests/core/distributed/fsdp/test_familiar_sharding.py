@@ -104,62 +104,6 @@ def test_negative_axes_count_from_the_end() -> None:
     both = [[Shard(0)] * 2] * 3
     assert fully_shard(nn.Linear(4, 4), mesh, Placements([-2, "dp"], *both)).parameter_groups
 
-    cases: list[tuple[list[int | str], str]] = [
-        ([-3, 1], r"Expected an axis of the mesh, -2 to 1 or one of \('tp', 'dp'\), got -3"),
-        (["dp", -1], r"Expected distinct data-parallel axes, got dp_axes=\('dp', -1\)"),
-        ([-1, 0], r"Expected data-parallel axes in mesh-axis order, got dp_axes=\(-1, 0\)"),
-    ]
-    for axes, message in cases:
-        with pytest.raises(ValueError, match=message):
-            fully_shard(nn.Linear(4, 4), mesh, Placements(axes, *both))
-    unnamed = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(ValueError, match="Expected dp_axes to match every axis of a mesh without"):
-        fully_shard(nn.Linear(4, 4), unnamed, Placements([-1], *shards))
-
-
-@pytest.mark.parametrize(
-    ("kinds", "error", "message"),
-    [
-        (
-            {"gradient": [Partial()]},
-            ValueError,
-            r"Expected Shard\(0\) as gradient placement wherever the parameter placement is one, "
-            r".* ZeRO-3 shards all three, ZeRO-2 gradient and optimizer, ZeRO-1 optimizer",
-        ),
-        (
-            {"parameter": [Replicate()], "optimizer": [Replicate()]},
-            ValueError,
-            r"Expected Shard\(0\) as optimizer placement wherever the gradient placement is one",
-        ),
-        (
-            {"parameter": [Replicate()], "gradient": [Replicate()]},
-            ValueError,
-            r"Expected Shard\(0\) or Partial as gradient placement wherever the optimizer",
-        ),
-        (
-            {"parameter": [Partial()]},
-            ValueError,
-            r"Expected Replicate or Shard\(0\) as parameter placements, got .*only gradients are",
-        ),
-        ({"optimizer": []}, ValueError, r"Expected 1 optimizer placements, .*, got 0"),
-        (
-            {"parameter": [Shard(1)]},
-            NotImplementedError,
-            r"Expected dim-0 Shard placements, got Shard\(dim=1\) on axis 0",
-        ),
-        (
-            {"parameter": ["shard"]},
-            TypeError,
-            r"Expected a Replicate, Partial, Shard\(0\) or Flat placement, got 'shard'",
-        ),
-    ],
-)
-def test_refused_placements_say_what_to_write_in_words_of_placements(
-    kinds: dict[str, list[Any]], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Placements(**{"dp_axes": [0], **{key: [Shard(0)] for key in KINDS}, **kinds})
-
 
 @on_ranks(2)
 def test_symmetric_memory_is_refused_by_name() -> None:

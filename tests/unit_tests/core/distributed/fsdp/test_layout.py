@@ -223,12 +223,6 @@ def test_every_rank_has_rows_of_its_block_and_every_row_has_its_ranks(drawn, num
     assert set(held.values()) == {num_replicas}
 
 
-@settings(max_examples=100, deadline=None)
-@given(SHAPES, st.integers(1, 9))
-def test_one_block_is_no_blocks(shapes, dp_size):
-    assert GlobalLayout.build(shapes, dp_size, num_blocks=1) == GlobalLayout.build(shapes, dp_size)
-
-
 @pytest.mark.parametrize(
     ("shapes", "dp_size", "num_blocks", "message"),
     [

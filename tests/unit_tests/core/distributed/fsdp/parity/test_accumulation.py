@@ -97,147 +97,132 @@ ACCUMULATION = [
 ]
 
 
-def accumulate(
-    world_size: int, shardings: Sequence[str], scenario: Callable[[Accumulating], None]
-) -> None:
-    def body() -> None:
-        for sharding in shardings:
-            try:
-                scenario(Accumulating(sharding))
-            except Exception as error:
-                raise AssertionError(f"{sharding}: {error}") from error
+def on_shardings(scenario: Callable[[Accumulating], None]) -> Callable[[int, Sequence[str]], None]:
+    """Makes a test of a scenario."""
 
-    run_ranks(world_size, body)
+    @pytest.mark.parametrize(("world_size", "shardings"), ACCUMULATION)
+    def test(world_size: int, shardings: Sequence[str]) -> None:
+        def body() -> None:
+            for sharding in shardings:
+                try:
+                    scenario(Accumulating(sharding))
+                except Exception as error:
+                    raise AssertionError(f"{sharding}: {error}") from error
 
+        run_ranks(world_size, body)
 
-on_shardings = pytest.mark.parametrize(("world_size", "shardings"), ACCUMULATION)
+    return test
 
 
 @on_shardings
 def test_backwards_of_one_step_and_of_several_add_up_until_gradients_are_cleared(
-    world_size, shardings
-):
-    def scenario(model: Accumulating) -> None:
-        model.run(0, 1, 2)
-        model.check(1, 1, 1)
-        model.run(3)
-        model.check(1, 1, 1, 1)
-        model.run(0, 2)
-        model.check(2, 1, 2, 1)
-        for to_none in (False, True):
-            model.clear(to_none=to_none)
-            model.run(3, 1)
-            model.check(0, 1, 0, 1)
-            model.clear(to_none=not to_none)
-            model.run(2)
-            model.check(0, 0, 1, 0)
-
-    accumulate(world_size, shardings, scenario)
+    model: Accumulating,
+) -> None:
+    model.run(0, 1, 2)
+    model.check(1, 1, 1)
+    model.run(3)
+    model.check(1, 1, 1, 1)
+    model.run(0, 2)
+    model.check(2, 1, 2, 1)
+    for to_none in (False, True):
+        model.clear(to_none=to_none)
+        model.run(3, 1)
+        model.check(0, 1, 0, 1)
+        model.clear(to_none=not to_none)
+        model.run(2)
+        model.check(0, 0, 1, 0)
 
 
 @on_shardings
-def test_backwards_outside_of_microbatch_add_up_each_averaged_over_ranks(world_size, shardings):
-    def scenario(model: Accumulating) -> None:
-        model.run_unscoped(0)
-        model.check(1)
-        model.run_unscoped(1, 1, 2)
-        model.check(1, 2, 1)
-        model.run(3, 0)
-        model.check(2, 2, 1, 1)
+def test_backwards_outside_of_microbatch_add_up_each_averaged_over_ranks(
+    model: Accumulating,
+) -> None:
+    model.run_unscoped(0)
+    model.check(1)
+    model.run_unscoped(1, 1, 2)
+    model.check(1, 2, 1)
+    model.run(3, 0)
+    model.check(2, 2, 1, 1)
+    model.run_unscoped(3)
+    model.check(2, 2, 1, 2)
+    for to_none in (True, False):
+        model.clear(to_none=to_none)
         model.run_unscoped(3)
-        model.check(2, 2, 1, 2)
-        for to_none in (True, False):
-            model.clear(to_none=to_none)
-            model.run_unscoped(3)
-            model.check(0, 0, 0, 1)
-
-    accumulate(world_size, shardings, scenario)
+        model.check(0, 0, 0, 1)
 
 
 @on_shardings
-def test_gradients_cleared_between_microbatches_begin_anew(world_size, shardings):
-    def scenario(model: Accumulating) -> None:
-        for to_none in (True, False):
-            model.run(0, 1, is_whole=False)
-            model.clear(to_none=to_none)
-            model.run(2, 3)
-            model.check(0, 0, 1, 1)
-            model.run(1, is_whole=False)
-            model.clear(to_none=to_none)
-            model.run(0)
-            model.check(1)
-
-    accumulate(world_size, shardings, scenario)
-
-
-@on_shardings
-def test_gradients_that_the_user_has_put_in_their_place_are_continued_from(world_size, shardings):
-    def scenario(model: Accumulating) -> None:
-        model.run(0, 1)
-        model.double()
+def test_gradients_cleared_between_microbatches_begin_anew(model: Accumulating) -> None:
+    for to_none in (True, False):
+        model.run(0, 1, is_whole=False)
+        model.clear(to_none=to_none)
         model.run(2, 3)
-        model.check(2, 2, 1, 1)
-        model.double()
-        model.double()
+        model.check(0, 0, 1, 1)
+        model.run(1, is_whole=False)
+        model.clear(to_none=to_none)
         model.run(0)
-        model.check(9, 8, 4, 4)
-        model.double()
-        model.run_unscoped(1)
-        model.check(18, 17, 8, 8)
+        model.check(1)
 
-    accumulate(world_size, shardings, scenario)
+
+@on_shardings
+def test_gradients_that_the_user_has_put_in_their_place_are_continued_from(
+    model: Accumulating,
+) -> None:
+    model.run(0, 1)
+    model.double()
+    model.run(2, 3)
+    model.check(2, 2, 1, 1)
+    model.double()
+    model.double()
+    model.run(0)
+    model.check(9, 8, 4, 4)
+    model.double()
+    model.run_unscoped(1)
+    model.check(18, 17, 8, 8)
 
 
 @on_shardings
 def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_from(
-    world_size, shardings
-):
-    def scenario(model: Accumulating) -> None:
-        model.run(0, is_whole=False)
-        model.double()
-        model.run(1, is_whole=False)
-        model.double()
-        model.run(2)
-        model.check(4, 2, 1)
-
-    accumulate(world_size, shardings, scenario)
+    model: Accumulating,
+) -> None:
+    model.run(0, is_whole=False)
+    model.double()
+    model.run(1, is_whole=False)
+    model.double()
+    model.run(2)
+    model.check(4, 2, 1)
 
 
 @on_shardings
-@pytest.mark.parametrize("to_none", [True, False])
 def test_the_gradients_of_some_parameters_that_are_cleared_begin_anew_alone(
-    world_size, shardings, to_none
-):
-    def scenario(model: Accumulating) -> None:
-        parameters = model.subject.parameters()
-        names = [name for name in parameters if name.endswith("weight")]
+    model: Accumulating,
+) -> None:
+    parameters = model.subject.parameters()
+    names = [name for name in parameters if name.endswith("weight")]
 
-        def clear() -> None:
-            torch.optim.SGD([parameters[name] for name in names]).zero_grad(set_to_none=to_none)
-
+    for to_none in (True, False):
+        cleared = torch.optim.SGD([parameters[name] for name in names])
         model.run(0, 1)
-        clear()
+        cleared.zero_grad(to_none)
         model.run(2, 3)
         model.check(1, 1, 1, 1, other=dict.fromkeys(names, (0, 0, 1, 1)))
         model.run(0, is_whole=False)
-        clear()
+        cleared.zero_grad(to_none)
         model.run(1, is_whole=False)
         model.run(2)
         model.check(2, 2, 2, 1, other=dict.fromkeys(names, (0, 1, 1, 0)))
-
-    accumulate(world_size, shardings, scenario)
+        model.clear(to_none=to_none)
 
 
 @on_shardings
-def test_gradients_that_the_user_has_changed_in_place_are_continued_from(world_size, shardings):
-    def scenario(model: Accumulating) -> None:
-        model.run(0, 1)
-        for parameter in model.subject.parameters().values():
-            parameter.grad.mul_(0.5)
-        model.run(2, 3)
-        model.check(0.5, 0.5, 1, 1)
-
-    accumulate(world_size, shardings, scenario)
+def test_gradients_that_the_user_has_changed_in_place_are_continued_from(
+    model: Accumulating,
+) -> None:
+    model.run(0, 1)
+    for parameter in model.subject.parameters().values():
+        parameter.grad.mul_(0.5)
+    model.run(2, 3)
+    model.check(0.5, 0.5, 1, 1)
 
 
 def _error_of_sums(strategy: str) -> float:

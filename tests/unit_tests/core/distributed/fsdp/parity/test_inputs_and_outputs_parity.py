@@ -16,9 +16,9 @@ from tests.unit_tests.core.distributed.fsdp.parity.helpers.subjects import (
     WIDTH,
     Layer,
     Subject,
-    assert_trains_as_on_one_rank,
     layers,
     square_mean,
+    trains_as_on_one_rank,
 )
 
 
@@ -57,16 +57,14 @@ class Wrapped(Layer):
 
 
 @pytest.mark.parametrize("kind", ["keyword", "tuple", "dict", "dataclass"])
-def test_inputs_and_outputs_inside_of_something(setting, kind):
-    def build() -> Subject:
-        stem, *inner = Layer(), Wrapped(kind), Wrapped(kind)
+@trains_as_on_one_rank
+def test_inputs_and_outputs_inside_of_something(kind) -> Subject:
+    stem, *inner = Layer(), Wrapped(kind), Wrapped(kind)
 
-        def loss(x: Tensor) -> Tensor:
-            return square_mean(inner[1].call(inner[0].call(stem(x))))
+    def loss(x: Tensor) -> Tensor:
+        return square_mean(inner[1].call(inner[0].call(stem(x))))
 
-        return Subject([stem, *inner], loss)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([stem, *inner], loss)
 
 
 class Opaque:
@@ -76,34 +74,30 @@ class Opaque:
         self.x = x
 
 
-def test_an_output_that_nobody_can_look_into(setting):
+@trains_as_on_one_rank
+def test_an_output_that_nobody_can_look_into() -> Subject:
     class Hiding(Layer):
         def forward(self, x: Tensor) -> Opaque:
             return Opaque(super().forward(x))
 
-    def build() -> Subject:
-        first, hiding, last = Layer(), Hiding(), Layer()
-        return Subject(
-            [first, hiding, last],
-            lambda x: square_mean(last(hiding(first(x)).x)),
-            keeps_weights=None,
-        )
-
-    assert_trains_as_on_one_rank(setting, build)
+    first, hiding, last = Layer(), Hiding(), Layer()
+    return Subject(
+        [first, hiding, last],
+        lambda x: square_mean(last(hiding(first(x)).x)),
+        keeps_weights=None,
+    )
 
 
-def test_a_skip_connection_whose_tensor_has_later_uses(setting):
-    def build() -> Subject:
-        first, second, third = layers(3)
+@trains_as_on_one_rank
+def test_a_skip_connection_whose_tensor_has_later_uses() -> Subject:
+    first, second, third = layers(3)
 
-        def loss(x: Tensor) -> Tensor:
-            x = first(x)
-            y = second(x) + x
-            return square_mean(third(y) * x + y) + x.mean()
+    def loss(x: Tensor) -> Tensor:
+        x = first(x)
+        y = second(x) + x
+        return square_mean(third(y) * x + y) + x.mean()
 
-        return Subject([first, second, third], loss)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([first, second, third], loss)
 
 
 # Of three-dimensional inputs a linear layer's output is a view, whose history an in-place change
@@ -114,42 +108,37 @@ two_and_three_dimensional = pytest.mark.parametrize(
 
 
 @two_and_three_dimensional
-def test_an_in_place_relu_after_a_sharded_module(setting, shape):
-    def build() -> Subject:
-        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-        model = nn.Sequential(
-            *(module for linear in linears for module in (linear, nn.ReLU(inplace=True)))
-        )
-        return Subject(linears, lambda x: square_mean(model(x.view(shape)) - 1))
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_an_in_place_relu_after_a_sharded_module(shape) -> Subject:
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = nn.Sequential(
+        *(module for linear in linears for module in (linear, nn.ReLU(inplace=True)))
+    )
+    return Subject(linears, lambda x: square_mean(model(x.view(shape)) - 1))
 
 
 @two_and_three_dimensional
-def test_an_in_place_relu_of_what_a_sharded_module_gets(setting, shape):
-    def build() -> Subject:
-        blocks = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
-        return Subject([model[0], *blocks], lambda x: square_mean(model(x.view(shape)) - 1))
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_an_in_place_relu_of_what_a_sharded_module_gets(shape) -> Subject:
+    blocks = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+    return Subject([model[0], *blocks], lambda x: square_mean(model(x.view(shape)) - 1))
 
 
-def test_an_output_that_the_loss_does_not_use(setting):
-    def build() -> Subject:
-        first, second, unused = layers(3)
+@trains_as_on_one_rank
+def test_an_output_that_the_loss_does_not_use() -> Subject:
+    first, second, unused = layers(3)
 
-        def loss(x: Tensor) -> Tensor:
-            x = second(first(x))
-            unused(x)
-            return square_mean(x)
+    def loss(x: Tensor) -> Tensor:
+        x = second(first(x))
+        unused(x)
+        return square_mean(x)
 
-        return Subject([first, second, unused], loss)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([first, second, unused], loss)
 
 
-def test_one_of_two_outputs_that_the_loss_does_not_use(setting):
+@trains_as_on_one_rank
+def test_one_of_two_outputs_that_the_loss_does_not_use() -> Subject:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,14 +147,12 @@ def test_one_of_two_outputs_that_the_loss_does_not_use(setting):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.used(x), self.unused(x)
 
-    def build() -> Subject:
-        first, second = Two(), Two()
-        return Subject([first, second], lambda x: square_mean(second(first(x)[0])[0]))
-
-    assert_trains_as_on_one_rank(setting, build)
+    first, second = Two(), Two()
+    return Subject([first, second], lambda x: square_mean(second(first(x)[0])[0]))
 
 
-def test_outputs_that_are_inputs_or_depend_on_parameters_alone(setting):
+@trains_as_on_one_rank
+def test_outputs_that_are_inputs_or_depend_on_parameters_alone() -> Subject:
     class Branching(Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -174,14 +161,11 @@ def test_outputs_that_are_inputs_or_depend_on_parameters_alone(setting):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return super().forward(x), x, self.scale.square()
 
-    def build() -> Subject:
-        first, second = Branching(), Branching()
+    first, second = Branching(), Branching()
 
-        def loss(x: Tensor) -> Tensor:
-            x, _, early = first(x)
-            y, x, late = second(x)
-            return square_mean(y * x * late) + square_mean(early)
+    def loss(x: Tensor) -> Tensor:
+        x, _, early = first(x)
+        y, x, late = second(x)
+        return square_mean(y * x * late) + square_mean(early)
 
-        return Subject([first, second], loss)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([first, second], loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
 )
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import BF16, FP32, groups_of
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.stacks import backward, sharded_stack
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.subjects import (
@@ -30,68 +30,64 @@ def gradients_under(
     return whole_gradients(subject)
 
 
-def on_every_sharding(function: Callable[[str], None]) -> None:
-    """On two ranks, with every strategy."""
-    run_ranks(2, lambda: [function(sharding) for sharding in SHARDING_STRATEGIES])
+every_sharding = pytest.mark.parametrize("sharding", SHARDING_STRATEGIES)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("main_params_dtype", [None, torch.float64, FP32, BF16])
+@every_sharding
+@on_ranks(2)
 def test_main_weights_have_the_dtype_they_are_given_and_so_has_what_the_optimizer_updates(
-    dtype, main_params_dtype
-):
-    def body(sharding: str) -> None:
-        subject, _ = sharded_stack(sharding, dtype, main_params_dtype=main_params_dtype)
-        expected = main_params_dtype or dtype
-        assert {group.main_weight.dtype for group in groups_of(subject.units)} == {expected}
-        assert {group.model_weight.dtype for group in groups_of(subject.units)} == {dtype}
-        assert {parameter.dtype for parameter in subject.parameters().values()} == {expected}
-
-    on_every_sharding(body)
+    sharding: str, dtype: torch.dtype, main_params_dtype: torch.dtype | None
+) -> None:
+    subject, _ = sharded_stack(sharding, dtype, main_params_dtype=main_params_dtype)
+    expected = main_params_dtype or dtype
+    assert {group.main_weight.dtype for group in groups_of(subject.units)} == {expected}
+    assert {group.model_weight.dtype for group in groups_of(subject.units)} == {dtype}
+    assert {parameter.dtype for parameter in subject.parameters().values()} == {expected}
 
 
-def test_an_update_too_small_for_bf16_reaches_fp32_main_weights_alone():
-    def body(sharding: str) -> None:
-        for main_dtype, can_learn in ((BF16, False), (FP32, True)):
-            subject, context = sharded_stack(sharding, BF16, main_params_dtype=main_dtype)
-            optimizer = torch.optim.SGD(subject.parameters().values(), lr=1e-5)
-            fully_shard_optimizer(optimizer)
-            before = whole_weights(subject)["1.scale"].clone()
-            backward(subject, context, [0])
-            optimizer.step()
-            assert torch.equal(whole_weights(subject)["1.scale"], before) != can_learn
-
-    on_every_sharding(body)
+@every_sharding
+@on_ranks(2)
+def test_an_update_too_small_for_bf16_reaches_fp32_main_weights_alone(sharding: str) -> None:
+    for main_dtype, can_learn in ((BF16, False), (FP32, True)):
+        subject, context = sharded_stack(sharding, BF16, main_params_dtype=main_dtype)
+        optimizer = torch.optim.SGD(subject.parameters().values(), lr=1e-5)
+        fully_shard_optimizer(optimizer)
+        before = whole_weights(subject)["1.scale"].clone()
+        backward(subject, context, [0])
+        optimizer.step()
+        assert torch.equal(whole_weights(subject)["1.scale"], before) != can_learn
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("main_grads_dtype", [None, FP32, BF16])
-def test_main_gradients_have_the_dtype_they_are_given(dtype, main_grads_dtype):
-    def body(sharding: str) -> None:
-        subject, context = sharded_stack(sharding, dtype, main_grads_dtype=main_grads_dtype)
-        expected = main_grads_dtype or dtype
-        backward(subject, context, [0, 1])
-        assert {group.main_grad.dtype for group in groups_of(subject.units)} == {expected}
-        assert {parameter.grad.dtype for parameter in subject.parameters().values()} == {expected}
+@every_sharding
+@on_ranks(2)
+def test_main_gradients_have_the_dtype_they_are_given(
+    sharding: str, dtype: torch.dtype, main_grads_dtype: torch.dtype | None
+) -> None:
+    subject, context = sharded_stack(sharding, dtype, main_grads_dtype=main_grads_dtype)
+    expected = main_grads_dtype or dtype
+    backward(subject, context, [0, 1])
+    assert {group.main_grad.dtype for group in groups_of(subject.units)} == {expected}
+    assert {parameter.grad.dtype for parameter in subject.parameters().values()} == {expected}
 
-    on_every_sharding(body)
 
-
-def test_fp32_main_gradients_keep_of_bf16_microbatches_what_bf16_ones_round_away():
-    def body(sharding: str) -> None:
-        numbers = range(4)
-        fine = gradients_under(sharding, BF16, numbers, main_grads_dtype=FP32)
-        coarse = gradients_under(sharding, BF16, numbers, main_grads_dtype=BF16)
-        assert any(
-            not torch.equal(gradient, gradient.to(BF16).to(FP32)) for gradient in fine.values()
+@every_sharding
+@on_ranks(2)
+def test_fp32_main_gradients_keep_of_bf16_microbatches_what_bf16_ones_round_away(
+    sharding: str,
+) -> None:
+    numbers = range(4)
+    fine = gradients_under(sharding, BF16, numbers, main_grads_dtype=FP32)
+    coarse = gradients_under(sharding, BF16, numbers, main_grads_dtype=BF16)
+    assert any(not torch.equal(gradient, gradient.to(BF16).to(FP32)) for gradient in fine.values())
+    for name, gradient in coarse.items():
+        assert not torch.equal(gradient.to(FP32), fine[name]), name
+        torch.testing.assert_close(
+            gradient.to(FP32), fine[name], rtol=0.05, atol=0.02 * fine[name].abs().max()
         )
-        for name, gradient in coarse.items():
-            assert not torch.equal(gradient.to(FP32), fine[name]), name
-            torch.testing.assert_close(
-                gradient.to(FP32), fine[name], rtol=0.05, atol=0.02 * fine[name].abs().max()
-            )
-
-    on_every_sharding(body)
 
 
 class Recording(torch.optim.Optimizer):
@@ -108,76 +104,80 @@ class Recording(torch.optim.Optimizer):
             parameter.sub_(parameter.grad, alpha=0.1)
 
 
-def test_the_optimizer_gets_bf16_gradients_as_fp32_and_afterwards_they_are_back():
-    def body(sharding: str) -> None:
-        subject, context = sharded_stack(sharding, FP32, main_grads_dtype=BF16)
-        optimizer = Recording(subject.parameters().values())
-        fully_shard_optimizer(optimizer)
-        before = {name: weight.clone() for name, weight in whole_weights(subject).items()}
-        backward(subject, context, [0, 1])
-        gradients = [parameter.grad for parameter in subject.parameters().values()]
-        optimizer.step()
-        for parameter, gradient, seen in zip(
-            subject.parameters().values(), gradients, optimizer.seen, strict=True
-        ):
-            assert parameter.grad is gradient
-            assert (gradient.dtype, seen.dtype) == (BF16, FP32)
-            assert torch.equal(seen.to_local(), gradient.to_local().to(FP32))
-        rounded = whole_gradients(subject)
-        for name, weight in whole_weights(subject).items():
-            torch.testing.assert_close(weight, before[name] - 0.1 * rounded[name].to(FP32))
-            assert not torch.equal(weight, before[name])
+@every_sharding
+@on_ranks(2)
+def test_the_optimizer_gets_bf16_gradients_as_fp32_and_afterwards_they_are_back(
+    sharding: str,
+) -> None:
+    subject, context = sharded_stack(sharding, FP32, main_grads_dtype=BF16)
+    optimizer = Recording(subject.parameters().values())
+    fully_shard_optimizer(optimizer)
+    before = {name: weight.clone() for name, weight in whole_weights(subject).items()}
+    backward(subject, context, [0, 1])
+    gradients = [parameter.grad for parameter in subject.parameters().values()]
+    optimizer.step()
+    for parameter, gradient, seen in zip(
+        subject.parameters().values(), gradients, optimizer.seen, strict=True
+    ):
+        assert parameter.grad is gradient
+        assert (gradient.dtype, seen.dtype) == (BF16, FP32)
+        assert torch.equal(seen.to_local(), gradient.to_local().to(FP32))
+    rounded = whole_gradients(subject)
+    for name, weight in whole_weights(subject).items():
+        torch.testing.assert_close(weight, before[name] - 0.1 * rounded[name].to(FP32))
+        assert not torch.equal(weight, before[name])
 
-    on_every_sharding(body)
 
-
-def test_an_optimizer_whose_step_calls_that_of_its_base_leaves_bf16_gradients_as_they_were():
+@every_sharding
+@on_ranks(2)
+def test_an_optimizer_whose_step_calls_that_of_its_base_leaves_bf16_gradients_as_they_were(
+    sharding: str,
+) -> None:
     class Inheriting(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
             super().step(closure)
 
-    def body(sharding: str) -> None:
-        torch.optim.SGD(
-            [nn.Parameter(torch.zeros(1))]
-        )  # the first one lets hooks run around SGD's own step
-        subject, context = sharded_stack(sharding, FP32, main_grads_dtype=BF16)
-        optimizer = Inheriting(subject.parameters().values(), lr=0.1)
-        fully_shard_optimizer(optimizer)
-        backward(subject, context, [0])
-        gradients = [parameter.grad for parameter in subject.parameters().values()]
-        optimizer.step()
-        for parameter, gradient in zip(subject.parameters().values(), gradients, strict=True):
-            assert parameter.grad is gradient
-
-    on_every_sharding(body)
+    torch.optim.SGD(
+        [nn.Parameter(torch.zeros(1))]
+    )  # the first one lets hooks run around SGD's own step
+    subject, context = sharded_stack(sharding, FP32, main_grads_dtype=BF16)
+    optimizer = Inheriting(subject.parameters().values(), lr=0.1)
+    fully_shard_optimizer(optimizer)
+    backward(subject, context, [0])
+    gradients = [parameter.grad for parameter in subject.parameters().values()]
+    optimizer.step()
+    for parameter, gradient in zip(subject.parameters().values(), gradients, strict=True):
+        assert parameter.grad is gradient
 
 
-def test_gradients_reduced_in_bf16_differ_from_those_in_fp32_by_rounding_alone():
-    def body(sharding: str) -> None:
-        fine = gradients_under(sharding, FP32, [0, 1])
-        coarse = gradients_under(sharding, FP32, [0, 1], grad_comm_dtype=BF16)
-        for name, gradient in coarse.items():
-            assert gradient.dtype == FP32
-            assert not torch.equal(gradient, fine[name]), name
-            # Half a unit in the last place of eight bits, of every rank's part.
-            torch.testing.assert_close(
-                gradient, fine[name], rtol=0, atol=2**-8 * fine[name].abs().max() * 2
-            )
-
-    on_every_sharding(body)
+@every_sharding
+@on_ranks(2)
+def test_gradients_reduced_in_bf16_differ_from_those_in_fp32_by_rounding_alone(
+    sharding: str,
+) -> None:
+    fine = gradients_under(sharding, FP32, [0, 1])
+    coarse = gradients_under(sharding, FP32, [0, 1], grad_comm_dtype=BF16)
+    for name, gradient in coarse.items():
+        assert gradient.dtype == FP32
+        assert not torch.equal(gradient, fine[name]), name
+        # Half a unit in the last place of eight bits, of every rank's part.
+        torch.testing.assert_close(
+            gradient, fine[name], rtol=0, atol=2**-8 * fine[name].abs().max() * 2
+        )
 
 
 @pytest.mark.parametrize(("divisor", "numbers"), [(3.0, [0]), (4.0, [0, 1, 2])])
-def test_grad_divisor_divides_gradients_exactly(divisor, numbers):
+@every_sharding
+@on_ranks(2)
+def test_grad_divisor_divides_gradients_exactly(
+    sharding: str, divisor: float, numbers: list[int]
+) -> None:
     """Sums of more than one microbatch are divided part by part, which is exact for a power
     of two.
     """
 
-    def body(sharding: str) -> None:
-        undivided = gradients_under(sharding, FP32, numbers)
-        divided = gradients_under(sharding, FP32, numbers, grad_divisor=divisor)
-        for name, gradient in undivided.items():
-            assert gradient.any()
-            assert torch.equal(divided[name], gradient / divisor), name
-
-    on_every_sharding(body)
+    undivided = gradients_under(sharding, FP32, numbers)
+    divided = gradients_under(sharding, FP32, numbers, grad_divisor=divisor)
+    for name, gradient in undivided.items():
+        assert gradient.any()
+        assert torch.equal(divided[name], gradient / divisor), name

@@ -13,9 +13,9 @@ from tests.unit_tests.core.distributed.fsdp.parity.helpers.subjects import (
     Layer,
     Stack,
     Subject,
-    assert_trains_as_on_one_rank,
     layers,
     square_mean,
+    trains_as_on_one_rank,
 )
 
 
@@ -53,23 +53,22 @@ recomputation = pytest.mark.parametrize(
 
 
 @recomputation
-def test_sharded_modules_that_are_recomputed_from_outside(setting, use_reentrant):
-    def build() -> Subject:
-        stem, *inner = layers(4)
+@trains_as_on_one_rank
+def test_sharded_modules_that_are_recomputed_from_outside(use_reentrant) -> Subject:
+    stem, *inner = layers(4)
 
-        def loss(x: Tensor) -> Tensor:
-            x = stem(x)
-            for layer in inner:
-                x = checkpoint(layer, x, use_reentrant=use_reentrant)
-            return square_mean(x)
+    def loss(x: Tensor) -> Tensor:
+        x = stem(x)
+        for layer in inner:
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return square_mean(x)
 
-        return Subject([stem, *inner], loss, calls=7)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([stem, *inner], loss, calls=7)
 
 
 @recomputation
-def test_sharded_modules_of_a_sharded_root_that_are_recomputed_one_by_one(setting, use_reentrant):
+@trains_as_on_one_rank
+def test_sharded_modules_of_a_sharded_root_that_are_recomputed_one_by_one(use_reentrant) -> Subject:
     class Recomputing(Stack):
         def run(self, x: Tensor) -> Tensor:
             x = x + self.scale
@@ -77,178 +76,149 @@ def test_sharded_modules_of_a_sharded_root_that_are_recomputed_one_by_one(settin
                 x = checkpoint(module, x, use_reentrant=use_reentrant)
             return x
 
-    def build() -> Subject:
-        stack = Recomputing(*layers(3))
-        return Subject([*stack.inner, stack], lambda x: square_mean(stack(x)), calls=6)
-
-    assert_trains_as_on_one_rank(setting, build)
+    stack = Recomputing(*layers(3))
+    return Subject([*stack.inner, stack], lambda x: square_mean(stack(x)), calls=6)
 
 
 @recomputation
-def test_a_recomputed_region_of_several_sharded_modules(setting, use_reentrant):
-    def build() -> Subject:
-        stem, *inner = layers(5)
-        root = nn.Sequential(stem, Segments(*inner, use_reentrant=use_reentrant))
-        return Subject([stem, *inner, root], lambda x: square_mean(root(x)), calls=9)
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_a_recomputed_region_of_several_sharded_modules(use_reentrant) -> Subject:
+    stem, *inner = layers(5)
+    root = nn.Sequential(stem, Segments(*inner, use_reentrant=use_reentrant))
+    return Subject([stem, *inner, root], lambda x: square_mean(root(x)), calls=9)
 
 
 @recomputation
-def test_a_recomputed_region_without_a_sharded_module_around_it(setting, use_reentrant):
-    def build() -> Subject:
-        inner = layers(4)
+@trains_as_on_one_rank
+def test_a_recomputed_region_without_a_sharded_module_around_it(use_reentrant) -> Subject:
+    inner = layers(4)
 
-        def region(x: Tensor) -> Tensor:
-            for layer in inner[1:]:
-                x = layer(x)
-            return x
+    def region(x: Tensor) -> Tensor:
+        for layer in inner[1:]:
+            x = layer(x)
+        return x
 
-        return Subject(
-            inner,
-            lambda x: square_mean(checkpoint(region, inner[0](x), use_reentrant=use_reentrant)),
-            calls=7,
+    return Subject(
+        inner,
+        lambda x: square_mean(checkpoint(region, inner[0](x), use_reentrant=use_reentrant)),
+        calls=7,
+    )
+
+
+@recomputation
+@trains_as_on_one_rank
+def test_a_whole_sharded_model_that_is_recomputed(use_reentrant) -> Subject:
+    stack = Stack(*layers(3))
+
+    def loss(x: Tensor) -> Tensor:
+        # A reentrant checkpoint has a backward only if an input has one.
+        return square_mean(
+            checkpoint(stack, x.clone().requires_grad_() + 0, use_reentrant=use_reentrant)
         )
 
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([*stack.inner, stack], lambda x: loss(x.detach()) + 0 * x.sum(), calls=6)
 
 
 @recomputation
-def test_a_whole_sharded_model_that_is_recomputed(setting, use_reentrant):
-    def build() -> Subject:
-        stack = Stack(*layers(3))
-
-        def loss(x: Tensor) -> Tensor:
-            # A reentrant checkpoint has a backward only if an input has one.
-            return square_mean(
-                checkpoint(stack, x.clone().requires_grad_() + 0, use_reentrant=use_reentrant)
-            )
-
-        return Subject([*stack.inner, stack], lambda x: loss(x.detach()) + 0 * x.sum(), calls=6)
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_a_sharded_module_that_recomputes_its_own_body(use_reentrant) -> Subject:
+    stem = Layer()
+    stack = Stack(*(SelfRecomputing(use_reentrant) for _ in range(3)))
+    root = nn.Sequential(stem, stack)
+    return Subject([stem, *stack.inner, root], lambda x: square_mean(root(x)), calls=7)
 
 
 @recomputation
-def test_a_sharded_module_that_recomputes_its_own_body(setting, use_reentrant):
-    def build() -> Subject:
-        stem = Layer()
-        stack = Stack(*(SelfRecomputing(use_reentrant) for _ in range(3)))
-        root = nn.Sequential(stem, stack)
-        return Subject([stem, *stack.inner, root], lambda x: square_mean(root(x)), calls=7)
-
-    assert_trains_as_on_one_rank(setting, build)
-
-
-@recomputation
+@trains_as_on_one_rank
 def test_a_sharded_module_that_recomputes_its_own_body_with_sharded_modules_in_it(
-    setting, use_reentrant
-):
-    def build() -> Subject:
-        stem, *inner = layers(5)
-        segments = Segments(*inner, use_reentrant=use_reentrant)
-        return Subject([stem, *inner, segments], lambda x: square_mean(segments(stem(x))), calls=9)
-
-    assert_trains_as_on_one_rank(setting, build)
+    use_reentrant,
+) -> Subject:
+    stem, *inner = layers(5)
+    segments = Segments(*inner, use_reentrant=use_reentrant)
+    return Subject([stem, *inner, segments], lambda x: square_mean(segments(stem(x))), calls=9)
 
 
-def test_a_recomputed_region_in_a_recomputed_region(setting):
-    def build() -> Subject:
-        stem, *inner = layers(5)
-        segments = Segments(*inner, use_reentrant=False)
-        return Subject(
-            [stem, *inner, segments],
-            lambda x: square_mean(checkpoint(segments, stem(x), use_reentrant=False)),
-            calls=1 + 4 * 3,
-        )
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_a_recomputed_region_in_a_recomputed_region() -> Subject:
+    stem, *inner = layers(5)
+    segments = Segments(*inner, use_reentrant=False)
+    return Subject(
+        [stem, *inner, segments],
+        lambda x: square_mean(checkpoint(segments, stem(x), use_reentrant=False)),
+        calls=1 + 4 * 3,
+    )
 
 
 @recomputation
-def test_a_recomputed_module_that_is_called_twice(setting, use_reentrant):
-    def build() -> Subject:
-        stem, twice, between = layers(3)
+@trains_as_on_one_rank
+def test_a_recomputed_module_that_is_called_twice(use_reentrant) -> Subject:
+    stem, twice, between = layers(3)
 
-        def loss(x: Tensor) -> Tensor:
-            x = checkpoint(twice, stem(x), use_reentrant=use_reentrant)
-            return square_mean(checkpoint(twice, between(x), use_reentrant=use_reentrant))
+    def loss(x: Tensor) -> Tensor:
+        x = checkpoint(twice, stem(x), use_reentrant=use_reentrant)
+        return square_mean(checkpoint(twice, between(x), use_reentrant=use_reentrant))
 
-        return Subject([stem, twice, between], loss, calls=6, keeps_weights=None)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([stem, twice, between], loss, calls=6, keeps_weights=None)
 
 
 @recomputation
-def test_a_recomputed_module_that_is_called_again_at_once(setting, use_reentrant):
+@trains_as_on_one_rank
+def test_a_recomputed_module_that_is_called_again_at_once(use_reentrant) -> Subject:
     """The reduction of its first gradients may be under way when the second ones come."""
 
-    def build() -> Subject:
-        stem, twice = layers(2)
+    stem, twice = layers(2)
 
-        def loss(x: Tensor) -> Tensor:
-            x = checkpoint(twice, stem(x), use_reentrant=use_reentrant)
-            return square_mean(checkpoint(twice, x, use_reentrant=use_reentrant))
+    def loss(x: Tensor) -> Tensor:
+        x = checkpoint(twice, stem(x), use_reentrant=use_reentrant)
+        return square_mean(checkpoint(twice, x, use_reentrant=use_reentrant))
 
-        return Subject([stem, twice], loss, calls=5)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([stem, twice], loss, calls=5)
 
 
 @recomputation
-def test_a_module_that_recomputes_its_own_body_and_is_called_twice(setting, use_reentrant):
-    def build() -> Subject:
-        stem, twice = Layer(), SelfRecomputing(use_reentrant)
-        stack = Stack(stem, twice, twice)
-        return Subject(
-            [stem, twice, stack], lambda x: square_mean(stack(x)), calls=5, keeps_weights=None
-        )
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_a_module_that_recomputes_its_own_body_and_is_called_twice(use_reentrant) -> Subject:
+    stem, twice = Layer(), SelfRecomputing(use_reentrant)
+    stack = Stack(stem, twice, twice)
+    return Subject(
+        [stem, twice, stack], lambda x: square_mean(stack(x)), calls=5, keeps_weights=None
+    )
 
 
 @recomputation
-def test_a_module_in_two_recomputed_regions(setting, use_reentrant):
-    def build() -> Subject:
-        stem, shared, first, second = layers(4)
+@trains_as_on_one_rank
+def test_a_module_in_two_recomputed_regions(use_reentrant) -> Subject:
+    stem, shared, first, second = layers(4)
 
-        def loss(x: Tensor) -> Tensor:
-            x = stem(x)
-            y = checkpoint(lambda x: first(shared(x)), x, use_reentrant=use_reentrant)
-            z = checkpoint(lambda x, y: second(x) + shared(y), x, y, use_reentrant=use_reentrant)
-            return square_mean(y + z)
+    def loss(x: Tensor) -> Tensor:
+        x = stem(x)
+        y = checkpoint(lambda x: first(shared(x)), x, use_reentrant=use_reentrant)
+        z = checkpoint(lambda x, y: second(x) + shared(y), x, y, use_reentrant=use_reentrant)
+        return square_mean(y + z)
 
-        return Subject([stem, shared, first, second], loss, calls=9, keeps_weights=None)
-
-    assert_trains_as_on_one_rank(setting, build)
+    return Subject([stem, shared, first, second], loss, calls=9, keeps_weights=None)
 
 
 @recomputation
-def test_a_recomputed_region_of_modules_that_keep_their_weights(setting, use_reentrant):
-    def build() -> Subject:
-        stem, *inner = layers(5)
-        root = nn.Sequential(stem, Segments(*inner, use_reentrant=use_reentrant))
-        options = {"reshard_after_forward": False}
-        return Subject(
-            [stem, *inner, root],
-            lambda x: square_mean(root(x)),
-            calls=9,
-            options=options,
-            keeps_weights=None,
-        )
-
-    assert_trains_as_on_one_rank(setting, build)
+@trains_as_on_one_rank
+def test_a_recomputed_region_of_modules_that_keep_their_weights(use_reentrant) -> Subject:
+    stem, *inner = layers(5)
+    root = nn.Sequential(stem, Segments(*inner, use_reentrant=use_reentrant))
+    options = {"reshard_after_forward": False}
+    return Subject(
+        [stem, *inner, root],
+        lambda x: square_mean(root(x)),
+        calls=9,
+        options=options,
+        keeps_weights=None,
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 1.0])
-def test_attention_that_recomputes_its_core_and_reads_its_sinks_there(setting, softcap):
+@trains_as_on_one_rank
+def test_attention_that_recomputes_its_core_and_reads_its_sinks_there(softcap) -> Subject:
     spec = AttentionSpec(2, 1, 3, scale=1.0, window=2, sinks=Sinks.LEARNED, softcap=softcap)
 
-    def build() -> Subject:
-        attention = SelfAttention(
-            spec, WIDTH, init_std=0.5, output_init_std=0.5, recomputes_core=True
-        )
-        stack = Stack(attention)
-        return Subject([attention, stack], lambda x: square_mean(stack(x.unsqueeze(0))), calls=0)
-
-    assert_trains_as_on_one_rank(setting, build)
+    attention = SelfAttention(spec, WIDTH, init_std=0.5, output_init_std=0.5, recomputes_core=True)
+    stack = Stack(attention)
+    return Subject([attention, stack], lambda x: square_mean(stack(x.unsqueeze(0))), calls=0)

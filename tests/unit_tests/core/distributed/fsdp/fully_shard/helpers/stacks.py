@@ -57,6 +57,10 @@ class Stack(nn.Module):
         return x
 
 
+def linear() -> nn.Linear:
+    return nn.Linear(DIM, DIM)
+
+
 def line() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -4,6 +4,8 @@ weights are compared.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -178,8 +180,23 @@ def buffers_of(
     return found
 
 
-def assert_trains_as_on_one_rank(setting: Setting, build: Build) -> None:
-    run_ranks(setting.world_size, _train_alike, setting, build)
+def trains_as_on_one_rank(function: Callable[..., Subject]) -> Callable[..., None]:
+    """Makes a test of a function that builds a subject: in every setting, the subject trains as on
+    one rank.
+    """
+
+    def test(setting: Setting, **arguments: Any) -> None:
+        @functools.wraps(function)  # whose module is sent to the ranks
+        def build() -> Subject:
+            return function(**arguments)
+
+        run_ranks(setting.world_size, _train_alike, setting, build)
+
+    signature = inspect.signature(test)
+    (setting, _), own = signature.parameters.values(), inspect.signature(function).parameters
+    functools.update_wrapper(test, function)
+    test.__signature__ = signature.replace(parameters=[setting, *own.values()])
+    return test
 
 
 def _train_alike(setting: Setting, build: Build) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -13,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate
 
+from megatron.core.device import Device
+from megatron.core.distributed.experts import ExpertExchange
 from megatron.core.distributed.fsdp import (
     Flat,
     FsdpContext,
@@ -23,12 +27,18 @@ from megatron.core.distributed.fsdp import (
     fully_shard_context,
     microbatch,
 )
-from megatron.core.distributed.fsdp.note_history import NoteHistory, compare, histories_over
+from megatron.core.distributed.fsdp.collective_history import (
+    CollectiveHistory,
+    compare,
+    histories_over,
+)
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.lanes import Lane
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.rank_waits import rank_wait
 from megatron.training.step import train_step
 from tests.helpers.ranks import on_ranks, run_ranks
 
@@ -102,15 +112,11 @@ def clear_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def new_history() -> NoteHistory:
-    return NoteHistory(dist.group.WORLD, "cpu")
-
-
-def digest_of(notes: Iterable[Sequence[int]]) -> int:
-    history = new_history()
-    for note in notes:
-        history.add(note)
-    return history.digest
+def new_history(entries: Iterable[Sequence[int]] = ()) -> CollectiveHistory:
+    history = CollectiveHistory(dist.group.WORLD, "cpu")
+    for entry in entries:
+        history.add(*entry)
+    return history
 
 
 def _groups_that_room_is_made_for(is_frozen: bool) -> list[str]:
@@ -142,11 +148,12 @@ def test_the_host_waits_for_room_only_for_groups_that_take_memory() -> None:
     assert _groups_that_room_is_made_for(is_frozen=True) == ["a"]
 
 
-# What ranks find out at the end of a step
+# Gradients that a rank lacks
 
 
-def _one_parameter_differs(strategy: str) -> str:
-    model = Pairs()
+def _gradients_differ(strategy: str) -> list[str]:
+    """What ranks are told when one lacks a parameter's gradient, and when one lacks a group's."""
+    model, told = Pairs(), []
     context = shard(model, strategy)
     backward(model)
     context.check_agreement()
@@ -158,45 +165,147 @@ def _one_parameter_differs(strategy: str) -> str:
     assert (second is None) if dist.get_rank() == 1 else bool(second.to_local().isnan().all())
     with pytest.raises(RuntimeError) as caught:
         context.check_agreement()
+    told.append(str(caught.value))
 
-    # Asked again, ranks that agree from here on have nothing to say.
-    clear_gradients(model)
-    model.b.uses_second = True
-    backward(model)
-    context.check_agreement()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
-def test_a_gradient_that_only_some_ranks_have_is_named_with_its_group_and_the_ranks(strategy):
-    those = "ranks 0, 2, 3" if strategy == "hsdp" else "rank 0"
-    for message in run_ranks(num_ranks(strategy), _one_parameter_differs, strategy):
-        assert f"{those} reduced the gradients of b; rank 1 reduced" in message
-        assert "without any for b.second" in message
-
-
-def _a_whole_group_differs(strategy: str) -> str:
-    model = Pairs()
-    context = shard(model, strategy)
-    model.b.learns = dist.get_rank() == 0
+    model.b.uses_second, model.b.learns = True, dist.get_rank() != 1
     for is_last in (False, True):
         with microbatch(context, is_last=is_last):
             backward(model)
-    # The next step's collectives are still each other's: the rank without gradients has joined in
-    # the reduction.
+    # The next step's collectives still match: the rank without gradients has joined the reduction.
     clear_gradients(model)
     model.b.learns = True
     backward(model)
     with pytest.raises(RuntimeError) as caught:
         context.check_agreement()
-    return str(caught.value)
+    told.append(str(caught.value))
+
+    # Ranks that agree from here on get no error.
+    clear_gradients(model)
+    backward(model)
+    context.check_agreement()
+    return told
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param("hsdp", marks=pytest.mark.wide)])
-def test_a_rank_without_any_gradient_of_a_group_joins_the_others_reductions_and_is_named(strategy):
-    for message in run_ranks(num_ranks(strategy), _a_whole_group_differs, strategy):
-        assert "reduced the gradients of b; rank" in message
-        assert "reduced the gradients of b without any for b.first, b.second" in message
+def test_gradients_that_only_some_ranks_have_are_named_with_their_group_and_the_ranks(strategy):
+    for rank, messages in enumerate(run_ranks(num_ranks(strategy), _gradients_differ, strategy)):
+        for message, missing in zip(messages, ("b.second", "b.first, b.second"), strict=True):
+            if rank == 2:  # of HSDP, in no process group with rank 1
+                assert "a difference between other ranks" in message
+            else:
+                assert f"rank 1 reduced the gradients of b without any for {missing}" in message
+
+
+@on_ranks(2)
+def test_a_rank_that_adds_to_the_gradients_of_an_earlier_step_is_named() -> None:
+    model = Pairs()
+    shard(model, "optim_grads")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        optimizer.zero_grad()
+    backward(model)
+    with pytest.raises(RuntimeError, match="gradients of b and added 2 of them to earlier ones"):
+        optimizer.step()
+
+
+# Ranks that wait for each other
+
+NAMES = {
+    "gather": "all-gather of the weights of {}",
+    "reduce": "reduce-scatter of the gradients of {}",
+    "exchange": "all-to-all of the loads of 2 experts in {}",
+    "step": "all-reduce of the digests of collectives",
+}
+
+
+class Program:
+    """A rank's program, whose next action may be another than that of the other rank."""
+
+    def __init__(self) -> None:
+        self._model = Pairs()
+        shard(self._model, "optim_grads_params")
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        backward(self._model)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._first = {
+            name: module.first.full_tensor() for name, module in self._model.named_children()
+        }
+
+    def act(self, action: str, module: str, lane: Lane) -> None:
+        """Does one thing, and checks that it used the data of no other collective."""
+        getattr(self, f"_{action}")(module, lane)
+
+    def _gather(self, module: str, lane: Lane) -> None:
+        (group,) = getattr(self._model, module).parameter_groups
+        group.unshard(lane)
+        group.wait_unsharded()
+        assert torch.equal(group.fsdp_parameters[0].full, self._first[module])
+
+    def _reduce(self, module: str, lane: Lane) -> None:
+        (group,) = getattr(self._model, module).parameter_groups
+        value = float(ord(module))
+        for index, parameter in enumerate(group.fsdp_parameters):
+            gradient = torch.full(parameter.full.shape, value * (1 + dist.get_rank()))
+            group.gradients.collect(index, gradient)
+        group.wait_reduced(group.reduce(lane, is_last=True))
+        found = group.main_grad.get_local_tensor(0)  # also if a comparison drops gradients
+        assert torch.equal(found, torch.full_like(found, 1.5 * value))
+
+    def _exchange(self, module: str, _: Lane) -> None:
+        exchange = ExpertExchange(dist.group.WORLD, names=[module])
+        sent = exchange.send(torch.full((2, 3), float(dist.get_rank())), torch.tensor([1, 1]))
+        assert sent.tokens[:, 0].tolist() == [0.0, 1.0]
+
+    def _step(self, *_: object) -> None:
+        with pytest.raises(RuntimeError, match="Expected every rank to do the same"):
+            self._optimizer.step()
+
+
+def _wait_for_each_other(*actions: tuple[str, str]) -> str:
+    """Rank r begins with the r-th action. Once both wait, each does what the other waits for."""
+    program, device, rank = Program(), Device("cpu"), dist.get_rank()
+    apart, errors = dist.new_group(), []
+
+    def begin() -> None:
+        try:
+            program.act(*actions[rank], device.lane("begun"))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    # Before it waits in a collective, it is seen in torch's functions that issue one.
+    while (name := rank_wait(thread.ident)) is None or name.endswith("of torch.distributed"):
+        assert thread.is_alive(), f"{actions[rank]} did not wait: {errors}"
+        time.sleep(0.001)  # leaves the interpreter to the thread
+
+    dist.barrier(group=apart)
+    if actions[rank][0] == "step":
+        thread.join()  # the other rank's next action must not be recorded during a comparison
+    program.act(*actions[1 - rank], device.lane("resumed"))
+    thread.join()
+    assert not errors
+    return name
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        pytest.param((("gather", "a"), ("gather", "b")), id="another order of modules"),
+        pytest.param((("gather", "a"), ("reduce", "a")), id="another kind"),
+        pytest.param((("reduce", "b"), ("reduce", "a")), id="another order of gradients"),
+        pytest.param((("gather", "a"), ("step", "")), id="one more step"),
+        pytest.param((("reduce", "b"), ("step", "")), id="no backward"),
+        pytest.param((("exchange", "a"), ("gather", "b")), id="no exchange"),
+    ],
+)
+def test_ranks_that_are_in_different_collectives_wait_by_name_and_mix_no_data(actions):
+    assert run_ranks(2, _wait_for_each_other, *actions) == [
+        NAMES[action].format(module) for action, module in actions
+    ]
 
 
 # What is right stays right
@@ -468,7 +577,7 @@ def test_a_step_ends_before_weights_change_when_ranks_disagree(loop):
 
 
 @on_ranks(2)
-def test_digests_differ_with_notes_their_order_their_number_and_where_they_are_cut() -> None:
+def test_digests_differ_with_entries_their_order_their_number_and_where_they_are_cut() -> None:
     cases = [
         [],
         [(1, 2)],
@@ -478,25 +587,22 @@ def test_digests_differ_with_notes_their_order_their_number_and_where_they_are_c
         [(1,), (2, 3)],
         [(1, 2, 3)],
     ]
-    digests = [digest_of(notes) for notes in cases]
+    digests = [new_history(entries).digest for entries in cases]
     assert len(set(digests)) == len(cases)
     assert all(0 <= digest < 2**48 for digest in digests)
-    assert digest_of([(1, 2)]) == digest_of([(1, 2, 0)]), "0 stands for what is left out"
-    history = new_history()
-    history.add((1, 2))
+    assert new_history([(1, 2)]).digest == new_history([(1, 2, 0)]).digest, "padded with 0"
+    history = new_history([(1, 2)])
     history.forget()
     assert history.digest == digests[0]
 
 
-def _histories(notes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    history = new_history()
-    for note in notes[dist.get_rank()]:
-        history.add(note)
-    return [note[:3] for note in history.first_difference()]
+def _first_difference(entries: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    history = new_history(entries[dist.get_rank()])
+    return [entry[:3] for entry in history.first_difference()]
 
 
 @pytest.mark.parametrize(
-    ("notes", "expected"),
+    ("entries", "expected"),
     [
         (
             [[(1, 5), (2, 7, 3)], [(1, 5), (2, 7, 3), (1, 9)], [(1, 5), (2, 8)]],
@@ -510,39 +616,37 @@ def _histories(notes: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ..
         ),
     ],
 )
-def test_ranks_find_the_first_note_that_is_not_the_same(notes, expected):
-    assert run_ranks(3, _histories, notes) == [expected] * 3
+def test_ranks_find_the_first_entry_that_is_not_the_same(entries, expected):
+    assert run_ranks(3, _first_difference, entries) == [expected] * 3
 
 
-class Noting:
-    """A group that only describes its notes."""
+class Recorded:
+    """A group without parameters."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.display_name = str(number)
+        self.names: list[str] = []
         self.has_gradients = True
-
-    def describe(self, note: Sequence[int]) -> str:
-        return f"gathered {note[1]}"
 
     def drop_gradients(self) -> None:
         self.has_gradients = False
 
 
-def _named_together(notes: Sequence[Sequence[tuple[int, ...]]]) -> str:
+def _named_together(entries: Sequence[Sequence[tuple[int, ...]]]) -> str:
     mesh = build_mesh("cpu", dist.get_world_size())
     (history,) = histories_over(mesh)
-    groups = [Noting(7), Noting(8)]
-    history.groups.update({group.number: group for group in groups})
-    for note in notes[dist.get_rank()]:
-        history.add(note)
+    groups = {number: Recorded(number) for number in (7, 8)}
+    history.groups.update(groups)
+    for entry in entries[dist.get_rank()]:
+        history.add(*entry)
     with pytest.raises(RuntimeError) as caught:
         compare([mesh])
-    assert not any(group.has_gradients for group in groups)
+    assert not any(group.has_gradients for group in groups.values())
     compare([mesh])  # has nothing to compare any more
     return str(caught.value)
 
 
 def test_ranks_that_agree_with_each_other_are_named_together():
-    notes = [[(1, 1), (1, 7)], [(1, 1), (1, 7)], [(1, 1)], [(1, 1), (1, 8)]]
-    for message in run_ranks(4, _named_together, notes):
-        assert "ranks 0, 1 gathered 7; rank 2 did nothing more; rank 3 gathered 8" in message
+    entries = [[(1, 1), (1, 7)], [(1, 1), (1, 7)], [(1, 1)], [(1, 1), (4, 8)]]
+    for message in run_ranks(4, _named_together, entries):
+        assert "ranks 0, 1 gathered 7; rank 2 did nothing more; rank 3 stepped" in message
