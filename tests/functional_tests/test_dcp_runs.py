@@ -76,6 +76,4 @@ def test_an_imported_checkpoint_is_loaded_as_any_with_its_moments(saved, tmp_pat
 def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):
     flags = [*MODEL, "--make-vocab-size-divisible-by", "8"]
     run = pretrain(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)[0]
-    assert (
-        "vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
-    )
+    assert "vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
