@@ -136,8 +136,8 @@ class _ArchiveReader(UntrustedReader):
             raise
         except pickle.UnpicklingError:
             self._fail("tensors and plain data pickled by protocol 2", "another pickle")
-        except MemoryError:
-            self._fail("what torch.save writes", "numbers that do not fit in memory")
+        except (MemoryError, RecursionError):
+            self._fail("what torch.save writes", "values that do not fit in memory")
         except Exception as error:  # a damaged archive raises anything
             got = reason(error).partition("\n")[0]
             self._fail("what torch.save writes", f"something else ({got})")
