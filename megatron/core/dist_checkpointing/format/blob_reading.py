@@ -39,6 +39,10 @@ from megatron.core.dist_checkpointing.format.manifest import DTYPES
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCAL_SIGNATURE = b"PK\3\4"
 
+# Callers traverse and print the values.
+_MAX_DEPTH = 100
+_MAX_VALUES = 1 << 24
+
 # Every name that a pickle may contain.
 _NAMES = {
     "collections.OrderedDict",
@@ -126,12 +130,13 @@ class _ArchiveReader(UntrustedReader):
         self._content = memory.numpy().data
         # By name in lower case, without the folder: torch finds names without regard to case.
         self._records: dict[str, _Record] = {}
+        self._num_values = 0
         self._tensors: dict[int, torch.Tensor] = {}  # by the ids of the tensors on the meta device
 
     def read(self, checks_crc: bool) -> object:
         try:
             self._read_directory(checks_crc)
-            return self._placed(self._unpickled())
+            return self._placed(self._unpickled(), 0)
         except CheckpointError:
             raise
         except pickle.UnpicklingError:
@@ -216,15 +221,22 @@ class _ArchiveReader(UntrustedReader):
         storage.record = record
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    def _placed(self, value: object) -> object:
-        """A copy of a value with tensors in memory."""
+    def _placed(self, value: object, depth: int) -> object:
+        """A copy of a value with tensors in memory. Its size and depth are bounded."""
         kind = type(value)
         if kind in _LEAVES:
             return value
+        self._num_values += len(value) if isinstance(value, dict | list | tuple) else 1
+        if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
+            self._fail(f"{_MAX_VALUES} values in {_MAX_DEPTH} levels at most", "more")
+
         if isinstance(value, list | tuple) and kind in (list, tuple):
-            return kind(self._placed(item) for item in value)
+            return kind(self._placed(item, depth + 1) for item in value)
         if isinstance(value, dict) and kind in (dict, OrderedDict):
-            return {self._placed(key): self._placed(item) for key, item in value.items()}
+            return {
+                self._placed(key, depth + 1): self._placed(item, depth + 1)
+                for key, item in value.items()
+            }
         if isinstance(value, torch.Tensor) and kind in _TENSORS:
             if id(value) not in self._tensors:
                 # By the class: a pickle may give a tensor attributes, which are dropped here.

@@ -263,7 +263,7 @@ def parse_metadata(content: bytes, source: str) -> DcpIndex:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises anything
-        is_too_large = isinstance(error, MemoryError)
+        is_too_large = isinstance(error, MemoryError | RecursionError)
         got = "one that does not fit in memory" if is_too_large else reason(error)
         raise CheckpointDamagedError(f"Expected a pickle in {source}, got {got}.") from None
     # Two writers may have left them. A crafted frame can hold more bytes, which are not read.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from tests.helpers.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import Live, peak_growth
 from tests.unit_tests.core.dist_checkpointing.helpers.models import Setting, Trained, moments
 
 _M_MMAP_THRESHOLD = -3  # of mallopt; see malloc.h
@@ -31,23 +30,6 @@ def nothing_kept_for_later() -> Iterator[None]:
         yield
     finally:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # to which it may grow by itself
-
-
-class Resident:
-    """The growth of the resident memory up to its peak, in bytes."""
-
-    def __init__(self) -> None:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = self._read("VmRSS")
-
-    def peak_growth(self) -> int:
-        return self._read("VmHWM") - self._before
-
-    def _read(self, name: str) -> int:
-        return (
-            int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-        )
 
 
 class Peaks(NamedTuple):
@@ -84,13 +66,9 @@ def _load_measured(root: str, setting: Setting) -> Peaks:
         3 * 4 * sum(local_tensor(p).numel() for name, p in held.items() if ".layers.0." in name)
     )
     with nothing_kept_for_later():
-        resident = Resident()
-        trained.load(root)
-        loading = resident.peak_growth()
-        resident = Resident()
-        copies = [local_tensor(t).clone() for p in held.values() for t in (p, *states[p].values())]
-        copying = resident.peak_growth()
-    assert len(copies) == 4 * len(held)
+        loading = peak_growth(lambda: trained.load(root))
+        tensors = [t for p in held.values() for t in (p, *states[p].values())]
+        copying = peak_growth(lambda: [local_tensor(tensor).clone() for tensor in tensors])
     dist.barrier()
     return Peaks(state, bucket, loading, copying)
 

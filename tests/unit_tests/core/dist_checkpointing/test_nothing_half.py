@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import itertools
 import math
-import os
 import random
 import re
 import shutil
@@ -50,7 +49,6 @@ from tests.unit_tests.core.dist_checkpointing.helpers.scenes import (
     DRAFT,
     LATER,
     NEW,
-    NOT_BEGUN,
     OLD,
     SMALL,
     WHOLE,
@@ -162,7 +160,7 @@ def expected_folders(published: list[int]) -> list[str]:
     return [checkpoint_name(iteration) for iteration in (*published, LATER)]
 
 
-# Ranks that are killed, or whose file system fails.
+# Ranks that are killed. `test_interleavings.py` has ranks whose file system fails.
 
 
 def test_two_ranks_do_the_same_in_every_save_and_pass_through_all_phases(nursery, old):
@@ -227,70 +225,16 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_ne
     check_killed(nursery, old, size, moment, lot.randrange(4096 if phase == "header" else 1 << 16))
 
 
-CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
-
-
-def is_harmless(operations: list[list[str]], moment: Moment) -> bool:
-    """Whether a save succeeds without this operation."""
-    (rank, number), own = moment, operations[moment.rank]
-    # A sweep continues without it, and a directory may exist already.
-    is_swept = rank == 0 and number < own.index(f"mkdir {DRAFT}")
-    return is_swept or (
-        own[number].startswith("mkdir") and (rank == 1 or own[number] in own[:number])
-    )
-
-
-def check_faulty(
-    nursery: Forks, old: Old, size: Size, moment: Moment, code: int, *, lasts: bool
-) -> None:
-    """Has an operation fail, and asserts which ranks report it, and what is published then."""
-    (rank, number), operations = moment, old.operations(size)
-    is_good = rank == 0 and number > operations[0].index(DECISIVE[0])
-    is_good |= not lasts and is_harmless(operations, moment)
-    is_new = is_good or number > operations[rank].index(DECISIVE[rank])
-    fault, root = {rank: Fault(number, code, lasts=lasts)}, old.copy(size)
-    struck = rank if lasts else None
-    scene = nursery.run(run_scene, root, fault, struck, lasts and not is_new, size)
-    own, other = scene.endings[rank], scene.endings[1 - rank]
-    if is_good:
-        assert own is other is None
-    else:
-        assert os.strerror(code) in own
-    if is_new:
-        assert other is None
-        assert scene.published in ([OLD, NEW], [NEW])
-    else:
-        assert scene.published == [OLD]
-        if not lasts and other != NOT_BEGUN:
-            assert f"rank {rank}: " in other
-            assert os.strerror(code) in other
-    assert scene.folders == expected_folders(scene.published)
-    shutil.rmtree(root)
-
-
-@pytest.mark.parametrize(("size", "phase"), CASES, ids=str)
-def test_a_disk_that_fails_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
-    nursery, old, size, phase
-):
-    lot = random.Random(phase)
-    moment = random_moment(lot, phase, old.operations(size))
-    lasts = size == WHOLE and lot.random() < 0.5
-    check_faulty(nursery, old, size, moment, lot.choice(CODES), lasts=lasts)
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("rank", range(2))
-@pytest.mark.parametrize("how", ["killed", "fails once", "fails from then on"])
-def test_whatever_happens_at_every_moment_leaves_the_old_checkpoint_or_the_new_one(
-    nursery, old, rank, how
+def test_a_rank_that_is_killed_at_every_moment_leaves_the_old_checkpoint_or_the_new_one(
+    nursery, old, rank
 ):
     for number in range(len(old.operations(WHOLE)[rank])):
-        moment = Moment(rank, number)
-        if how == "killed":
-            check_killed(nursery, old, WHOLE, moment, number)
-        else:
-            code, lasts = CODES[number % len(CODES)], how != "fails once"
-            check_faulty(nursery, old, WHOLE, moment, code, lasts=lasts)
+        check_killed(nursery, old, WHOLE, Moment(rank, number), number)
+
+
+# Disks without room.
 
 
 def _pages(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 import zipfile
@@ -208,6 +209,7 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
     "an archive behind other bytes": lambda: b"\x80\x02N." + saved(ONES),
     "a raw pickle": lambda: b"\x80\x02N.",
     "the format before 1.6": lambda: saved(ONES, _use_new_zipfile_serialization=False),
+    "2 ** 40 values": lambda: saved(functools.reduce(lambda x, _: [x, x], range(40), [])),
     "a list in itself": lambda: changed(["x"], b"X\x01\x00\x00\x00xq\x01", b"h\x00"),
 }
 REFUSED: dict[str, Callable[[], bytes]] = {

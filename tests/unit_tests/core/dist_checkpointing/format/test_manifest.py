@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_a_marker_is_read_as_it_was_written_whatever_the_order_of_its_files():
     turned = dataclasses.replace(written, files=dict(reversed(written.files.items())))
     assert list(turned.files) != list(written.files)
     assert turned.to_bytes() == written.to_bytes()
+
+
+def test_every_flipped_bit_of_a_marker_is_damage():
+    content = marker().to_bytes()
+    for place, bit in itertools.product(range(len(content)), range(8)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        with pytest.raises(CheckpointDamagedError, match="here"):
+            Marker.from_bytes(bytes(changed), "here")
 
 
 @pytest.mark.parametrize("spelled", [b"%s ", b" %s", b"%s\n"])

@@ -1,7 +1,12 @@
-"""The peak of the bytes in tensors."""
+"""Peaks of the memory in use: of tensors, and of the process."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,3 +40,20 @@ class Live(TorchDispatchMode):
             for value in tree_leaves(values)
             if type(value) is torch.Tensor and not value.is_meta
         ]
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """The growth of the process's resident memory up to its peak during `work`, in bytes."""
+    gc.collect()
+    # Freed memory that the allocator keeps would hide new allocations.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _resident_bytes("VmRSS")
+    work()
+    return _resident_bytes("VmHWM") - before
+
+
+def _resident_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    (kib,) = re.findall(rf"{name}:\s+(\d+) kB", status)
+    return 1024 * int(kib)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +27,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     saved_parts,
     saving,
 )
+from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import peak_growth
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore
 
 # Updates that wait.
@@ -182,22 +179,6 @@ def test_states_that_an_update_waits_for_are_written_before_frozen_weights_and_b
 # Memory.
 
 
-def _peak_growth(work: Callable[[], object]) -> int:
-    """The growth of the resident memory up to its peak, in bytes."""
-    gc.collect()
-    # Freed memory that the allocator keeps would hide new allocations.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
-    work()
-    (peak,) = [
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    ]
-    return 1024 * int(peak.split()[1]) - before
-
-
 def _takes_memory(on_host: bool, root: Path) -> tuple[int, int]:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     optimizer = FusedAdam(model.parameters())
@@ -217,9 +198,9 @@ def _takes_memory(on_host: bool, root: Path) -> tuple[int, int]:
             manager.save(2, contents, {})
             manager.finish()
 
-        growth = _peak_growth(save)
+        growth = peak_growth(save)
         assert (
-            _peak_growth(lambda: [entry.values.read().clone() for entry in contents.entries])
+            peak_growth(lambda: [entry.values.read().clone() for entry in contents.entries])
             > 0.9 * nbytes
         )
     return nbytes, growth

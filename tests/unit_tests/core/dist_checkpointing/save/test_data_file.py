@@ -408,27 +408,6 @@ def test_staging_does_not_wait_for_the_disk_and_the_next_file_reuses_its_memory(
     assert pool.staged_bytes == 6 * SMALL
 
 
-def test_staging_without_room_waits_for_the_disk(disk, monkeypatch):
-    # Two buffers are within 0.4 of the free and the staged memory, and three are not.
-    room_for(monkeypatch, 9 * SMALL // 2)
-    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.4, num_local_ranks=1)
-    sink, tensor = HeldSink(), random_tensor(12 * SMALL)
-    writer, before = DataFileWriter(lambda: sink, pool, disk), bytes_of(tensor)
-    writer.is_staging = True
-    saving = threading.Thread(target=writer.write_tensor, args=(tensor,))
-    saving.start()
-    assert sink.has_begun.wait(300)
-    saving.join(0.1)
-    assert saving.is_alive()
-    assert pool.staged_bytes == 2 * SMALL
-    assert writer.position <= (NUM_BUFFERS + 2) * SMALL
-    sink.go_on.set()
-    saving.join()
-    assert writer.finish() == len(before)
-    assert sink.content == before
-    assert pool.staged_bytes == 2 * SMALL
-
-
 @pytest.mark.parametrize(
     ("share", "num_ranks", "num_buffers"), [(0.0, 1, 0), (0.5, 1, 50), (0.5, 4, 12), (0.25, 2, 12)]
 )
