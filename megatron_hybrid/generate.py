@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int
         _check_ids(questions, description_of(model).vocab_size)
         if sentence := say_prefix(tokenizer):
             print(sentence)
+
         generator = torch.Generator().manual_seed(arguments.seed)
         for question in questions:
             tokens = sample(

@@ -202,6 +202,7 @@ def _read_text(path: Path) -> bytes | None:
         content = stream.read(_HEAD_BYTES)
         if b"\0" not in content:
             content += stream.read(_MAX_BYTES + 1 - len(content))
+
     if b"\0" in content:
         return None
     try:

@@ -76,6 +76,7 @@ def preprocess_chats(
     prefix = f"{output_prefix}{CHAT_SUFFIX}"
     skipped = Skipped(is_allowed=skip_bad_samples)
     num_answer_tokens = 0
+
     dtype = optimal_dtype(maker.tokenizer.vocab_size)
     is_silent = not sys.stderr.isatty()
     with (
@@ -92,6 +93,7 @@ def preprocess_chats(
         if tokens.num_documents == 0:
             raise ConfigError("--input: expected at least one conversation, got none.")
         tokens.complete()  # before the mask is published
+
     skipped.tell()
     print(
         f"{prefix}: {tokens.num_documents} conversations, {tokens.num_tokens} tokens, "

@@ -128,10 +128,12 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     )
     if len(set(keys)) != len(keys):
         raise InputError(f"--json-keys: expected different keys, got {' '.join(keys)}.")
+
     if arguments.train_tokenizer:
         _train_tokenizer(arguments, files)
     options = {option.name: getattr(arguments, option.name) for option in _tokenizer_options()}
     tokenizer = build_tokenizer(TokenizerConfig(**options))
+
     dtype = optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
         outputs = [

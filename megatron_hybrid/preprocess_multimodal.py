@@ -120,6 +120,7 @@ def preprocess(
         for sample in samples:
             bar.update()
             writer.add(sample)
+
         if writer.num_samples == 0:
             raise ConfigError("--input: expected at least one sample, got none.")
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)

@@ -193,6 +193,7 @@ def is_gone(process: Event) -> bool:
         return False
     if pid <= 0:
         return True
+
     try:
         os.kill(pid, 0)
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

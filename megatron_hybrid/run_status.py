@@ -194,6 +194,7 @@ def run_status(
 
     sessions = split_sessions(events)
     session = sessions[-1]
+
     beat = {} if heartbeat is None or not is_of(heartbeat, session) else checked(heartbeat)
     state = _state(session, beat, now, stale_seconds)
     has_failed = state["state"] in ("preempted", "failed", "hung", "dead")

@@ -92,12 +92,14 @@ def make_samples(
     """
     if num_workers < 1:
         raise ConfigError(f"--workers: expected an integer >= 1, got {num_workers}.")
+
     whole = _without_damage(lines, skipped)
     made: Iterator[Sample | SampleError]
     if num_workers == 1:
         made = (try_to_make(maker, line) for line in whole)
     else:
         made = _made_by_workers(_chunks(whole, chunk_lines), maker, num_workers)
+
     for sample in made:
         if isinstance(sample, SampleError):
             skipped.add(sample)

@@ -66,6 +66,7 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"Expected a run or its checkpoint, got {model.path}, which is a Hugging Face "
             "directory."
         )
+
     checkpoint, description = open_checkpoint(*model.checkpoint), model.description
     if description.config.max_position_embeddings is None:
         # Without a length, other programs use their default.
@@ -80,6 +81,7 @@ def export_run(arguments: argparse.Namespace) -> dict[str, Any]:
             file=sys.stderr,
         )
         base_model = None
+
     extras = FolderExtras.of_model(model.tokenizer, model.tokenizer_path, base_model)
     with progress_bar("export", bytes_to_export(checkpoint, description)) as progress:
         exported = export_hf(

@@ -53,12 +53,14 @@ def import_hf(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = Path(arguments.folder).resolve()
     model, config = _settings(folder, arguments)
     num_bytes = sum(weight.numel() * 4 for weight in model.parameters())
+
     # The fields that --finetune and the programs that load a model need.
     train_state = {
         "format_version": FORMAT_VERSION,
         "progress": {"iteration": 0},
         "config": config,
     }
+
     store = open_store(arguments.root)
     with ExitStack() as stack:
         progress = stack.enter_context(progress_bar("import", num_bytes))

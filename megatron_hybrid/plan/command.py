@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron.core.device import DeviceConfig
 from megatron.core.drivers import kinds_of_accelerators
@@ -42,6 +41,62 @@ _MOST_CHARACTERS = 4000  # of an error's line
 _RATES = ("flops", "link", "host_bandwidth")  # required for the time of a step
 
 
+# By flag: the type, the metavar and the help line.
+_FLAGS = {
+    "--gpu-memory": (
+        quantities.size,
+        "SIZE",
+        "memory of each device, e.g. 80GB (default: not checked)",
+    ),
+    "--gpu-reserve": (
+        quantities.size,
+        "SIZE",
+        "part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: 5 %%, "
+        "but at least 2GB)",
+    ),
+    "--host-memory": (
+        quantities.size,
+        "SIZE",
+        "host memory for all ranks of the machine, e.g. 256GB (default: not checked)",
+    ),
+    "--flops": (
+        quantities.flops,
+        "RATE",
+        "speed of a device in training, e.g. 400TFLOP/s (default: no step time)",
+    ),
+    "--link": (
+        quantities.rate,
+        "RATE",
+        "bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
+    ),
+    "--host-bandwidth": (
+        quantities.rate,
+        "RATE",
+        "bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
+    ),
+    "--gpu-bandwidth": (
+        quantities.rate,
+        "RATE",
+        "bandwidth of a device's memory (default: not counted)",
+    ),
+    "--interconnect": (
+        quantities.rate,
+        "RATE",
+        "bandwidth at which a device sends and receives in collectives (default: not counted)",
+    ),
+    "--disk": (
+        quantities.rate,
+        "RATE",
+        "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
+    ),
+    "--tokens-per-step": (
+        quantities.whole_number,
+        "N",
+        "--global-batch-size in tokens instead of sequences (default: the run's)",
+    ),
+}
+
+
 def build_parser(program: str) -> argparse.ArgumentParser:
     """Returns the parser of the plan's flags, without those of a run."""
     parser = ProgramParser(
@@ -50,65 +105,11 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="Flags of a run may follow: python -m megatron_hybrid pretrain --help lists them.",
     )
-    rate: dict[str, Any] = {"type": quantities.rate, "metavar": "RATE"}
-    parser.add_argument(
-        "--gpus",
-        type=quantities.whole_number,
-        default=1,
-        metavar="N",
-        help="ranks, all on one machine",
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=quantities.size,
-        metavar="SIZE",
-        help="memory of each device, e.g. 80GB (default: not checked)",
-    )
-    parser.add_argument(
-        "--gpu-reserve",
-        type=quantities.size,
-        metavar="SIZE",
-        help="part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: "
-        "5 %%, but at least 2GB)",
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=quantities.size,
-        metavar="SIZE",
-        help="host memory for all ranks of the machine, e.g. 256GB (default: not checked)",
-    )
-    parser.add_argument(
-        "--flops",
-        type=quantities.flops,
-        metavar="RATE",
-        help="speed of a device in training, e.g. 400TFLOP/s (default: no step time)",
-    )
-    for flag, what in (
-        (
-            "--link",
-            "bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
-        ),
-        (
-            "--host-bandwidth",
-            "bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
-        ),
-        ("--gpu-bandwidth", "bandwidth of a device's memory (default: not counted)"),
-        (
-            "--interconnect",
-            "bandwidth at which a device sends and receives in collectives (default: not counted)",
-        ),
-        (
-            "--disk",
-            "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
-        ),
-    ):
-        parser.add_argument(flag, help=what, **rate)
-    parser.add_argument(
-        "--tokens-per-step",
-        type=quantities.whole_number,
-        metavar="N",
-        help="--global-batch-size in tokens instead of sequences (default: the run's)",
-    )
+    ranks = "ranks, all on one machine"
+    parser.add_argument("--gpus", type=quantities.whole_number, default=1, metavar="N", help=ranks)
+    for flag, (kind, metavar, text) in _FLAGS.items():
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -153,6 +154,7 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
     kind = _device_kind(flags, arguments.measure)
     limits = _limits(arguments, kind)
     run = PlannedRun(_run_flags(arguments, flags), arguments.gpus, kind)
+
     measured = measure(run, folder) if arguments.measure else None
     disk = arguments.disk
     if disk is None and measured is not None:
@@ -188,6 +190,7 @@ def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]
     filled = [*flags]
     if sources == ["--hf-model"]:
         filled = with_defaults(_split_values(flags))
+
     tokens = arguments.tokens_per_step
     if tokens is not None:
         if "--global-batch-size" in names:

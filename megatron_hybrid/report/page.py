@@ -245,12 +245,14 @@ class RunPage:
         """
         events = read_history(self._folder)
         sessions = split_sessions(events)
+
         note = self._read_metrics(sessions)
         metrics = self._metrics.columns()
         checkpoints = checkpoint_folders(self._folder, events)
         is_running = status["state"] in ("running", "saving")
         start = next((each.start for each in reversed(sessions) if each.start), {})
         settings, command = start.get("settings"), start.get("command")
+
         rows = event_rows(events)
         marks = [(e.iteration, e.mark) for e in rows if e.mark and e.iteration is not None]
         kinds = {kind for _, kind in marks}

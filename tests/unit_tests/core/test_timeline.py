@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.device import Device
 from megatron.core.lane_timings import D2H, HOST, TimingRecorder
+from megatron.core.lanes import Awaited
 from megatron.core.spans import Origin
 from megatron.core.timeline import NO_TIMELINE, Timeline
 from megatron.core.trace_file import COMPUTE, GATHER, ITERATION, PHASE, WAIT, WORK, Slice
@@ -124,6 +125,16 @@ def test_work_that_fails_is_recorded_and_raises_what_it_raised():
         timeline.timed(GATHER, "failing", fail)()
     timeline.end_iteration()
     assert [one.name for one in timeline.slices(0.0) if one.kind == WORK] == ["failing"]
+
+
+def test_waiting_for_an_event_is_a_wait_of_the_computation():
+    clock = Clock()
+    timeline = Timeline(CPU, clock)
+    timeline.begin_iteration(1)
+    timeline.awaited(Awaited(CPU.event(), clock.taking(2.0)), GATHER, "layers.0").wait()
+    timeline.end_iteration()
+    _, wait = recorded(timeline, clock)
+    assert wait == Slice(COMPUTE, WAIT, "wait for gather", 0.0, 2.0, 1, about="layers.0")
 
 
 def test_without_a_timeline_nothing_is_made():

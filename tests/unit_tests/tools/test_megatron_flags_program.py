@@ -273,6 +273,9 @@ def test_the_program_writes_to_stdout_and_reports_on_stderr(script, capsys):
 def test_it_writes_over_its_input_only_when_told(script, capsys):
     assert megatron_flags.main([str(script), "--output", str(script)]) == 2
     assert "expected another file than" in capsys.readouterr().err
+    for output in (script.parent, script.parent / "missing" / "y.sh"):
+        assert megatron_flags.main([str(script), "--output", str(output)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
     assert script.read_text() == SCRIPT
 
     output = script.with_name("here.sh")

@@ -60,7 +60,7 @@ def test_samples_keep_their_order_whatever_the_number_of_workers(folder, capsys)
     told = capsys.readouterr().out
     assert "out: 51 samples, 50 images, " in told
     assert ", 0 skipped, in " in told
-    assert preprocess(folder, lines, "--workers", 3, name="other") == 0
+    assert preprocess(folder, lines, "--workers", 2, name="other") == 0
     for ending in ("_text.bin", "_text.idx", "_images.bin", "_images.idx", ".json"):
         one, other = ((folder / f"{name}{ending}").read_bytes() for name in ("out", "other"))
         assert one == other, ending
@@ -97,7 +97,7 @@ def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(folder, capsy
 def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(folder, capsys):
     bad = [*BROKEN, *["{"] * 5]
     lines = [line("0.png"), *bad, line("1.png"), *[line(None)] * (9 * len(bad) - 2)]
-    assert preprocess(folder, lines, "--skip-bad-samples", "--workers", 2) == 0
+    assert preprocess(folder, lines, "--skip-bad-samples") == 0
     told = capsys.readouterr()
     assert f"out: {9 * len(bad)} samples, 2 images, " in told.out
     assert f"{len(BROKEN) + 5} skipped" in told.out

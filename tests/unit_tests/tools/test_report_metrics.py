@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ def read(path: Path, table: str = TRAIN) -> dict[int, float]:
 
 def losses(reader: MetricsReader, table: str = TRAIN) -> dict[int, float]:
     columns = reader.columns()[table]
+    assert np.all(np.diff(columns.iterations) > 0), "each iteration once"
     pairs = zip(columns.iterations.tolist(), columns.values["loss"].tolist(), strict=True)
     return dict(pairs)
 

@@ -6,9 +6,9 @@ of a process group compare a digest of their entries. Only if the digests differ
 the entries, to find the first difference.
 
 By then, collectives that did not match have run, and gradients may be wrong; a gradient that only
-some ranks have is NaN. But no weight has changed: the comparison precedes the optimizer's step.
-`train_step` sends the digests in an all-reduce that every step needs anyway. In all other loops the
-comparison is made by norms of gradients, by `GradScaler`, or by the hook on optimizers
+some ranks have is NaN. But no weight was updated with them: the comparison precedes the optimizer's
+step. `train_step` sends the digests in an all-reduce that every step needs anyway. In all other
+loops the comparison is made by norms of gradients, by `GradScaler`, or by the hook on optimizers
 (`optimizer_hooks.py`), whichever comes first. It costs an all-reduce of three integers for each
 process group and, on an accelerator, a wait of the host for the backward.
 

@@ -137,6 +137,10 @@ def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
     assert "[0, 1, 2]" in line
     with pytest.raises(ConfigError, match="--split: expected at least one document"):
         dataset(tmp_path / "chats", 8, is_cut=True, documents=range(2))
+    config = GPTDatasetConfig(
+        8, data_path=(str(tmp_path / "chats"),), split="1", sft=True, sft_truncate=True
+    )
+    assert build_answer_datasets(config, (1, 0, 0), VOCAB, seed=1, filler=FILLER).train is not None
 
 
 def test_text_is_learned_whole_and_divided_where_it_is_longer_than_a_row(tmp_path: Path) -> None:

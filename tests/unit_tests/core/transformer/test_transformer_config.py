@@ -79,6 +79,14 @@ def test_output_projections_start_smaller_with_depth() -> None:
             "--moe-router-topk: expected at most the 2 experts of --moe-router-group-topk 1",
         ),
         (
+            {"num_experts": 4, "moe_router_num_groups": 2},
+            "--moe-router-num-groups: expected --moe-router-group-topk beside it, got None.",
+        ),
+        (
+            {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
+            "--moe-router-group-topk: expected at most --moe-router-num-groups 2, got 3.",
+        ),
+        (
             {"num_experts": 4, "moe_layer_freq": "[1,0,1]"},
             "--moe-layer-freq: expected a number, or zeros and ones for --num-layers 2",
         ),
@@ -110,6 +118,11 @@ def test_output_projections_start_smaller_with_depth() -> None:
         (
             {"window_size": (-1, 0), "window_attn_skip_freq": "x"},
             "--window-attn-skip-freq: expected a number, or zeros and ones such as",
+        ),
+        (
+            {"position_embedding_type": "yarn", "yarn_beta_slow": 32.0}
+            | {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 64},
+            "--yarn-beta-fast: expected more than --yarn-beta-slow 32.0, got 32.0.",
         ),
         (
             {"use_rope_scaling": True, "position_embedding_type": "none"},

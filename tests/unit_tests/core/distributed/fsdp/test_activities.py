@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import FsdpModule, fully_shard
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import on_ranks
 
 Activity = FsdpModule.Activity
 
@@ -35,61 +35,51 @@ class Recomputing(Looking):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def _through_a_step(use_reentrant: bool) -> tuple[list[FsdpModule.Activity], ...]:
-    layer = fully_shard(Looking())
-    x = torch.ones(2, 4, requires_grad=True)
-    output = checkpoint(layer, x + 0, use_reentrant=use_reentrant)
-    between = [layer.activity]
-    output.sum().backward()
-    return layer.seen, between, [layer.activity]
-
-
 @pytest.mark.parametrize(
-    ("use_reentrant", "activities"),
+    ("use_reentrant", "seen", "between"),
     [
-        (True, ([Activity.CHECKPOINTING] * 2, [Activity.CHECKPOINTED], [Activity.RESTING])),
-        (False, ([Activity.FORWARD, Activity.BACKWARD], [Activity.RESTING], [Activity.RESTING])),
+        (True, [Activity.CHECKPOINTING] * 2, Activity.CHECKPOINTED),
+        (False, [Activity.FORWARD, Activity.BACKWARD], Activity.RESTING),
     ],
     ids=["reentrant", "non-reentrant"],
 )
+@on_ranks(2)
 def test_a_module_in_a_checkpoint_says_whether_a_recomputation_is_still_to_come(
-    use_reentrant, activities
-):
-    assert run_ranks(2, _through_a_step, use_reentrant) == [activities] * 2
+    use_reentrant: bool, seen: list[FsdpModule.Activity], between: FsdpModule.Activity
+) -> None:
+    layer = fully_shard(Looking())
+    x = torch.ones(2, 4, requires_grad=True)
+    output = checkpoint(layer, x + 0, use_reentrant=use_reentrant)
+    assert layer.activity is between
+    output.sum().backward()
+    assert (layer.seen, layer.activity) == (seen, Activity.RESTING)
 
 
-def _in_its_own_backward() -> list[FsdpModule.Activity]:
+@on_ranks(2)
+def test_a_recomputation_inside_a_modules_own_backward_stays_in_that_activity() -> None:
     layer = fully_shard(Recomputing())
     layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert layer.activity is Activity.RESTING
-    return layer.seen
+    assert layer.seen == [Activity.FORWARD, Activity.BACKWARD]
 
 
-def test_a_recomputation_inside_a_modules_own_backward_stays_in_that_activity():
-    assert run_ranks(2, _in_its_own_backward) == [[Activity.FORWARD, Activity.BACKWARD]] * 2
-
-
-def _without_a_graph() -> list[FsdpModule.Activity]:
+@on_ranks(2)
+def test_a_module_that_ran_without_a_graph_or_failed_comes_to_rest() -> None:
     layer = fully_shard(Looking())
     x = torch.ones(2, 4, requires_grad=True)
-    after = []
     with torch.no_grad():
         layer(x)
-        after.append(layer.activity)  # as in a checkpoint: nothing tells them apart
+        assert layer.activity is Activity.CHECKPOINTED  # nothing tells it apart from a checkpoint
         layer(x.detach())
-        after.append(layer.activity)
+        assert layer.activity is Activity.RESTING
     layer.fails = True
     with pytest.raises(ValueError, match="told to fail"):
         layer(x)
-    return [*after, layer.activity]
+    assert layer.activity is Activity.RESTING
 
 
-def test_a_module_that_ran_without_a_graph_or_failed_comes_to_rest():
-    activities = [Activity.CHECKPOINTED, Activity.RESTING, Activity.RESTING]
-    assert run_ranks(2, _without_a_graph) == [activities] * 2
-
-
-def _abandoned() -> FsdpModule.Activity:
+@on_ranks(2)
+def test_a_checkpoint_whose_recomputation_failed_is_not_expected_again() -> None:
     layer = fully_shard(Looking())
     x = torch.ones(2, 4, requires_grad=True)
     output = checkpoint(layer, x + 0, use_reentrant=True)
@@ -98,8 +88,4 @@ def _abandoned() -> FsdpModule.Activity:
         output.sum().backward()
     layer.fails = False
     layer(x).sum().backward()
-    return layer.activity
-
-
-def test_a_checkpoint_whose_recomputation_failed_is_not_expected_again():
-    assert run_ranks(2, _abandoned) == [Activity.RESTING] * 2
+    assert layer.activity is Activity.RESTING

@@ -357,7 +357,12 @@ def test_gradients_that_all_ranks_lack_are_none_and_the_others_are_means(strateg
     )
 
 
-def _own_sums_differ(strategy: str, is_whole_group: bool) -> None:
+@pytest.mark.parametrize("is_whole_group", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@on_ranks(2)
+def test_ranks_may_use_a_parameter_in_different_microbatches_if_sums_are_reduced_once(
+    strategy: str, is_whole_group: bool
+) -> None:
     """One rank uses a parameter, or a whole group, in the first microbatch, the other in the
     second; both are reduced together.
     """
@@ -374,33 +379,23 @@ def _own_sums_differ(strategy: str, is_whole_group: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("is_whole_group", [False, True])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_ranks_may_use_a_parameter_in_different_microbatches_if_sums_are_reduced_once(
-    strategy, is_whole_group
-):
-    run_ranks(2, _own_sums_differ, strategy, is_whole_group)
-
-
-def _frozen() -> list[int]:
+@on_ranks(2)
+def test_parameters_that_are_frozen_later_cost_no_reduction() -> None:
     model = Pairs()
     shard(model, "optim_grads")
-    sent: list[int] = []
+    model.b.requires_grad_(False)
+    sent: list[torch.Tensor] = []
     original = collectives.reduce_scatter
-    collectives.reduce_scatter = lambda out, *args: (sent.append(1), original(out, *args))
+    collectives.reduce_scatter = lambda out, *args: (sent.append(out), original(out, *args))
     try:
-        model.b.requires_grad_(False)
         backward(model)
     finally:
         collectives.reduce_scatter = original
-    return sent
+    assert len(sent) == 1
 
 
-def test_parameters_that_are_frozen_later_cost_no_reduction():
-    assert [len(sent) for sent in run_ranks(2, _frozen)] == [1, 1]
-
-
-def _replica_runs_more() -> None:
+@on_ranks(4)
+def test_a_replica_may_run_forwards_that_the_others_do_not_run() -> None:
     """One replica of HSDP logs an output before each of two optimizers' steps."""
     model = Pairs()
     shard(model, "hsdp")
@@ -412,10 +407,10 @@ def _replica_runs_more() -> None:
                 with torch.no_grad():
                     model(own_batch())
             optimizer.step()
-
-
-def test_a_replica_may_run_forwards_that_the_others_do_not_run():
-    run_ranks(4, _replica_runs_more)
+    weight = model.a.first.full_tensor()
+    total = weight.clone()
+    dist.all_reduce(total)
+    assert torch.equal(total / 4, weight), "replicas stay alike"
 
 
 def _skip_a_gradient_in_the_first_microbatch() -> str:
@@ -441,24 +436,20 @@ def test_a_disagreement_of_ranks_of_one_replica_is_an_error_on_all_replicas():
     assert fourth == third
 
 
-def _two_forwards_then_two_backwards() -> str:
+@on_ranks(2)
+def test_a_rank_without_gradients_joins_in_every_backward_of_several_forwards() -> None:
     model = Pairs()
     context = shard(model, "optim_grads_params")
     model.b.learns = dist.get_rank() == 0
     losses = [model(own_batch(number)).square().sum() for number in range(2)]
     for loss in losses:
         loss.backward()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"rank 1 .* without any for b\.first, b\.second"):
         context.check_agreement()
-    return str(caught.value)
 
 
-def test_a_rank_without_gradients_joins_in_every_backward_of_several_forwards():
-    for message in run_ranks(2, _two_forwards_then_two_backwards):
-        assert "rank 1 reduced the gradients of b without any for b.first, b.second" in message
-
-
-def _own_ranks() -> None:
+@on_ranks(2)
+def test_ranks_agree_only_about_units_that_they_share() -> None:
     """As with experts that only some ranks share: a unit over each rank alone, one over both."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))
     model = Pairs()
@@ -473,10 +464,6 @@ def _own_ranks() -> None:
     backward(model)
     with pytest.raises(RuntimeError, match="rank 1 reduced the gradients of the model without"):
         optimizer.step()
-
-
-def test_ranks_agree_only_about_units_that_they_share():
-    run_ranks(2, _own_ranks)
 
 
 # Before an optimizer's step

@@ -72,6 +72,10 @@ def test_gpt_oss_without_a_section_of_its_rotary_embedding_is_refused(
         read_config(content | dict.fromkeys(others), "c.json")
 
 
+def test_gpt_oss_has_a_window_in_every_other_layer_if_its_file_lists_none() -> None:
+    assert read_config(without(GPT_OSS_20B, "layer_types"), "c") == read_config(GPT_OSS_20B, "c")
+
+
 NO_EXPERTS = r"^Expected at least one layer with experts in c\.json, got none\.$"
 
 
