@@ -1,5 +1,6 @@
-"""Optimizers and what they need: gradient norms, learning-rate schedules, parameter groups. What
-training loops of one's own need is here; the files beside it hold the parts.
+"""Optimizers, gradient norms, learning-rate schedules and parameter groups.
+
+Exports the names that users' training loops need.
 """
 
 from megatron.core.optimizer.config import OptimizerConfig

@@ -1,6 +1,6 @@
 """`AdamStates`: how `FusedAdam` keeps the states of a parameter.
 
-    step           scalar, fp32, on the CPU: the steps that p has taken, those with a gradient
+    step           scalar, fp32, on the CPU: number of steps that p has taken
     exp_avg        like p, in exp_avg_dtype
     exp_avg_sq     like p, in exp_avg_sq_dtype
     master_param   with master weights, of a 16-bit p: its fp32 value or the remainder, like p
@@ -69,7 +69,7 @@ class MasterWeights:
 
 
 class AdamStates:
-    """See the module's docstring. The states themselves belong to the optimizer."""
+    """Allocates and describes the states, which the optimizer owns."""
 
     def __init__(
         self, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, masters: MasterWeights

@@ -1,8 +1,7 @@
-"""From local tensors, however they are stored, to what the kernels of Adam take, and back.
+"""Converts local tensors to the flat arrays that the Adam kernels take, and back.
 
 Kernels work on the tensors themselves where they can: contiguous ones, with both moments in fp32 or
-both in bf16. For what has a scale or is strided, they work on a copy, and the result is stored
-again.
+both in bf16. Scaled and strided tensors are copied for the kernel, and the result is stored again.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Update(NamedTuple):
 class PlannedUpdates(NamedTuple):
     """Updates as they will be handed to kernels, but for the factor of the gradients."""
 
-    pieces: list[AdamPiece]  # of those that kernels can work on directly, joined
+    pieces: list[AdamPiece]  # arrays that kernels update in place, joined
     others: list[Update]
 
 

@@ -9,13 +9,13 @@ it reads them; for other devices they are copied into fp32 first, 64 MiB at a ti
 of one run take 12 bytes for 256 elements, and are gone before the next run is read.
 
 [Note: runs] Launching a kernel takes longer than reading a bias does, so gradients are not measured
-one by one, but in runs: tensors that lie end to end in memory count as one. The gradients of an
+one by one, but in runs: tensors that are adjacent in memory count as one. The gradients of an
 FSDP group are views of one flat buffer:
 
     |weight      |bias|padding|weight      |    two runs
     |weight      |none|padding|weight      |    two runs: the bias has no gradient in this step
 
-Padding and stale gradients thus belong to no run, and nothing is asked of them. The order of the
+Padding and stale gradients thus belong to no run and are not read. The order of the
 sums follows from the order of the parameters and from places in storages, never from an address: it
 is the same each time a program runs.
 """
@@ -38,8 +38,8 @@ from megatron.core.optimizer.kernels.host_adam import shared_host_adam
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 
 _ROW_NUMEL = 256
-# What is copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB.
-# Whole rows.
+# Elements copied into fp32 at a time where a device has no kernel that widens as it reads: 64 MiB,
+# whole rows.
 _PIECE_NUMEL = 65536 * _ROW_NUMEL
 
 # (local tensors of one device, at least one, which may lack elements) -> scalar, fp64: of all of
@@ -95,11 +95,11 @@ def global_num_zeros(
 
 
 def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The elements of the tensors in fewer, longer tensors, flat but for what is not contiguous.
-    See [Note: runs].
+    """Joins tensors into fewer, longer flat tensors. See [Note: runs].
 
-    Those of one storage are in the order of their places, storages and other tensors in the order
-    of first appearance. Tensors without elements are left out.
+    Tensors that are not contiguous are returned unchanged. Within one storage, tensors are sorted
+    by offset; storages and other tensors keep the order of first appearance. Tensors without
+    elements are left out.
     """
     found: dict[int, list[torch.Tensor]] = {}  # by storage
     for tensor in tensors:
@@ -108,7 +108,7 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     joined: list[torch.Tensor] = []
     for together in found.values():
-        # Most plain tensors have a storage of their own, which needs no sorting.
+        # Most plain tensors have a separate storage, which needs no sorting.
         is_shared = len(together) > 1
         joined += _runs_of_storage(sorted(together, key=_first_byte)) if is_shared else together
     return joined
@@ -118,7 +118,7 @@ def runs(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _sum_over_gradients(
     parameters: Iterable[nn.Parameter], measure: _Measure, timeline: AnyTimeline
 ) -> torch.Tensor:
-    """The sum over all gradients of what `measure` says of the local parts.
+    """Sums `measure` of the local parts over all gradients.
 
     A parameter that is given twice, being tied, counts once.
     """
@@ -151,8 +151,8 @@ def _sum_over_gradients(
 def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> torch.Tensor:
     """Applies `measure` to at least one tensor, on any devices. See [Note: runs].
 
-    Where the CPU and a device both have some, the result is on the device: torch hands a scalar of
-    the CPU's to the kernel by value, and nothing waits. Devices come in the order of first
+    Where the CPU and a device both have some, the result is on the device: torch passes a CPU
+    scalar to the kernel by value, without a wait. Devices come in the order of first
     appearance, and so do their sums.
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -166,7 +166,7 @@ def _measure_by_device(tensors: Sequence[torch.Tensor], measure: _Measure) -> to
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor of gradients that brings their norm to `max_norm` at most. Scalar, at most 1; NaN
-    for a norm that is not finite, which optimizers refuse as `grad_scale`.
+    for a norm that is not finite, which optimizers reject as `grad_scale`.
     """
     # The epsilon is Megatron's and torch's, to be comparable with them. An infinite norm would give
     # 0, and 0 times infinity is NaN.
@@ -220,14 +220,14 @@ def _norm_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _num_zeros_of_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # torch has a kernel for those that are not zero, which makes no mask.
+    # torch's kernel for counting nonzero elements makes no mask.
     total = sum(tensor.numel() for tensor in tensors)
     others = torch.stack([torch.count_nonzero(tensor.detach()) for tensor in tensors]).sum()
     return total - others.double()
 
 
 def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All elements as matrices; the last one, of what is left, has a single row."""
+    """Yields all elements as matrices; the last one has the remainder as a single row."""
     for piece in [flat] if _is_widened_while_read(flat) else flat.split(_PIECE_NUMEL):
         whole = piece.numel() // _ROW_NUMEL * _ROW_NUMEL
         if whole:
@@ -237,7 +237,7 @@ def _rows(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _is_widened_while_read(tensor: torch.Tensor) -> bool:
-    """Whether `vector_norm` with a result in fp32 or wider copies nothing."""
+    """Whether `vector_norm` computes a result in fp32 or wider without a copy."""
     if tensor.dtype.itemsize >= torch.float32.itemsize:
         return True
 
@@ -261,7 +261,7 @@ def _first_byte(tensor: torch.Tensor) -> int:
 
 
 def _continues(tensor: torch.Tensor, following: torch.Tensor) -> bool:
-    """Whether `following`, of the same storage, begins where `tensor` ends."""
+    """Whether `following`, of the same storage, starts where `tensor` ends."""
     return (
         tensor.dtype == following.dtype
         and tensor.is_contiguous()

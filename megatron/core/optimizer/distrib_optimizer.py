@@ -1,9 +1,10 @@
 """`DistributedOptimizer`: the only optimizer that the training loop sees.
 
-It knows the norm of all ranks' gradients, clips by a coefficient that the optimizer takes in as it
-reads gradients, and steps nothing where the norm is not finite. In fp16 it scales the loss, and the
-same coefficient undoes that; what it says of gradients is of the unscaled ones. Behind it is
-`FusedAdam`, `HybridDeviceOptimizer` over both sides, or one of others, as `OptimizerConfig` says.
+It computes the norm of all ranks' gradients, clips by a coefficient that the optimizer applies as
+it reads gradients, and skips steps whose norm is not finite. In fp16 it scales the loss, and the
+same coefficient unscales the gradients; reported norms are of unscaled gradients. It wraps
+`FusedAdam`, `HybridDeviceOptimizer` over both sides, or another class, according to
+`OptimizerConfig`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, param
 from megatron.core.options import ConfigError
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 
-# Neither is a dependency: `--gpu-optimizer te` or `apex` says that they are installed.
+# Neither is a dependency: `--gpu-optimizer te` or `apex` requires them.
 try:
     from transformer_engine.pytorch.optimizers import FusedAdam as TEFusedAdam
 except ImportError:
@@ -64,7 +65,7 @@ class _Planning(Protocol):
 
 
 class DistributedOptimizer:
-    """See the module's docstring.
+    """Clips, scales and steps one optimizer.
 
     Attributes:
         optimizer: the one behind, for checkpoints.
@@ -83,15 +84,15 @@ class DistributedOptimizer:
         """
         Args:
             optimizer: over sharded or plain parameters.
-            clip_grad: the norm to which gradients are clipped; 0 clips nothing.
+            clip_grad: the norm to which gradients are clipped; 0 disables clipping.
             loss_scaler: for gradients in fp16.
             counts_zeros: whether `num_zeros` is asked for.
 
         Raises:
-            NotImplementedError: for an optimizer that reads decoupled gradients, whose norm nothing
-                here would take.
+            NotImplementedError: for an optimizer that reads decoupled gradients, whose norm is not
+                computed.
         """
-        # The norm is taken of .grad, and would say nothing of what is stepped.
+        # The norm is computed from .grad, which such an optimizer does not step with.
         ours = optimizer if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) else None
         if ours is not None and ours.use_decoupled_grad:
             raise NotImplementedError(
@@ -143,7 +144,7 @@ class DistributedOptimizer:
     def plan_step(self) -> PlannedStep | None:
         """Plans the next step, while the caller waits for the device to compute the norm.
 
-        Steps nothing. None for optimizers that cannot plan.
+        Does not step. None for optimizers that cannot plan.
 
         Raises:
             ValueError, RuntimeError: for gradients that the optimizer cannot step with.
@@ -163,7 +164,7 @@ class DistributedOptimizer:
             grad_norm: what `grad_norm` returned, divided by `grad_divisor`; the same on every rank.
                 Not finite: the gradients are not to be used.
             planned: what `plan_step` has answered since the gradients are there.
-            grad_divisor: what the gradients are still to be divided by, besides the loss scale; the
+            grad_divisor: a divisor of the gradients, besides the loss scale; the
                 same on every rank.
 
         Returns:
@@ -200,7 +201,7 @@ class DistributedOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def synchronize(self) -> None:
-        """Waits for updates under way in the background, and raises what failed there."""
+        """Waits for pending background updates, and raises their errors."""
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             self.optimizer.synchronize()
 
@@ -217,7 +218,7 @@ class DistributedOptimizer:
         return state_memory(model, self.optimizer)
 
     def record_to(self, timeline: AnyTimeline) -> None:
-        """Shows a timeline what the lanes do, and how long the ranks wait for each other's norm.
+        """Records the lanes, and the ranks' waits for the norm, to a timeline.
 
         RuntimeError for an offloaded optimizer that `build_optimizer` was not asked to record.
         """
@@ -256,8 +257,8 @@ def build_optimizer(
         lr: only the first value: the schedule sets it every step.
         num_local_ranks: ranks on this machine, which share its memory.
         scales_loss: whether the model computes in fp16.
-        records_timings: whether an offloaded optimizer records what `DistributedOptimizer.timings`
-            tells.
+        records_timings: whether an offloaded optimizer records timings for
+            `DistributedOptimizer.timings`.
         plan: what `plan_offload` answered before the model was sharded; default: the optimizer
             makes one.
 
@@ -285,7 +286,7 @@ def build_optimizer(
     else:
         optimizer = _other_optimizer(model, groups, config, lr, choice)
         if any(group_of(parameter) for group in groups for parameter in group["params"]):
-            # These know nothing of main gradients in another dtype than their parameters.
+            # These do not support main gradients in another dtype than their parameters.
             fully_shard_optimizer(optimizer)
 
     return DistributedOptimizer(
@@ -302,8 +303,8 @@ def plan_offload(
     """Which groups of a model will be in host memory, made once, before the model is sharded.
 
     Args:
-        by_module: mixtures' experts, layers without these, and what is left, go as a whole, as
-            our engine has them; else each tensor goes by itself.
+        by_module: mixtures' experts, layers without these, and the remainder are each moved as a
+            whole, like the engine's units; otherwise each tensor is moved alone.
 
     Returns:
         For `offloaded_modules`, `plan_memory` and `build_optimizer`; None without
@@ -335,7 +336,7 @@ def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Modu
 
 def unit_names(model: nn.Module) -> dict[int, str]:
     """The name of the innermost unit of each parameter that is in one, by the parameter's id."""
-    # Units come before those inside them, whose names are the last to be entered.
+    # Outer units come first, so the names of inner units replace them.
     return {
         id(parameter): name
         for name, unit in _named_units(model).items()
@@ -344,7 +345,7 @@ def unit_names(model: nn.Module) -> dict[int, str]:
 
 
 def _named_units(model: nn.Module) -> dict[str, nn.Module]:
-    # A module that stands in several places has the first of its names, as the engine gives it.
+    # A shared module has the first of its names, as in the engine.
     units = {*sharding_units(model), *expert_units(model)}
     return {name: module for name, module in model.named_modules() if module in units}
 
@@ -372,7 +373,7 @@ def _build_hybrid(
         pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
-        # Between backward and step nothing here writes to gradients: clipping is a factor.
+        # Gradients are not modified between backward and step: clipping is a factor.
         fetch_during_backward=config.overlap_cpu_optimizer_d2h_h2d,
         overlap_step_with_forward=config.overlap_optimizer_with_forward,
         exp_avg_dtype=DTYPES[config.exp_avg_dtype],
@@ -392,7 +393,7 @@ def _options(config: OptimizerConfig, lr: float) -> dict[str, Any]:
 
 
 def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
-    """`--gpu-optimizer` with `auto` resolved. ConfigError for one that cannot do what is asked."""
+    """`--gpu-optimizer` with `auto` resolved. ConfigError if it does not support the settings."""
     # SGD is torch's on both sides; there is no other.
     choice = config.gpu_optimizer
     if choice == "auto":

@@ -4,10 +4,10 @@ as parameters are.
     optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
     optimizer.step(grad_scale=clip_coefficient)
 
-The constructor and its meaning are TransformerEngine's; the arithmetic is that of torch's fused
-AdamW, bit for bit except at the end of tensors whose length is no multiple of torch's vector width
-(see [Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or DTensors: those of
-`fully_shard`, here or in PyTorch. The arithmetic runs on local tensors and communicates nothing.
+The constructor is that of TransformerEngine; the arithmetic is that of torch's fused AdamW, bit for
+bit except at the end of tensors whose length is not a multiple of the vector width of torch (see
+[Note: arithmetic] in kernels/adam.py). Parameters may be plain tensors or DTensors, also from
+`fully_shard`, here or in PyTorch. The arithmetic runs on local tensors, without communication.
 
 The states of a parameter are `step`, `exp_avg`, `exp_avg_sq` and, with master weights,
 `master_param`: see `AdamStates`. State dicts hold the values of scaled ones in fp32.
@@ -58,7 +58,7 @@ from megatron.core.optimizer.step_inputs import (
     unscaling_factor,
 )
 
-# What a copy has besides what every torch optimizer's has.
+# Attributes of a copy in addition to torch's.
 _COPIED = ("adam_w_mode", "use_decoupled_grad", "set_grad_none", "_states", "_num_host_threads")
 
 
@@ -88,7 +88,7 @@ class FusedStep(NamedTuple):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam and AdamW over plain tensors and DTensors, with the arithmetic of torch's fused AdamW.
+    """Adam and AdamW over plain tensors and DTensors, bit-equal to the fused AdamW in torch.
 
     `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
 
@@ -118,7 +118,7 @@ class FusedAdam(torch.optim.Optimizer):
             weights.
     """
 
-    recuts_states_on_load = True  # tells the hooks of `fully_shard` that they need not look
+    recuts_states_on_load = True  # so the hooks of `fully_shard` skip their check
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Allocates missing states without stepping: moments of zero, masters as the parameters.
 
         Args:
-            with_frozen: also for frozen parameters, since a checkpoint may hold states of theirs.
+            with_frozen: also for frozen parameters, whose states a checkpoint may hold.
                 A step allocates none for them.
         """
         for parameter in self._parameters():
@@ -257,7 +257,7 @@ class FusedAdam(torch.optim.Optimizer):
     def plan_step(self) -> FusedStep:
         """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
-        Allocates states, steps nothing. A plan holds the gradients, whose values may still change.
+        Allocates states, does not step. A plan holds the gradients, whose values may still change.
         It raises what `step` raises.
         """
         self.init_state(with_frozen=False)
@@ -293,7 +293,7 @@ class FusedAdam(torch.optim.Optimizer):
         Args:
             closure: computes the loss and the gradients again.
             grad_scaler: torch's, whose scale is divided out as gradients are read. If one of them
-                is not finite, on any rank, nothing is stepped. Its `update` is the caller's.
+                is not finite, on any rank, the step is skipped. Callers must call its `update`.
             grad_scale: a factor of the gradients, such as the coefficient of clipping, applied as
                 they are read.
             planned: the plan that `plan_step` returned for this step. Without it, or if gradients
@@ -339,7 +339,7 @@ class FusedAdam(torch.optim.Optimizer):
         # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.step.step))
-        # Kernels write by address, which autograd does not notice.
+        # Kernels write by address, which autograd does not see.
         torch.autograd.graph.increment_version([each.parameter for each in planned.parameters])
         for batch in planned.batches:
             for parameter in batch.with_master:
@@ -415,15 +415,15 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the values of a state dict over into the states' own memory, and its groups'
-        options, except those that choose an implementation.
+        options, except options that choose an implementation.
 
         Everything is checked before anything is changed. A state may come from another device.
         Parameters without a state in the dict start over. TransformerEngine's dicts, which have one
-        step for each group, are understood, and so are those of torch's AdamW.
+        step for each group, and dicts of torch's AdamW are supported.
 
         Raises:
             ValueError: for other groups, for options of another algorithm (amsgrad, maximize), for
-                states that are missing or unexpected, for those that are not distributed or shaped
+                states that are missing or unexpected, for states that are not distributed or shaped
                 as their parameter or not of the dtype in which `state_dict` gives them.
         """
         state_dict = state_dict.copy()
@@ -431,7 +431,7 @@ class FusedAdam(torch.optim.Optimizer):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
 
-        # All checks first: a dict that is rejected must change nothing.
+        # All checks first: a rejected dict must leave the optimizer unchanged.
         states = checked_states(self.param_groups, state_dict, self._states.dtypes_of)
         for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             check_options(own, loaded)
@@ -498,7 +498,7 @@ def _takes_triton(device: torch.device) -> bool:
 
 
 def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with values in the place of scaled states, and dicts of its own."""
+    """Replaces scaled states by their values, in new dicts."""
     assert isinstance(optimizer, FusedAdam), "its hook"
     parameters = list(optimizer._parameters())
     states = {

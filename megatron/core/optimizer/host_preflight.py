@@ -25,12 +25,12 @@ def check_memory_on_all_ranks(
     All ranks share the result: no rank continues alone, or allocates while another still looks.
 
     Raises:
-        HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or what it comes
-            to elsewhere.
+        HostMemoryError: on all ranks of the mesh, with the sum that does not fit, or with the
+            needs of the rank that failed.
     """
     if num_local_ranks is None:
         num_local_ranks = local_world_size()
-    # Each rank looks at its own machine, whose limits nobody else can read.
+    # Each rank checks its own machine, whose limits other ranks cannot read.
     failure = None
     try:
         check_host_memory(needs, num_local_ranks=num_local_ranks)

@@ -28,7 +28,7 @@ _MAX_STEPS = 2**63  # that a tracker can have counted
 
 
 class LossScaler(Protocol):
-    """See the module's docstring."""
+    """The scale of the loss, and how it changes after each step."""
 
     @property
     def scale(self) -> float:
@@ -59,7 +59,7 @@ class ConstantLossScaler:
 
     scale: float
 
-    def after(self, found_inf: bool) -> ConstantLossScaler:  # noqa: ARG002 (nothing is learnt)
+    def after(self, found_inf: bool) -> ConstantLossScaler:  # noqa: ARG002 (the scale is constant)
         """Itself."""
         return self
 
@@ -77,7 +77,7 @@ class DynamicLossScaler:
     """Doubles the scale after `window` finite steps in a row, halves it after too many others.
 
     At `min_scale` a step that is not finite is skipped like any other, and the scale stays: the run
-    continues, and its count of skipped iterations shows that nothing is learnt.
+    continues, and its count of skipped iterations shows that training has stalled.
 
     Attributes:
         scale: of this step.
@@ -86,7 +86,7 @@ class DynamicLossScaler:
         hysteresis: how many steps that are not finite there may be between two doublings; the last
             of them, and each further one, halves the scale.
         growth_tracker: finite steps in a row so far.
-        hysteresis_tracker: what is left of `hysteresis`; zero or less once it is used up.
+        hysteresis_tracker: the rest of `hysteresis`; zero or less once it is used up.
     """
 
     scale: float
@@ -125,7 +125,7 @@ class DynamicLossScaler:
 
     def from_state(self, state: dict[str, Any]) -> DynamicLossScaler:
         """See `LossScaler`. From a constant scaler's state it starts over."""
-        # A constant scaler has nothing to hand over.
+        # A constant scaler has no state.
         if state == {}:
             return self
         if not isinstance(state, dict) or state.keys() != self.state().keys():
@@ -155,7 +155,7 @@ def _error(name: str, expected: str, got: object) -> ValueError:
 
 
 def build_loss_scaler(config: OptimizerConfig) -> LossScaler:
-    """The scaler that `config` asks for, at its beginning."""
+    """A new scaler for `config`."""
     if config.loss_scale is not None:
         return ConstantLossScaler(config.loss_scale)
 

@@ -1,6 +1,6 @@
 """The memory that a rank's weights, gradients and optimizer states will take, before there are any.
 
-    planned.at_rest       what `state_memory` will tell of the run, to the byte, by state and side
+    planned.at_rest       the result of `state_memory` in the run, to the byte, by state and side
     planned.host_needs    the host's part of it, which a run holds against the machine before it
                           makes a single weight
     planned.groups        the parameter groups, whose whole weights and gradients come on top while
@@ -9,7 +9,7 @@
 It is arithmetic on shapes: the model may be on meta, and no process group is needed. What decides
 about buffers is asked where it is decided when they are made: which parameters share one
 (parameter_grouping.py), where they are cut (layout.py, placement.py), which buffers are apart
-(group_memory.py), and what the host's arrays are (host_layout.py).
+(group_memory.py), and the host's arrays (host_layout.py).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class StateSettings:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """See the module's docstring.
+    """Planned bytes of one rank.
 
     Attributes:
         at_rest: by state, in the order of `state_memory`'s table. The states of other optimizers
             than our AdamW, which allocate them in their first step, are in it.
-        host_needs: by what the memory is for, moments together.
-        groups: of Megatron-FSDP; none of other engines.
+        host_needs: by purpose, moments together.
+        groups: of Megatron-FSDP; empty for other engines.
     """
 
     at_rest: dict[str, StateBytes]
@@ -92,7 +92,7 @@ class PlannedMemory:
 def plan_memory(
     model: nn.Module, settings: StateSettings, plan: OffloadPlan | None, rank: int = 0
 ) -> PlannedMemory:
-    """What a rank will have between two steps.
+    """Plans the memory of a rank between two steps.
 
     Args:
         model: on meta or real, not sharded, with frozen what will be frozen.
@@ -189,7 +189,7 @@ class _Planner:
         """States of a group that is stepped on the device."""
         memory = group.memory
         if self._has_flat_states:
-            # Parameter groups have main weights of their own, whatever their dtype.
+            # Parameter groups have separate main weights, whatever their dtype.
             for name, dtype in self._moments().items():
                 self._add(name, memory.optimizer_numel * dtype.itemsize)
             return
@@ -216,7 +216,7 @@ class _Planner:
             elif self._has_flat_states:
                 for name, dtype in self._moments().items():
                     self._add(name, share.numel * dtype.itemsize)
-                # Beside an offloaded optimizer, 16-bit parameters have fp32 main weights apart.
+                # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
                 if plan is not None and itemsize < torch.float32.itemsize:
                     self._add(MAIN, share.numel * torch.float32.itemsize)
             else:
@@ -278,7 +278,7 @@ class _Planner:
         return {name: DTYPES[dtype] for name, dtype in zip(MOMENTS, dtypes, strict=True)}
 
     def _add_wrapped_states(self, side: dict[str, int], numel: int, dtype: torch.dtype) -> None:
-        """States that an optimizer of PyTorch's, or another package's, makes of each parameter."""
+        """Adds states that an optimizer of another package allocates for each parameter."""
         config = self._config
         names: tuple[str, ...] = ()
         if config.optimizer == "sgd":
@@ -292,7 +292,7 @@ class _Planner:
     def _offloaded(
         self, model: nn.Module, plan: OffloadPlan | None, *, by_module: bool
     ) -> list[OffloadGroup]:
-        """What is planned on the host, in the order in which the optimizer finds it."""
+        """The groups planned on the host, in the order in which the optimizer finds them."""
         if plan is None:
             return []
         modules: Mapping[int, str] = unit_names(model) if by_module else {}

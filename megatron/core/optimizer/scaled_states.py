@@ -5,7 +5,7 @@
 [Note: scales] There are two rules, since moments and main weights are used differently.
 
 - A moment's scale maps its largest magnitude to the format's largest number, as TransformerEngine's
-  does. The largest value is then exact but for fp32's own rounding, and those near it have the
+  does. The largest value is then exact but for fp32's own rounding, and values near it have the
   format's full precision.
 - A main weight's scale is a power of two. 16-bit weights are exact in it, and a step that changes
   the largest weight does not round the others anew.
@@ -21,7 +21,7 @@ largest value. `restore` then looks for the scale that the values were stored wi
 their bits too. Only where parts with different scales come together are values rounded once more,
 as every step rounds them.
 
-What is far smaller than the largest value becomes zero: below 2**-18 of it in e4m3, below 2**-40
+Values far smaller than the largest become zero: below 2**-18 of it in e4m3, below 2**-40
 in fp16. An exp_avg_sq that has become zero leaves eps alone in Adam's denominator: e4m3 serves
 exp_avg, and exp_avg_sq only with a large eps.
 """
@@ -39,7 +39,7 @@ _FP32_NORMAL = torch.finfo(torch.float32).tiny  # the least such number
 _FP32_LAST_BUT_ONE = torch.finfo(torch.float32).max - 2.0**104
 _FP32_SUBNORMAL = _FP32_NORMAL * torch.finfo(torch.float32).eps
 _PIECE_NUMEL = 1 << 18
-_SAMPLE_NUMEL = 64  # values that tell whether a scale may be that of all
+_SAMPLE_NUMEL = 64  # values that are checked before all others
 _MAX_CANDIDATES = 8  # scales that are tried with all values
 
 
@@ -80,7 +80,7 @@ def new_scale(device: torch.device) -> torch.Tensor:
 
 
 def read(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values of a local tensor, in fp32, as a tensor of their own."""
+    """Returns the values of a local tensor as a new fp32 tensor."""
     return stored.float().mul_(scale)
 
 

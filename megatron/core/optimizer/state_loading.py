@@ -125,7 +125,7 @@ def checked_states(
 
 
 def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """ValueError unless loaded states, if there are any, are like those that a parameter has."""
+    """Raises ValueError unless loaded states are empty or like the parameter's states."""
     if loaded and loaded.keys() != own.keys():
         raise ValueError(f"Expected the states {sorted(own)} of a parameter, got {sorted(loaded)}.")
     if STEP in loaded:
@@ -173,7 +173,7 @@ def _check_states(
         )
     check_step(loaded[STEP], f"parameter {number}")
     for name, dtype in dtypes.items():
-        # State dicts have values in the place of scaled states.
+        # State dicts hold the values of scaled states.
         expected = torch.float32 if scaled_states.is_scaled(dtype) else dtype
         check_state(f"{name} of parameter {number}", loaded[name], parameter, expected)
 

@@ -23,7 +23,7 @@ from megatron.core.optimizer.state_tensors import MASTER
 
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
 _FIRST = (COMPUTE, MAIN, GRADIENTS)
-SHOWN = {COMPUTE: "weights on their way up"}  # what the host keeps under the names of the device's
+SHOWN = {COMPUTE: "weights on their way up"}  # labels of the host's states
 
 
 class StateBytes(NamedTuple):
@@ -125,13 +125,13 @@ class _Counter:
         self._host: dict[str, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor, *, is_on_host: bool = False) -> None:
-        """Takes in the whole memory that a tensor lies in."""
+        """Adds the whole storage of a tensor."""
         local = local_tensor(tensor)
         storage = local.untyped_storage()
         key = (local.device, storage.data_ptr())
         if storage.nbytes() and key not in self._seen:
             self._seen.add(key)
-            # On an accelerator, what lies on the CPU is on the host.
+            # With an accelerator, CPU tensors are on the host.
             is_on_host |= local.device.type == "cpu" and self._device_type != "cpu"
             (self.add_host if is_on_host else self.add_device)(name, storage.nbytes())
 

@@ -1,4 +1,4 @@
-"""Optimizer states as tensors beside their parameter: distributed, shaped and strided as it is.
+"""Optimizer states as tensors like their parameter: distributed, shaped and strided as it is.
 
 The states of `fully_shard`'s parameters are in flat buffers with the layout of their group, one for
 each state, so that a step over a group is a few long passes. The states of other DTensors are
@@ -27,7 +27,7 @@ MASTER = "master_param"
 
 
 class StateMemory:
-    """Allocates states. Those of a group's parameters come from one buffer for each name."""
+    """Allocates states. A group's parameters share one buffer for each name."""
 
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = (
@@ -41,14 +41,14 @@ class StateMemory:
     def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised state on the device of the parameter's local tensor.
 
-        Every parameter of a group must ask for a name with the same dtype, and once.
+        Every parameter of a group must request a name with the same dtype, and once.
         """
         group = group_of(parameter)
         if group is None:
             local = torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False)
             return like(parameter, local)
 
-        # All buffers of a group have one layout: parts that lie end to end in one do so in all, and
+        # All buffers of a group have one layout: parts that are adjacent in one are so in all, and
         # kernels take them in one pass.
         buffers = self._buffers.setdefault(group, {})
         if name not in buffers:
@@ -65,7 +65,7 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class TensorWrites:
-    """Notices writes to tensors, such as parameters whose main weights are kept elsewhere.
+    """Detects writes to tensors, such as parameters whose main weights are kept elsewhere.
 
     Version counters show what autograd sees, and addresses a `.data` that was assigned. A write
     into `.data`, by numpy or by a collective shows in neither.
@@ -110,7 +110,7 @@ def is_rounding(narrow: torch.Tensor, wide: torch.Tensor, step: float = 0.0) -> 
     if not step:
         return narrow.dtype != wide.dtype and torch.equal(wide.to(narrow.dtype), narrow)
 
-    # Rounding is monotonic: what was within an error of `wide` is within the error's roundings.
+    # Rounding is monotonic: a value within an error of `wide` is within the error's roundings.
     error = wide.abs() * torch.finfo(torch.float16).eps + step
     lowest, highest = (wide - error).to(narrow.dtype), (wide + error).to(narrow.dtype)
     return bool(((lowest <= narrow) & (narrow <= highest)).all())

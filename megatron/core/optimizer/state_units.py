@@ -20,12 +20,12 @@ import torch
 
 from megatron.core.lanes import Event
 
-# The attribute of an optimizer that keeps what its next step waits for; read it with `_reads_of`.
+# The attribute of an optimizer with the events that its next step awaits; read by `_reads_of`.
 _READS = "_pending_reads"
 
 
 class StateUnit(NamedTuple):
-    """See the module's docstring.
+    """Parameters whose states are updated and read together.
 
     Attributes:
         optimizer: whose states these are.
@@ -46,7 +46,7 @@ class StateUnit(NamedTuple):
 
 @runtime_checkable
 class _InUnits(Protocol):
-    """An optimizer that knows its units."""
+    """An optimizer with `state_units`."""
 
     def state_units(self) -> list[StateUnit]:
         """In the order of forward."""
@@ -61,7 +61,7 @@ def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
 
 def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:
     """All of an optimizer that updates in `step` itself."""
-    # Nothing has to be waited for: what `step` issued comes before what this thread issues next.
+    # No wait is needed: work issued by `step` precedes later work of this thread.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
 

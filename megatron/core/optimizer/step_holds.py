@@ -47,12 +47,12 @@ class StepHolds:
         for hold in self._holds:
             if id(hold) not in known:
                 hold.event.synchronize()
-        # Only now, since an error may have ended the wait; and what is still read stays.
+        # Only now, since an error may have ended the wait; holds with active readers stay.
         self._holds = [hold for hold in self._holds if not hold.event.is_done()]
 
     def batches(self, steps: Sequence[_Step]) -> Iterator[tuple[list[Event], list[_Step]]]:
-        """The order in which to step, with the events that each batch waits for: first what nobody
-        reads, then each part as soon as it has been read.
+        """The order in which to step, with the events that each batch waits for: first parameters
+        without readers, then each part as soon as it has been read.
         """
         held = [
             (hold.event, {id(parameter) for parameter in hold.parameters})
@@ -65,7 +65,7 @@ class StepHolds:
             for number, (_, parameters) in enumerate(held)
             for parameter in parameters
         }
-        # By the number of the hold; -1 is what nobody reads.
+        # By the number of the hold; -1 is without a reader.
         batches: dict[int, list[_Step]] = {}
         for step in steps:
             batches.setdefault(last.get(id(step.parameter), -1), []).append(step)

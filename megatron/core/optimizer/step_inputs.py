@@ -26,7 +26,7 @@ from megatron.core.optimizer.clip_grads import global_grad_norm
 # in `main_grad`, which no optimizer here reads.
 _ATTRIBUTES = ("grad", "decoupled_grad", "main_grad")
 
-IDENTITIES = ("params", "param_names")  # what a parameter group has besides options
+IDENTITIES = ("params", "param_names")  # entries of a parameter group that are no options
 
 
 class StepInputs(NamedTuple):
@@ -68,7 +68,7 @@ class StepInputs(NamedTuple):
 
 
 def gradient_of(parameter: torch.Tensor, use_decoupled_grad: bool) -> torch.Tensor | None:
-    """The gradient that an optimizer reads; None if there is none."""
+    """Returns the gradient that an optimizer reads, or None."""
     found: torch.Tensor | None = getattr(parameter, _attribute(use_decoupled_grad), None)
     return found
 

@@ -37,7 +37,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             "weight_decay": 0.0 if is_vector else config.weight_decay,
             **({} if factor == 1.0 else {"lr_mult": factor}),
         }
-        # Those that decay come first.
+        # Parameters with weight decay come first.
         for (factor, is_vector), parameters in sorted(
             found.items(), key=lambda one: (-one[0][0], one[0][1])
         )
@@ -87,7 +87,7 @@ def init_states(optimizer: torch.optim.Optimizer) -> None:
         init_torch_states(optimizer)
 
 
-# States of torch's optimizers that start with another number than zero, or with an option.
+# States in torch that start with another number than zero, or with an option.
 _FIRST_VALUES: Mapping[type[torch.optim.Optimizer], Mapping[str, float | str]] = {
     torch.optim.ASGD: {"eta": "lr", "mu": 1.0},
     torch.optim.NAdam: {"mu_product": 1.0},
@@ -100,9 +100,9 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
     does not count.
 
     It is PyTorch's way, a step with zero gradients and a zero rate, with two corrections: there is
-    no weight decay, which some optimizers add to the gradients, and so to the states; and what the
-    step has changed, counters for one, is reset, or a run saved before its first step would resume
-    with another bias correction.
+    no weight decay, which some optimizers add to the gradients, and so to the states; and all
+    changes by the step, such as counters, are reset, or a run saved before its first step would
+    resume with another bias correction.
     """
     options = [dict(group) for group in optimizer.param_groups]
     owners = {parameter: group for group in options for parameter in group["params"]}
@@ -122,7 +122,7 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
 
-    # Parameters that have states are left alone: theirs count.
+    # Parameters that have states keep them.
     for parameter in parameters:
         parameter.grad = None
     for parameter in new:
@@ -191,10 +191,10 @@ def load_torch_states(
 
 
 def copy_state(own: torch.Tensor, value: Any) -> None:
-    """Writes a state, a tensor or a number, into the tensor that it lies in."""
+    """Writes a state, a tensor or a number, into the existing tensor."""
     target = local_tensor(own)
     if not isinstance(value, torch.Tensor):
         target.fill_(value)
-    # Loading a dict that shares the optimizer's own memory copies nothing.
+    # A dict that shares the optimizer's memory needs no copy.
     elif local_tensor(value).data_ptr() != target.data_ptr() or target.numel() == 0:
         target.copy_(local_tensor(value))

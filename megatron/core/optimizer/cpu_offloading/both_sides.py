@@ -1,8 +1,8 @@
 """`BothSides`: which parameter of `HybridDeviceOptimizer` is on which side, and its states there.
 
 Programs change the parameters in an optimizer's groups. accelerate, for one, builds the optimizer,
-then shards the model and puts the sharded parameters in the place of the others. `adopt` follows
-such changes: it plans parameters that are new, and plans everything anew if they replace others.
+then shards the model and replaces the parameters by sharded ones. `adopt` follows such changes: it
+plans parameters that are new, and plans everything anew if they replace others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BothSides:
         self._adopted: list[_Kind] = []
         self._sizes: list[int] | None = None
         self._release = weakref.finalize(self, self.host_side.release)
-        # At the program's end nothing is released: a lane may wait for a peer that is gone.
+        # Not at exit: a lane may wait for a peer that has exited.
         self._release.atexit = False
 
     def record_to(self, timeline: AnyTimeline) -> None:
@@ -97,9 +97,9 @@ class BothSides:
     # Changes of the groups
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, has_states: bool) -> bool:
-        """Follows what was done to the optimizer's groups and their parameters.
+        """Follows changes of the optimizer's groups and their parameters.
 
-        As long as nothing has changed, that takes one comparison per parameter.
+        Without a change, this takes one comparison per parameter.
 
         Args:
             optimizer: updates the parameters of both sides.
@@ -141,9 +141,9 @@ class BothSides:
         return True
 
     def _start_over(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Frees both sides, for parameters in the place of others."""
+        """Frees both sides before other parameters replace the current ones."""
         device_of(parameters)  # raises before anything is freed
-        # In the place of a parameter that went first, its successor does.
+        # The successor of a parameter that goes first goes first, too.
         first = set(map(id, self._first))
         places = {index for index, (number, *_) in enumerate(self._adopted) if number in first}
         self._first = [
@@ -166,7 +166,7 @@ class BothSides:
             if not own.issuperset(group.parameters):
                 raise RuntimeError(
                     f"{group.name} got parameters after others of it were on a side of this "
-                    "optimizer. Add those of one FSDP module together."
+                    "optimizer. Add all parameters of an FSDP module together."
                 )
         plan = self._given_plan
         if plan is None:
@@ -178,7 +178,7 @@ class BothSides:
         allocator = HostAllocator(self.device, buckets, self._settings)
         check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
 
-        # The device's first: what it rejects must leave the host's groups where they are.
+        # The device side first: if it rejects parameters, the host's groups must not have moved.
         self.device_side.add(sides.on_device, optimizer.param_groups)
         self.host_side.add(buckets, allocator, optimizer)
         self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan

@@ -1,8 +1,8 @@
-"""`Bucket`: what moves together between device and host, as flat arrays in host memory.
+"""`Bucket`: flat arrays in host memory that move together between device and host.
 
-    grad           gradients, on their way down
-    main_weight    what the host updates
-    weight         new compute weights, on their way up; may be the memory of `grad`
+    grad           gradients, copied down
+    main_weight    weights that the host updates
+    weight         new compute weights, copied up; may share the memory of `grad`
 
 A bucket holds the parameters of one FSDP group (`FsdpBucket`), whose shards on the device are flat
 too and move with one copy, or other tensors, plain ones or DTensors (`TensorBucket`), which move
@@ -37,14 +37,14 @@ class Slot(NamedTuple):
 
 
 class Bucket(ABC):
-    """See the module's docstring. The arrays are set once host memory has been allocated.
+    """Arrays of one bucket, which are set once host memory has been allocated.
 
     Attributes:
         name: for messages.
         slots: of the parameters that are stepped.
         numel: elements of each array, padding included.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
-        accepted_grad_dtypes: of gradients that lose nothing on their way.
+        accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
             the sender must.
         sent: the new weights have gone up, and the arrays of gradients and weights are free again;
@@ -113,7 +113,7 @@ class Bucket(ABC):
         """Copies new compute weights to the device."""
 
     def deliver(self, timings: StepRecorder) -> None:  # noqa: B027
-        """Tells the device to wait for `sent` before it uses the weights."""
+        """Makes the device wait for `sent` before it uses the weights."""
 
     @abstractmethod
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Bucket(ABC):
         self, lane: Lane, work: Callable[[], object], after: Sequence[Event] = ()
     ) -> Event:
         """Queues work that writes to `grad`."""
-        # New weights, which share its memory, may still be on their way up.
+        # New weights, which share its memory, may still be in flight.
         return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
 
     def take_reads(self) -> list[Event]:

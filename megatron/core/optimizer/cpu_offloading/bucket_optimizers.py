@@ -1,8 +1,8 @@
-"""The optimizer of one bucket in host memory: our Adam, in one flat pass, or any of PyTorch's.
+"""Optimizers of one bucket in host memory: Adam in one flat pass, or any PyTorch optimizer.
 
-`prepare` runs in the thread that plans the step, reads the hyperparameters and changes nothing. The
-factor of the gradients need not be known yet. Once all buckets have been prepared, `begin` counts
-the step, and its work runs on the host lane.
+`prepare` runs in the thread that plans the step. It only reads the hyperparameters, and does not
+need the factor of the gradients. Once all buckets have been prepared, `begin` counts the step, and
+its work runs on the host lane.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BucketStep(NamedTuple):
 
 
 class BucketOptimizer(ABC):
-    """See the module's docstring."""
+    """Updates the arrays of one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -65,7 +65,7 @@ class BucketOptimizer(ABC):
 
     @abstractmethod
     def states(self, index: int) -> dict[str, Any]:
-        """The states of a slot by name, as its parameter's owner sees them. Allocates nothing."""
+        """The states of a slot by name, as the owner of its parameter sees them."""
 
     @abstractmethod
     def init_states(self) -> None:
@@ -83,8 +83,8 @@ class BucketOptimizer(ABC):
 
     @abstractmethod
     def as_torch_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of torch's over views of the main weights, a group for each slot. Its
-        options may be those of an earlier step.
+        """A torch optimizer over views of the main weights, with a group for each slot. Its
+        options may be from an earlier step.
         """
 
     def state_unit(self, owner: torch.optim.Optimizer) -> StateUnit:
@@ -118,7 +118,7 @@ class FlatAdam(BucketOptimizer):
         self._view: BucketView | None = None  # made when it is first asked for
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
-        # Every parameter counts its own steps: only those with a gradient are stepped.
+        # Every parameter counts its own steps: only parameters with a gradient are stepped.
         counters = [self._states[each.number]["step"] for each in stepped]
         steps = [
             AdamStep.of(each.options, int(counter) + 1, 1.0, self._adam_w_mode)

@@ -43,7 +43,7 @@ class DeviceSide:
         """Adds groups to the optimizer. `param_groups` have the parameters of both sides.
 
         Raises:
-            ValueError: for parameters that the optimizer's class rejects; nothing is added then.
+            ValueError: for parameters that the optimizer's class rejects; no group is added then.
         """
         # An earlier call may have added some of them before the host side ran out of memory.
         added = [p for group in groups for p in group.parameters if p not in self._own]
@@ -167,7 +167,7 @@ class DeviceSide:
 def _part_of(
     param_groups: _ParamGroups, own: Collection[torch.Tensor], known: Collection[str]
 ) -> list[dict[str, Any]]:
-    """The groups of both sides with one side's parameters, and the options that it knows.
+    """The groups of both sides with one side's parameters, and the options that it supports.
 
     Groups without a parameter on that side stay: both sides' groups are matched by place.
     """

@@ -75,7 +75,7 @@ class FsdpBucket(Bucket):
                 return reduced
 
             # A worker thread issues the copy behind the reduction, which has counted its writes,
-            # but not behind what this thread writes until the worker gets to it.
+            # but not behind writes of this thread until the worker gets to it.
             is_late = isinstance(lane, IssuingLane)
             fetch = partial(bucket.fetch_early, bucket._main_versions() if is_late else None)
             timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
@@ -90,7 +90,7 @@ class FsdpBucket(Bucket):
             seen_versions: `_main_versions` when the copy was asked for, if later writes are not in
                 it.
         """
-        # Before the copy: what is written while it runs must count as written after it.
+        # Before the copy: writes during the copy must count as writes after it.
         self._fetched = self._main_versions() if seen_versions is None else seen_versions
         self.grad.copy_(self._main_grad.local_buffer, non_blocking=True)
 
@@ -98,7 +98,7 @@ class FsdpBucket(Bucket):
         indices = {
             id(slot.parameter): index for slot, index in zip(self.slots, self._indices, strict=True)
         }
-        # Gradients that somebody has put in the place of the group's own lie elsewhere.
+        # Gradients that a caller assigned are outside of the group's buffer.
         others = [
             (slot, gradient)
             for slot, gradient in gradients
@@ -140,7 +140,7 @@ class FsdpBucket(Bucket):
 
 
 def _ranges(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """(offset, numel) of what the slots cover, neighbours joined."""
+    """Returns (offset, numel) of the slots, with neighbours joined."""
     ranges: list[tuple[int, int]] = []
     for slot in sorted(slots, key=lambda slot: slot.offset):
         if ranges and sum(ranges[-1]) == slot.offset:

@@ -1,7 +1,7 @@
-"""The groups that the plan puts on one side or the other, and the buckets that the host's become.
+"""The groups that the plan assigns to a side, and the buckets of the host side.
 
-A model is planned once, before it is sharded: main weights that begin in host memory, what that
-memory must hold, and the optimizer all go by this plan. Sharding replaces parameters, so the
+A model is planned once, before it is sharded: main weights that start in host memory, the size
+of that memory, and the optimizer all follow this plan. Sharding replaces parameters, so the
 optimizer finds its groups again and compares them with the plan.
 """
 
@@ -109,8 +109,8 @@ def build_plan(
     """The plan of these groups; see `OffloadPlan.build`.
 
     Args:
-        first: parameters whose groups go first; those in no group, such as frozen ones, count for
-            nothing.
+        first: parameters whose groups go first; parameters in no group, such as frozen ones, are
+            ignored.
     """
     named = [(group.name, group.global_numel) for group in groups]
     own = {id(parameter) for parameter in first}

@@ -1,7 +1,7 @@
-"""The host side's memory: what every bucket needs, added up, held against what there is, and
-allocated once. `HostLayout` says which arrays there are, and where they lie.
+"""The host side's memory: the needs of all buckets, summed, compared with the available memory,
+and allocated once. `HostLayout` lists the arrays and their offsets.
 
-Pinning takes seconds per GiB, and what is pinned can neither be moved nor swapped out. With bf16
+Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out. With bf16
 compute and fp32 moments an element has 14 bytes on the host, and 2 of them travel.
 """
 
@@ -20,16 +20,16 @@ from megatron.core.optimizer.state_tensors import MOMENTS
 
 
 class HostAllocator:
-    """See the module's docstring.
+    """Allocates the arrays of the host's buckets.
 
     Attributes:
         needs: what will be allocated.
-        nbytes_by_state: of host memory that the buckets lie in, with main weights that were there
-            before, by what it is for: what aligns an array counts with it.
+        nbytes_by_state: bytes of the buckets' host memory by purpose, with main weights that were
+            on the host before; the alignment of an array counts with it.
     """
 
     def __init__(self, device: Device, buckets: Sequence[Bucket], settings: HybridSettings) -> None:
-        """Takes in what every bucket needs, one kind of array after the other."""
+        """Adds the needs of every bucket, one kind of array after the other."""
         self._device = device
         self._slabs: dict[str, HostSlab] = {}
         self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
@@ -60,14 +60,14 @@ class HostAllocator:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory that the buckets lie in, with main weights that were there before."""
+        """Bytes of the buckets' host memory, with main weights that were on the host before."""
         return sum(self.nbytes_by_state.values())
 
     def allocate(self) -> None:
         """Makes the slabs, which are zero.
 
         Raises:
-            HostMemoryError, PinError: as `HostSlab` does; no slab is left then, and nothing pinned.
+            HostMemoryError, PinError: as `HostSlab` does; all slabs are freed and unpinned then.
         """
         try:
             for purpose, builder in self._layout.builders.items():

@@ -1,15 +1,15 @@
-"""`HostLayout`: what every bucket needs of host memory, added up to the byte, from shapes alone.
+"""`HostLayout`: the host memory of all buckets, exact to the byte, from shapes alone.
 
 Four slabs, of which two may be pinned, since only they are copied from and to the device:
 
-    gradients         pinned with `pins_grads`    on their way down
-    compute weights   pinned with `pins_params`   on their way up; none where gradients make room
+    gradients         pinned with `pins_grads`    copied down
+    compute weights   pinned with `pins_params`   copied up; none where gradients make room
     main weights      never pinned                a model keeps them when its optimizer is deleted
     states            never pinned                moments, and widened gradients
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.
-`HostAllocator` makes the slabs; a plan made before there are weights only asks how large they are.
+`HostAllocator` makes the slabs; a plan made before there are weights only needs their sizes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class HostRules(NamedTuple):
     """What decides which arrays a bucket has, and which of them are pinned.
 
     Attributes:
-        moment_dtypes: of our AdamW's two moments; None for other optimizers, which allocate states
-            of their own.
+        moment_dtypes: dtypes of the two moments of our AdamW; None for other optimizers, which
+            allocate their states themselves.
         pins_memory: whether the device pins host memory at all.
     """
 
@@ -55,7 +55,7 @@ class HostRules(NamedTuple):
 
 
 class SlabRange(NamedTuple):
-    """Where an array lies: in the slab of a purpose."""
+    """The offset of an array in the slab of its purpose."""
 
     purpose: str
     offset: int  # bytes
@@ -64,19 +64,19 @@ class SlabRange(NamedTuple):
 
 
 class HostLayout:
-    """See the module's docstring.
+    """Offsets of all arrays in the slabs.
 
     Attributes:
         pins: whether the slab of a purpose is to be pinned.
         builders: the slabs' sizes, by purpose.
-        arrays: where they are, by the number of the bucket, and what the array is.
+        arrays: their ranges, by the number of the bucket and the kind of array.
         widest: the number of the bucket whose gradients take the most memory once they are
             widened; None if none are.
-        needs: what is to be allocated.
+        needs: allocations to make.
     """
 
     def __init__(self, buckets: Sequence[BucketShape], rules: HostRules) -> None:
-        """Takes in what every bucket needs, one kind of array after the other."""
+        """Adds the needs of every bucket, one kind of array after the other."""
         self._buckets = buckets
         self._rules = rules
         self.pins = {
@@ -106,8 +106,8 @@ class HostLayout:
 
     @property
     def nbytes_by_state(self) -> dict[str, int]:
-        """All bytes that the buckets lie in, by what they are for: main weights that were there
-        before are among them, and what aligns an array counts with it.
+        """Bytes of the buckets' host memory by purpose, with main weights that were on the host
+        before. The alignment of an array counts with it.
         """
         own = sum(b.numel * b.main_dtype.itemsize for b in self._buckets if b.has_main)
         by_state = {"main weights": own} if own else {}
@@ -116,7 +116,7 @@ class HostLayout:
         return by_state
 
     def shares(self, index: int) -> bool:
-        """Whether a bucket's weights on their way up are written over its gradients."""
+        """Whether a bucket's new compute weights are written over its gradients."""
         bucket, rules = self._buckets[index], self._rules
         return bucket.grad_dtype == bucket.weight_dtype and rules.pins_grads == rules.pins_params
 

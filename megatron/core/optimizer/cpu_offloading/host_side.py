@@ -72,7 +72,7 @@ class HostSide:
         is_flat: whether they are our AdamW.
         lanes: on which they work.
         timings: what records how long.
-        nbytes_by_state: bytes of host memory, by what it is for.
+        nbytes_by_state: bytes of host memory by purpose.
     """
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
@@ -233,8 +233,8 @@ class HostSide:
     def torch_optimizers(
         self, options: Mapping[nn.Parameter, Options]
     ) -> list[torch.optim.Optimizer]:
-        """One over the main weights of each bucket, with these options, once updates under way
-        have ended.
+        """One over the main weights of each bucket, with these options, once pending updates have
+        finished.
         """
         self.synchronize()
         found = []
@@ -249,7 +249,7 @@ class HostSide:
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """The main weights of the parameters that are not these themselves, not copies, once
-        updates under way have ended.
+        pending updates have finished.
         """
         self.synchronize()
         return {

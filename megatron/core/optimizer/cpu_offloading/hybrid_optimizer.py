@@ -3,7 +3,7 @@
     backward, last microbatch   d2h: a group's gradients are copied down once they are reduced
     step                        host: one pass over a bucket's flat arrays, in forward order
                                 h2d: its compute weights are copied up
-    next forward                a group's gather waits for its own weights, and for nothing else
+    next forward                a group's gather waits for its own weights only
 
 The host side takes the last groups of the network: their gradients come first in backward, and
 their weights are needed last in forward. `offload_first` names groups that go before them. Host and
@@ -45,7 +45,7 @@ class HybridStep(NamedTuple):
 
     inputs: StepInputs
     on_host: list[BucketStep]
-    on_device: FusedStep | None  # other optimizers than FusedAdam plan nothing
+    on_device: FusedStep | None  # only FusedAdam plans
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
@@ -64,7 +64,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     there are states, parameters can still be removed, reordered and added, but no longer replaced.
 
     A parameter without a gradient is not stepped, on either side. Reading `state`, `state_dict()`,
-    and saving wait for updates that are under way; so does `state_dict()` of a module whose main
+    and saving wait for pending updates; so does `state_dict()` of a module whose main
     weights are here. Call `synchronize` before reading a parameter itself.
 
     Args:
@@ -73,13 +73,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         offload_fraction: of all elements, 0 to 1; at least as many are on the host, in whole FSDP
             modules.
         cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default:
-            `FusedAdam`, for which `torch.optim.AdamW` also stands, with its own defaults. On the
-            host it is one flat pass.
-        param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups have
-            theirs anyway.
-        pin_cpu_grads: page-locked memory for gradients on their way down.
-        pin_cpu_params: the same for weights on their way up. Main weights and moments never travel:
-            they are not pinned.
+            `FusedAdam`, which also replaces `torch.optim.AdamW`, with the defaults of that class.
+            On the host it is one flat pass.
+        param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups
+            always have fp32 main weights.
+        pin_cpu_grads: page-locked memory for gradients that are copied down.
+        pin_cpu_params: the same for weights that are copied up. Main weights and moments never
+            travel: they are not pinned.
         overlap_cpu_optimizer_d2h_h2d: lanes; otherwise the same work one after the other, in this
             thread.
         fetch_during_backward: FSDP groups' gradients go down as soon as they are reduced; needs
@@ -90,16 +90,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             overlapping lanes.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`. Outside of FSDP groups its
             dtype may be another than p's, and it travels in fp32.
-        exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, of AdamW's moments on both sides.
+        exp_avg_dtype, exp_avg_sq_dtype: fp32 or bf16, dtypes of the moments of AdamW on both sides.
         num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
         num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
         records_timings: clocks for `timings`.
-        plan: plan of these parameters, made before they were sharded, which also holds for those
-            that replace them; `offload_fraction` and `offload_first` then have no effect.
-        offload_first: parameters whose groups go to the host before any other, such as those of
-            every `Experts`; from the last of them on. Parameters that replace them inherit this.
-        kwargs: options of the optimizer classes: lr, betas, weight_decay. States of other classes
-            than AdamW are theirs: not in the slabs, nor counted before.
+        plan: plan of these parameters, made before they were sharded, which also holds for their
+            replacements; `offload_fraction` and `offload_first` then have no effect.
+        offload_first: parameters whose groups go to the host before any other, such as the
+            parameters of every `Experts`; from the last of them on. Parameters that replace them
+            inherit this.
+        kwargs: options of the optimizer classes: lr, betas, weight_decay. Classes other
+            than AdamW allocate their states outside the slabs, and these are not counted.
 
     Raises:
         ValueError: for a fraction outside 0 to 1, a plan of other parameters, `offload_first` of
@@ -165,9 +166,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The states of all parameters by name, not copies, once updates under way have ended.
+        """The states of all parameters by name, not copies, once pending updates have finished.
 
-        Empty, as that of torch's optimizers, until the first step, load of states or `init_state`.
+        Empty, as in torch's optimizers, until the first step, load of states or `init_state`.
         """
         if self._is_complete:
             self.synchronize()
@@ -193,7 +194,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def plan_step(self) -> HybridStep:
         """Plans a step up to the factor of the gradients, for callers that still wait for that.
 
-        Steps nothing. A plan holds the gradients, whose values may still change.
+        Does not step. A plan holds the gradients, whose values may still change.
 
         It raises what `step` raises.
         """
@@ -235,9 +236,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for a gradient of another shape, dtype or device than expected, or in an
                 attribute that is not read (see `use_decoupled_grad`), and for a grad_scale that is
-                not finite; nothing is stepped.
+                not finite; no parameter is stepped.
             RuntimeError: for partial sums of gradients, and for parameters that were replaced
-                after the first step; nothing is stepped.
+                after the first step; no parameter is stepped.
         """
         loss = None
         if closure is not None:
@@ -281,7 +282,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._sides.record_to(timeline)
 
     def timings(self) -> LaneTimings | None:
-        """Means over the steps completed since the last call; None if nothing was recorded.
+        """Means over the steps completed since the last call; None without a record.
 
         With `overlap_step_with_forward` the last step is not among them: the forward still waits
         for it.
@@ -292,9 +293,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Takes over the parameters' values, after a write that no version counter shows.
 
         Such are writes into `.data` or by numpy, collectives on `to_local()`, and, outside of FSDP
-        groups, operators on lists of FSDP2's DTensors and fused kernels (`torch._fused_adamw_`).
-        Both sides notice other writes at the next step, also those by `load_state_dict` and a
-        `.data` that was assigned.
+        groups, operators on lists of FSDP2 DTensors and fused kernels (`torch._fused_adamw_`).
+        Both sides detect other writes at the next step, also writes by `load_state_dict` and an
+        assigned `.data`.
         """
         self._adopt_parameters()
         self._sides.host_side.wait_until_free()
@@ -313,8 +314,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Copies states into the memory where they belong, and takes the groups' options over.
 
         Raises:
-            ValueError: for other groups, states, shapes or dtypes than this optimizer's; nothing is
-                changed.
+            ValueError: for other groups, states, shapes or dtypes than this optimizer's; the
+                optimizer is unchanged.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -323,7 +324,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._adopt_parameters()
         self._check_options(state_dict["param_groups"])
         saved = states_by_parameter(self.param_groups, state_dict)
-        # accelerate loads the state dict of a new optimizer back into it: that starts nothing.
+        # accelerate loads the state dict of a new optimizer back into it: that is not a start.
         if saved or self._is_started:
             self._sides.host_side.wait_until_free()
             self._sides.init_states(self.param_groups)
@@ -370,11 +371,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Of this rank: main weights, AdamW's moments, gradients and weights on their way."""
+        """Bytes on this rank: main weights, moments of AdamW, gradients and compute weights."""
         return sum(self._sides.host_side.nbytes_by_state.values())
 
     def host_bytes_by_state(self) -> dict[str, int]:
-        """Bytes of host memory by what they are for; what aligns an array counts with it.
+        """Bytes of host memory by purpose; the alignment of an array counts with it.
 
         The sum is `host_bytes`, and the states of other optimizers than AdamW allocated so far.
         """
@@ -389,7 +390,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Whether a parameter is updated in host memory."""
         return self._sides.host_side.place_of(parameter) is not None
 
-    # Names of megatron-core's class
+    # The interface of megatron-core
 
     @property
     def gpu_optimizer(self) -> torch.optim.Optimizer | None:
@@ -400,28 +401,28 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def cpu_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The host side, an optimizer for each bucket over views of its main weights, once updates
-        under way have ended. To look at: see sub_optimizers.py.
+        """The host side, an optimizer for each bucket over views of its main weights, once pending
+        updates have finished. Read-only: see sub_optimizers.py.
         """
         self._adopt_parameters()
         return self._sides.host_side.torch_optimizers(options_of(self.param_groups))
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """`cpu_optimizers`, and `gpu_optimizer` if there is one."""
+        """`cpu_optimizers`, and `gpu_optimizer` unless it is None."""
         on_device = self.gpu_optimizer
         return self.cpu_optimizers + ([] if on_device is None else [on_device])
 
     @property
     def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The fp32 main weights of 16-bit parameters, not copies, once updates under way have
-        ended. Parameters that are main weights themselves are not among them.
+        """The fp32 main weights of 16-bit parameters, not copies, once pending updates have
+        finished. Parameters that are main weights themselves are not among them.
         """
         self._adopt_parameters()
         return self._sides.host_side.masters() | self._sides.device_side.masters()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """`reload_parameters`: the values of 16-bit parameters become those of their main weights.
+        """`reload_parameters`: the values of 16-bit parameters are copied to their main weights.
 
         For both sides, for example after a checkpoint's weights were loaded into the model.
         """
@@ -430,7 +431,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     # Helpers
 
     def _adopt_parameters(self) -> None:
-        """Follows what was done to the groups. Every method that needs both sides calls it first.
+        """Follows changes of the groups. Every method that needs both sides calls it first.
 
         Raises:
             RuntimeError: for parameters that were replaced after the first step, or after states

@@ -45,8 +45,8 @@ class HybridSettings(NamedTuple):
         """Rejects settings that contradict each other.
 
         Raises:
-            ValueError: for overlaps without lanes, and for dtypes of AdamW's moments that a side
-                does not support, or if neither side has AdamW.
+            ValueError: for overlaps without lanes, and for moment dtypes of AdamW that a side does
+                not support, or if neither side has AdamW.
             NotImplementedError: for decoupled gradients with other classes than AdamW.
         """
         device_is_flat = is_flat_adam(self.device_cls, self.options)

@@ -44,8 +44,8 @@ class PlannedGroup(NamedTuple):
 class OffloadPlan:
     """The side of every group, in forward order.
 
-    On the host are the last groups of those that go first, and the last of the others if the host
-    has all that go first.
+    The host takes groups from the end of the network: first the groups with `goes_first`, then the
+    others.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -58,11 +58,11 @@ class OffloadPlan:
         first: Collection[int] = (),
     ) -> OffloadPlan:
         """Puts the fewest groups on the host that hold `fraction` of all elements or more: from the
-        end of the network on, those that go first before the others.
+        end of the network on, groups that go first before the others.
 
         Args:
             groups: name and global element count of each, in forward order; of 0 elements too.
-            first: the indexes of those that go first.
+            first: the indexes of the groups that go first.
             fraction: from 0 (none) to 1 (all). A float is taken for the decimal number that it
                 prints as: 0.1 is a tenth. Its binary value is a little more, which would cost a
                 group where a tenth is met exactly.
@@ -109,7 +109,7 @@ class OffloadPlan:
     def __str__(self) -> str:
         """A table for a log: a line a group, long runs of one side as one line, and the totals.
 
-        Groups that go first stand below the others: between them they would cut runs short.
+        Groups that go first are listed below the others: between them they would cut runs short.
         """
         ordered = sorted(self.groups, key=lambda group: group.goes_first)
         rows = [

@@ -1,7 +1,7 @@
-"""The parts of a `HybridDeviceOptimizer` as optimizers of their own, to look at.
+"""Read-only views of the parts of a `HybridDeviceOptimizer` as optimizers.
 
-megatron-core's class has an optimizer of torch's for each side, and programs read states and
-options from these. Ours updates a bucket in one flat pass, so here it is described as such an
+megatron-core's class has a torch optimizer for each side, and programs read states and options from
+these. `HybridDeviceOptimizer` updates a bucket in one flat pass; this presents it as a torch
 optimizer: its parameters and states are views of the bucket's arrays.
 """
 
@@ -17,8 +17,8 @@ from torch import nn
 class BucketView(torch.optim.Optimizer):
     """What our AdamW updates in a bucket: main weights in host memory, with their states.
 
-    A group for each parameter. The values are those of the last update that has ended; the options
-    those of the groups outside when the view was asked for.
+    A group for each parameter. The values are from the last finished update; the options are
+    copied from the optimizer's groups when the view is created.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class BucketView(torch.optim.Optimizer):
         raise _refusal("load_state_dict")
 
     def register_step_pre_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
-        """RuntimeError: nothing would call it."""
+        """Raises RuntimeError: the hook would never be called."""
         raise _refusal("register_step_pre_hook")
 
     def register_step_post_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
-        """RuntimeError: nothing would call it."""
+        """Raises RuntimeError: the hook would never be called."""
         raise _refusal("register_step_post_hook")
 
 

@@ -13,12 +13,12 @@ scalars are computed in fp64 and rounded once to fp32:
 
 with correction1 = 1 - beta1**step and correction2 = 1 - beta2**step, or 1 without bias correction.
 That is torch's fused AdamW, bit for bit, except for the last elements of a tensor whose length is
-no multiple of torch's vector width: torch rounds these differently. Here, an element's result
-depends on its own values alone, never on its position. Which NaN a NaN becomes is left open.
+not a multiple of its vector width: torch rounds these differently. Here, an element's result
+depends only on its values, never on its position. The bits of a resulting NaN are unspecified.
 
 [Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit
 `remainder`: as integers, the weight's bits shifted left by 16 plus the remainder are the fp32
-weight's bits. Nothing is lost, but of two equally near bf16 values `weight` is always the one of
+weight's bits. This is lossless, but of two equally near bf16 values `weight` is always the one of
 larger magnitude: one in 65536 random weights is such a tie, and half of these go the other way in
 rounding to nearest even. A NaN becomes the one whose remainder is zero.
 """
@@ -35,7 +35,7 @@ import torch
 
 from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_MOMENT_DTYPES
 
-# Options of torch.optim.AdamW that change what is computed.
+# Options of torch.optim.AdamW that change the result.
 _OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -117,7 +117,7 @@ class AdamScalars(NamedTuple):
 
     grad_scale: float
     l2: float  # the weight decay that is added to the gradient
-    decay: float  # what the weight is multiplied with
+    decay: float  # the factor of the weight
     # of exp_avg towards the gradient, or, with lerps_from_grad, of the gradient towards exp_avg
     lerp: float
     square: float
@@ -161,9 +161,9 @@ class AdamPiece(NamedTuple):
     exp_avg: torch.Tensor  # fp32, bf16
     exp_avg_sq: torch.Tensor  # as exp_avg
     remainder: torch.Tensor | None = None  # int16, see [Note: remainder]
-    # fp32, bf16, fp16: takes the new weight, rounded from fp32 to nearest even; in bf16 beside a
-    # remainder, what `weight` takes. May be `grad` itself, which is then written over as it is
-    # read.
+    # fp32, bf16, fp16: takes the new weight, rounded from fp32 to nearest even; in bf16 with a
+    # remainder, the value that `weight` takes. May be `grad` itself, which is then written over as
+    # it is read.
     out: torch.Tensor | None = None
 
     @property
@@ -172,7 +172,7 @@ class AdamPiece(NamedTuple):
         return self.weight.numel()
 
     def check(self) -> None:
-        """Refuses what no kernel could carry out.
+        """Raises for pieces that no kernel can run.
 
         Raises:
             ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
@@ -217,7 +217,7 @@ class AdamPiece(NamedTuple):
         )
 
     def with_arrays(self, arrays: Mapping[str, torch.Tensor]) -> AdamPiece:
-        """The same step on other arrays, by name; those that are not named stay."""
+        """The same step with the named arrays replaced."""
         changes: dict[str, Any] = {**arrays}
         return self._replace(**changes)
 
@@ -237,7 +237,7 @@ _ARRAYS = ("grad", "weight", "exp_avg", "exp_avg_sq", "remainder", "out")
 
 
 def merged(pieces: Iterable[AdamPiece]) -> list[AdamPiece]:
-    """The same work in fewer, longer pieces: those whose arrays all lie end to end are joined.
+    """The same work in fewer, longer pieces: pieces whose arrays are all adjacent are joined.
 
     Pieces are put in the order of their weights' addresses; empty ones are left out. Only pieces of
     equal steps, dtypes and storages join. Pass pieces that `AdamPiece.check` accepts.
@@ -279,7 +279,7 @@ def _address(piece: AdamPiece) -> tuple[str, int]:
 
 
 def _continues(piece: AdamPiece, following: AdamPiece) -> bool:
-    """Whether every array of `following` begins where that of `piece` ends."""
+    """Whether every array of `following` starts where that of `piece` ends."""
     if piece.step != following.step:
         return False
 

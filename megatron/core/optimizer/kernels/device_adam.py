@@ -1,10 +1,10 @@
 """Adam over flat arrays on a GPU, in Triton: one launch for each piece.
 
-The bits are those of [Note: arithmetic] in adam.py. Without Triton, or without a GPU, importing
-this is fine and stepping a GPU tensor is an error.
+The results are bit-equal to [Note: arithmetic] in adam.py. Without Triton, or without a GPU,
+importing this is fine and stepping a GPU tensor is an error.
 
 [Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on
-where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` says where one rounding is
+where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` marks where one rounding is
 meant. Division and square root are the correctly rounded ones; Triton's plain ones on fp32 are
 approximations.
 """
@@ -46,7 +46,7 @@ def run(pieces: Iterable[AdamPiece]) -> None:
     """Carries the pieces' steps out, in place, on the current stream of their device.
 
     Raises:
-        ValueError: for a piece that `AdamPiece.check` refuses.
+        ValueError: for a piece that `AdamPiece.check` rejects.
         RuntimeError: if there is no Triton.
     """
     check_available()
@@ -61,7 +61,7 @@ def _launch(piece: AdamPiece) -> None:
     remainder, out = piece.remainder, piece.out
     is_split = remainder is not None
 
-    # A kernel wants a pointer for every argument; what is not there is not followed.
+    # A kernel needs a pointer for every argument; pointers of absent arrays are not followed.
     arguments = (
         piece.grad,
         piece.weight.view(torch.int16) if is_split else piece.weight,
@@ -72,7 +72,7 @@ def _launch(piece: AdamPiece) -> None:
     )
     scalars = AdamScalars.of(piece.step)
 
-    # A block's size changes no bit: elements do not know of one another.
+    # A block's size changes no bit: elements are independent.
     grid = (-(-piece.numel // _BLOCK_NUMEL),)
     # Triton launches on the current device, which need not be the tensors'.
     with nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index):

@@ -4,12 +4,12 @@
     kernel.run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
 
 One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient
-cost no pass of their own. Where the library was not built, torch computes the same bits, slower
+cost no extra pass. Where the library was not built, torch computes the same bits, slower
 (torch_adam.py).
 
 [Note: versions] The kernel writes through raw pointers, so the version counters by which autograd
-notices that a saved tensor was changed do not move. A caller whose tensors may be saved for a
-backward pass says so itself, by `torch.autograd.graph.increment_version`.
+detects changes of saved tensors do not move. A caller whose tensors may be saved for a backward
+pass must call `torch.autograd.graph.increment_version`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.bfloat16: 2,
     torch.float16: 3,
 }
-# The library is told of a remainder by the type of the weight beside it.
+# The type of the weight marks a remainder.
 _SPLIT = 4
 
 
@@ -107,8 +107,8 @@ class HostAdam:
                 threads instead.
             body: the instructions used, one of `available_bodies()`, all of the same bits; "auto"
                 is the first of them.
-            cores: on which the threads run, as far as the system lets them; default: those of the
-                calling thread. The torch body takes no notice.
+            cores: on which the threads run, as far as the system lets them; default: the cores
+                of the calling thread. The torch body ignores this.
 
         Raises:
             ValueError: for less than one thread, for a body that is unknown or that cannot run
@@ -163,13 +163,14 @@ class HostAdam:
         self.submit(pieces).wait()
 
     def submit(self, pieces: Sequence[AdamPiece], *, touch: bool = False) -> Ticket:
-        """Begins what `run` does and returns; the torch body does it all before it returns.
+        """Starts `run` in the background; the torch body finishes before it returns.
 
         Args:
-            pieces: as for `run`. Nothing may touch the arrays until the ticket was waited for.
+            pieces: as for `run`. Callers must not touch the arrays before they have waited for the
+                ticket.
             touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
                 garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
-                body has nothing of the kind.
+                body does not support it.
 
         Raises:
             As `run` does.
@@ -180,7 +181,7 @@ class HostAdam:
             if piece.weight.device.type != "cpu":
                 raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
 
-        # A loss that is not finite reaches nearly every gradient: one element tells, for free.
+        # A loss that is not finite reaches nearly every gradient: one element is a free check.
         first = pieces[0].grad.view(-1)[:1] if pieces and not touch else torch.ones(1)
         if not first.isfinite().all():
             _warn_of_non_finite()
@@ -196,7 +197,7 @@ class HostAdam:
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
 
-        # The threads know addresses only: the ticket keeps the pool and the arrays alive.
+        # The threads have addresses only: the ticket keeps the pool and the arrays alive.
         wait = functools.partial(library.host_adam_wait, handle)
         return Ticket(wait, (self, *pieces), self._process)
 
@@ -243,7 +244,9 @@ class HostAdam:
 
 
 class Ticket:
-    """Work under way. Letting go of it waits for it: its threads write the arrays until then."""
+    """Pending work. Deleting the ticket waits for the work: its threads write the arrays until
+    then.
+    """
 
     def __init__(
         self, wait: Callable[[], None] | None, keeps: tuple[object, ...], process: int
@@ -267,7 +270,7 @@ def _warn_of_non_finite() -> None:
 
 @functools.cache
 def shared_host_adam(process: int) -> HostAdam:
-    """The pool of default settings that callers without settings of their own share.
+    """The pool with default settings, shared by callers without other settings.
 
     Args:
         process: os.getpid(): a forked child gets its own.
@@ -338,7 +341,7 @@ def _running_on(cores: Collection[int] | None) -> Iterator[None]:
         yield
         return
 
-    # Cores that the system refuses are no reason to fail: the bits do not depend on them.
+    # Unavailable cores are no reason to fail: the bits do not depend on them.
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)

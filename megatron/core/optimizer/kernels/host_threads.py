@@ -1,16 +1,16 @@
 """How many threads update weights in host memory for a rank, and on which cores.
 
 With an accelerator, the threads that launch its kernels (the main thread, and autograd's) must
-never wait for a core: while they do, the device stands still. So host threads leave two cores for
-each rank alone. On a machine with several sockets they run near to the rank's device, where its
-host memory is. Two ranks of 16 cores, devices on either node:
+never wait for a core: the device would idle. So host threads leave two cores for each rank alone.
+On a machine with several sockets they run near to the rank's device, where its host memory is. Two
+ranks of 16 cores, devices on either node:
 
     node 0   cores 0 1 | 2 3 4 5 6 7        rank 0: 6 threads on cores 2 to 7
     node 1   cores 8 9 | 10 ... 15          rank 1: 6 threads on cores 10 to 15
 
 Cores that Slurm has bound to one rank are not divided again; see local_ranks' [Note: shared cores].
-Where a container's quota is less than its cores, the quota is what is divided. OMP_NUM_THREADS,
-which launchers set to 1, is of no account here: it is for the operators of the model.
+A container's quota that is less than its cores is divided instead. OMP_NUM_THREADS, which launchers
+set to 1, is ignored: it applies to the operators of the model.
 
 On the CPU as a device the main thread waits for the host threads anyway, and they have all of a
 rank's cores.
@@ -67,8 +67,8 @@ def host_threads(
         device: the rank's.
         num_local_ranks: ranks on this machine, which share its cores unless they are bound to some
             each.
-        number: how many threads; default: a rank's share of the cores, less those of the launching
-            threads.
+        number: how many threads; default: a rank's share of the cores, less the cores of the
+            launching threads.
     """
     share, cores = _share_and_cores(device, num_local_ranks, nodes)
     return HostThreads(share if number is None else number, cores)

@@ -1,10 +1,10 @@
 """Adam over flat arrays, and their squared norm, with torch alone: the kernel's bits, no compiler.
 
-[Note: chunks] torch's fused AdamW computes what [Note: arithmetic] in adam.py says, on fp32 arrays
-only, and its scalar tail rounds otherwise than its vectors. So what is not fp32 is widened into
-scratch memory, a chunk at a time that stays in the caches, and what does not fill whole vectors is
-padded there with zeros. Equal bits need a CPU whose torch has fused multiply-add (AVX2 or later).
-On accelerators without Triton the bits are those of their own fused kernel.
+[Note: chunks] torch's fused AdamW computes [Note: arithmetic] of adam.py on fp32 arrays only, and
+its scalar tail rounds otherwise than its vectors. So other dtypes are widened into scratch memory,
+a chunk at a time that stays in the caches, and a tail shorter than a vector is padded with zeros.
+Equal bits need a CPU whose torch has fused multiply-add (AVX2 or later). Accelerators without
+Triton give the bits of their fused kernel.
 
 [Note: squares in fp64] The square of a fp32 value is exact in fp64. Rows of 1024 squares, the last
 filled up with zeros, are halved ten times, element i of the first half added to element i of the
@@ -92,7 +92,7 @@ def _step(piece: AdamPiece, scratch: _Scratch) -> None:
     else:
         _split(weight[: piece.numel], piece.weight, piece.remainder)
 
-    # Beside a remainder, `out` is the bf16 weight's bits: where two bf16 numbers are equally near,
+    # With a remainder, `out` is the bf16 weight's bits: where two bf16 numbers are equally near,
     # rounding once more might choose the other one.
     if piece.out is not None:
         rounded_already = piece.remainder is not None and piece.out.dtype == torch.bfloat16
