@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, known
+from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, known, main_dtype
 
 
 def has_own_main(
@@ -70,7 +70,7 @@ class GroupMemory:
     @property
     def main_dtype(self) -> torch.dtype:
         """Of the main weights."""
-        return self.policy.main_dtype(self.requires_grad)
+        return main_dtype(self.policy, self.requires_grad)
 
     @property
     def grad_dtype(self) -> torch.dtype:

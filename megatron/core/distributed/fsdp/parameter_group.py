@@ -38,7 +38,12 @@ from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradie
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, known
+from megatron.core.distributed.fsdp.policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    known,
+    main_dtype,
+)
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
@@ -425,7 +430,7 @@ class FsdpParameterGroup:
             self.mesh,
             self.placements,
             self.layout,
-            self.policy.main_dtype(self.requires_grad),
+            main_dtype(self.policy, self.requires_grad),
             self.dtype,
             self._device,
             self._is_on_host,

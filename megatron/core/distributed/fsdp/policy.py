@@ -62,10 +62,6 @@ class MixedPrecisionPolicy:
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
 
-    def main_dtype(self, requires_grad: bool) -> torch.dtype:
-        """The dtype of main weights under this policy, which must be resolved."""
-        return known(self.main_params_dtype if requires_grad else self.frozen_params_dtype)
-
     def at_least_fp32(self) -> MixedPrecisionPolicy:
         """This policy, which must be resolved, with fp32 instead of every 16-bit dtype."""
         narrow = [
@@ -80,6 +76,11 @@ def known(dtype: torch.dtype | None) -> torch.dtype:
     """A dtype of a resolved policy."""
     assert dtype is not None, "the policy is resolved"
     return dtype
+
+
+def main_dtype(policy: MixedPrecisionPolicy, requires_grad: bool) -> torch.dtype:
+    """The dtype of main weights under a resolved policy."""
+    return known(policy.main_params_dtype if requires_grad else policy.frozen_params_dtype)
 
 
 @dataclass(frozen=True)
