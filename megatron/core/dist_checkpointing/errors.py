@@ -29,20 +29,9 @@ class CheckpointDamagedError(CheckpointError):
     """A checkpoint that is truncated, altered or lacks a file. An older one may be intact."""
 
 
-class UntrustedReader:
-    """Base of readers of untrusted files: every error names the file."""
-
-    def __init__(self, source: str) -> None:
-        """
-        Args:
-            source: its name in messages: a path, or a key and a path.
-        """
-        self._source = source
-
-    def _fail(self, expected: str, got: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointDamagedError(
-            f"Expected {expected} in {self._source}, got {got}."
-        ) from cause
+def fail(expected: str, got: str, source: str) -> NoReturn:
+    """Raises the error for a wrong value in a file, which `source` names."""
+    raise CheckpointDamagedError(f"Expected {expected} in {source}, got {got}.")
 
 
 def other_model(path: str, problems: Sequence[str]) -> CheckpointError:

@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import _weights_only_unpickler as weights_only
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, UntrustedReader, reason, shown
+from megatron.core.dist_checkpointing.errors import CheckpointError, fail, reason, shown
 from megatron.core.dist_checkpointing.format.manifest import DTYPES
 
 # Of a record: a signature, and the lengths of a name and of extra data, which follow.
@@ -120,11 +120,11 @@ class _Record(NamedTuple):
     nbytes: int
 
 
-class _ArchiveReader(UntrustedReader):
+class _ArchiveReader:
     """Reads one archive, once."""
 
     def __init__(self, memory: torch.Tensor, source: str, *, copies: bool) -> None:
-        super().__init__(source)
+        self._source = source
         self._memory = memory
         self._copies = copies
         self._content = memory.numpy().data
@@ -140,12 +140,12 @@ class _ArchiveReader(UntrustedReader):
         except CheckpointError:
             raise
         except pickle.UnpicklingError:
-            self._fail("tensors and plain data pickled by protocol 2", "another pickle")
+            fail("tensors and plain data pickled by protocol 2", "another pickle", self._source)
         except MemoryError:
-            self._fail("what torch.save writes", "numbers that do not fit in memory")
+            fail("what torch.save writes", "numbers that do not fit in memory", self._source)
         except Exception as error:  # a damaged archive raises anything
             got = reason(error).partition("\n")[0]
-            self._fail("what torch.save writes", f"something else ({got})")
+            fail("what torch.save writes", f"something else ({got})", self._source)
 
     def _read_directory(self, checks_crc: bool) -> None:
         """Finds all records and checks their contents."""
@@ -153,7 +153,7 @@ class _ArchiveReader(UntrustedReader):
             entries = archive.infolist()
         # By these bytes torch distinguishes archives from its format before 1.6.
         if self._content[: len(_LOCAL_SIGNATURE)] != _LOCAL_SIGNATURE:
-            self._fail("an archive", "one behind other bytes")
+            fail("an archive", "one behind other bytes", self._source)
 
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
             raise CheckpointError(
@@ -163,13 +163,13 @@ class _ArchiveReader(UntrustedReader):
         for entry in entries:
             name = entry.filename.removeprefix(folder).lower()
             if not entry.filename.startswith(folder) or name in self._records:
-                self._fail("each record once, in one folder", shown(entry.filename))
+                fail("each record once, in one folder", shown(entry.filename), self._source)
             self._records[name] = self._record(entry)
             if checks_crc or not name.startswith("data/"):
                 self._check_crc(entry, name)
 
         if "byteorder" in self._records and bytes(self._bytes("byteorder")) != b"little":
-            self._fail("numbers in little-endian byte order", "another order")
+            fail("numbers in little-endian byte order", "another order", self._source)
 
     def _record(self, entry: zipfile.ZipInfo) -> _Record:
         """The place of a record, if all of it is there."""
@@ -180,14 +180,14 @@ class _ArchiveReader(UntrustedReader):
         is_there = entry.header_offset >= 0 and signature == _LOCAL_SIGNATURE
         if entry.compress_type != zipfile.ZIP_STORED or not is_there or found != record.nbytes:
             wanted = f"the record {shown(entry.filename)} of {record.nbytes} bytes, not compressed"
-            self._fail(wanted, f"{found} bytes, compressed by {entry.compress_type}")
+            fail(wanted, f"{found} bytes, compressed by {entry.compress_type}", self._source)
         return record
 
     def _check_crc(self, entry: zipfile.ZipInfo, name: str) -> None:
         # Programs that write data piece by piece, like this one, leave its CRC-32 at 0.
         found = zlib.crc32(self._bytes(name)) if entry.CRC else 0
         if found != entry.CRC:
-            self._fail(f"CRC-32 {entry.CRC:08x} of {shown(entry.filename)}", f"{found:08x}")
+            fail(f"CRC-32 {entry.CRC:08x} of {shown(entry.filename)}", f"{found:08x}", self._source)
 
     def _bytes(self, name: str) -> memoryview:
         begin, nbytes = self._records[name]
@@ -196,7 +196,7 @@ class _ArchiveReader(UntrustedReader):
     def _unpickled(self) -> object:
         """The value in the pickle, with tensors on the meta device."""
         if "data.pkl" not in self._records:
-            self._fail("a pickle data.pkl", "an archive without one")
+            fail("a pickle data.pkl", "an archive without one", self._source)
         content = io.BytesIO(self._bytes("data.pkl"))
         if unknown := weights_only.get_globals_in_pkl(content) - _NAMES:
             raise CheckpointError(
@@ -215,7 +215,7 @@ class _ArchiveReader(UntrustedReader):
         record = self._records.get(f"data/{key}".lower()) if type(key) is str else None
         # It may have more: the size of a storage need not be a multiple of its elements' size.
         if record is None or num_elements * dtype.itemsize > record.nbytes:
-            self._fail(f"{shown(num_elements)} elements in storage {shown(key)}", "fewer")
+            fail(f"{shown(num_elements)} elements in storage {shown(key)}", "fewer", self._source)
 
         storage: Any = torch.UntypedStorage(record.nbytes, device="meta")
         storage.record = record
@@ -228,7 +228,7 @@ class _ArchiveReader(UntrustedReader):
             return value
         self._num_values += len(value) if isinstance(value, dict | list | tuple) else 1
         if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
-            self._fail(f"{_MAX_VALUES} values in {_MAX_DEPTH} levels at most", "more")
+            fail(f"{_MAX_VALUES} values in {_MAX_DEPTH} levels at most", "more", self._source)
 
         if isinstance(value, list | tuple) and kind in (list, tuple):
             return kind(self._placed(item, depth + 1) for item in value)
@@ -264,7 +264,7 @@ class _ArchiveReader(UntrustedReader):
         nbytes = (last + 1) * itemsize
         record = getattr(meta.untyped_storage(), "record", None)
         if type(record) is not _Record or nbytes > record.nbytes:
-            self._fail(f"the {nbytes} bytes of a tensor in its record", "another record")
+            fail(f"the {nbytes} bytes of a tensor in its record", "another record", self._source)
 
         elements = self._memory[record.begin : record.begin + nbytes]
         if elements.data_ptr() % itemsize or elements.storage_offset() % itemsize:

@@ -21,7 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import xxhash
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, shown
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    fail,
+    shown,
+)
 from megatron.core.json_reading import parse_json
 
 FORMAT_VERSION = 3
@@ -67,9 +72,7 @@ def values_of(members: dict[str, Any], names: Sequence[str], source: str) -> lis
 def expect(is_met: bool, what: str, got: object, source: str) -> None:
     """CheckpointDamagedError unless the condition is met."""
     if not is_met:
-        raise CheckpointDamagedError(
-            f"Expected {what} in {source}, got {got if isinstance(got, str) else shown(got)}."
-        )
+        fail(what, got if isinstance(got, str) else shown(got), source)
 
 
 def is_count(value: object) -> bool:

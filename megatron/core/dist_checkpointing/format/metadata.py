@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
     CheckpointError,
-    UntrustedReader,
+    fail,
     reason,
     shown,
 )
@@ -348,11 +348,11 @@ class _Unpickler(pickle.Unpickler):
         return _ADMITTED[module, name]
 
 
-class _RecordReader(UntrustedReader):
+class _RecordReader:
     """Converts records to an index, after checking the type of every field that a load reads."""
 
     def __init__(self, source: str) -> None:
-        super().__init__(source)
+        self._source = source
         self._files: set[str] = set()  # names that have been checked
 
     def index(self, record: Any) -> DcpIndex:
@@ -363,7 +363,7 @@ class _RecordReader(UntrustedReader):
         # Two records are different keys of a dict, even for the same chunk.
         if len(places) != len(records):
             got = f"{len(records)} places for {len(places)} chunks"
-            self._fail("one place for each chunk", got)
+            fail("one place for each chunk", got, self._source)
 
         found = DcpIndex({}, {}, {})
         for key, entry in entries.items():
@@ -386,7 +386,7 @@ class _RecordReader(UntrustedReader):
     def _blob_at(self, places: dict[Any, Blob], key: str, offsets: tuple[int, ...] | None) -> Blob:
         if (key, offsets) not in places:
             at = "" if offsets is None else f" at {offsets}"
-            self._fail(f"a place for {key}{at}", "none")
+            fail(f"a place for {key}{at}", "none", self._source)
         return places[key, offsets]
 
     def _box(self, record: Any, key: str) -> Box:
@@ -396,7 +396,7 @@ class _RecordReader(UntrustedReader):
     def _dtype(self, record: Any, key: str) -> torch.dtype:
         state = self._fields(record, dcp.TensorProperties)["state"]
         if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
-            self._fail(f"properties of {key} that begin with its dtype", shown(state))
+            fail(f"properties of {key} that begin with its dtype", shown(state), self._source)
         dtype: torch.dtype = state[0]
         return dtype
 
@@ -413,7 +413,7 @@ class _RecordReader(UntrustedReader):
             self._check_file(file)
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             got = f"{shown(offset)} and {shown(length)}"
-            self._fail(f"a place in {file} as numbers of bytes", got)
+            fail(f"a place in {file} as numbers of bytes", got, self._source)
 
         transforms = fields.get("transform_descriptors") or []
         for name in self._expect(transforms, list, "transform_descriptors"):
@@ -432,13 +432,13 @@ class _RecordReader(UntrustedReader):
 
     def _size(self, found: Any, key: str) -> tuple[int, ...]:
         if type(found) is not torch.Size or min(found, default=0) < 0:
-            self._fail(f"sizes or offsets of {key}, of at least 0", shown(found))
+            fail(f"sizes or offsets of {key}, of at least 0", shown(found), self._source)
         return tuple(found)
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
         """The fields of a record of `kind`, if its class has them."""
         if type(record) is not _RECORDS[kind]:
-            self._fail(f"a {kind.__name__}", f"a {type(record).__name__}")
+            fail(f"a {kind.__name__}", f"a {type(record).__name__}", self._source)
 
         state = record.state
         if kind is dcp.TensorProperties:
@@ -452,10 +452,14 @@ class _RecordReader(UntrustedReader):
             for name in fields:
                 self._expect(name, str, f"the name of a field of a {kind.__name__}")
             if not needed <= fields.keys() <= needed | optional:
-                self._fail(f"the fields {sorted(needed)} of a {kind.__name__}", shown([*fields]))
+                fail(
+                    f"the fields {sorted(needed)} of a {kind.__name__}",
+                    shown([*fields]),
+                    self._source,
+                )
         return cast("dict[str, Any]", fields)
 
     def _expect(self, found: Any, kind: type, what: str) -> Any:
         if type(found) is not kind:
-            self._fail(f"{what} as {kind.__name__}", f"a {type(found).__name__}")
+            fail(f"{what} as {kind.__name__}", f"a {type(found).__name__}", self._source)
         return found
