@@ -59,7 +59,7 @@ class Curve:
         return len(self.first)
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     """A column of the metrics file as a curve, in units of `scale`."""
 
     table: str
@@ -72,7 +72,7 @@ class Chart(NamedTuple):
     """A chart. `is_from_zero`: the axis of values starts at 0."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     unit: str = ""
     is_from_zero: bool = False
 

@@ -32,8 +32,8 @@ from megatron_hybrid.report.curves import (
     TROUBLE,
     WIDE,
     Chart,
+    ChartLine,
     Curve,
-    Line,
     Mark,
     curve_of,
     figure_of,
@@ -76,19 +76,19 @@ TIMING, ACTIVATION_TIMING = "timing", "activation_timing"  # kinds of records
 VALIDATION, TEST = "validation", "test"  # splits of evaluations
 
 
-def _train(column: str, label: str, scale: float = 1.0) -> Line:
-    return Line(TRAIN, column, label, scale)
+def _train(column: str, label: str, scale: float = 1.0) -> ChartLine:
+    return ChartLine(TRAIN, column, label, scale)
 
 
-def _lanes(table: str, prefix: str = "") -> list[Line]:
+def _lanes(table: str, prefix: str = "") -> list[ChartLine]:
     labels = {"d2h": "down (d2h)", "host": "host update", "h2d": "up (h2d)"}
-    return [Line(table, f"{prefix}{lane}_ms", label) for lane, label in labels.items()]
+    return [ChartLine(table, f"{prefix}{lane}_ms", label) for lane, label in labels.items()]
 
 
 _LOSSES = [
     _train("loss", "train"),
-    Line(VALIDATION, "loss", "validation"),
-    Line(TEST, "loss", "test"),
+    ChartLine(VALIDATION, "loss", "validation"),
+    ChartLine(TEST, "loss", "test"),
 ]
 _AUXILIARY_LOSSES = [
     _train("balance_loss", "balance"),

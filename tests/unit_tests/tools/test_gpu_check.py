@@ -75,9 +75,9 @@ def test_a_stage_records_how_it_ended(name, outcome, summary):
 
 def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path):
     pid = tmp_path / "pid"
-    record = run_stage(stage(HANGS, str(pid), limit_seconds=20.0))
+    record = run_stage(stage(HANGS, str(pid), limit_seconds=10.0))
     assert record["outcome"] == "FAILED"
-    assert record["summary"].startswith("stopped after 20 s")
+    assert record["summary"].startswith("stopped after 10 s")
     assert "before it hung" in record["log"]
     deadline = time.monotonic() + 60
     while is_running(int(pid.read_text())) and time.monotonic() < deadline:

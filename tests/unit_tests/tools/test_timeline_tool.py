@@ -107,10 +107,11 @@ def test_a_run_its_timelines_a_recording_and_files_are_paths(recording, capsys):
 
 def test_errors_are_one_line(recording, tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
     for argv, message in (
         ([recording, "--rank", 7], "0, 1, got 7"),
         ([recording, "--iteration", 3], "20, 21, got 3"),
-        ([tmp_path], "trace_rank0.json"),
+        ([tmp_path / "empty"], "trace_rank0.json"),
         ([tmp_path / "nowhere"], "No such file"),
         ([tmp_path / "other.json"], "other.json"),
         ([recording, "--output", tmp_path / "a.pdf"], "a.pdf"),
