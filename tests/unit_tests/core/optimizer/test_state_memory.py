@@ -21,6 +21,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Uneven
 
 BF16 = torch.bfloat16
 SGD = torch.optim.SGD
@@ -29,22 +30,6 @@ SGD = torch.optim.SGD
 # not cut.
 HALVES = [18, 25, 14]
 NUMEL = 30 + 5 + 35 + 7 + 21 + 3
-
-
-class Uneven(nn.Module):
-    """Groups whose buffers are padded, to numbers that are no multiples of a cache line."""
-
-    def __init__(self, dtype: torch.dtype = BF16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 7)])
-        self.head = nn.Linear(7, 3)
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
 
 
 def grouped(dtype: torch.dtype = BF16, main_grads: torch.dtype = BF16) -> Uneven:
