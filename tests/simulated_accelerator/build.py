@@ -1,7 +1,7 @@
 """Builds the simulator's C++ for the torch that is installed, when it is first needed.
 
-The library is kept in a cache folder under a name made of torch's version, Python's, the compiler's
-and the sources' hash, so that it is built once, also when several processes ask at the same time.
+The library is kept in a cache directory under a name made of the versions of torch and Python and
+the hash of the sources, so that it is built once, also when several processes build at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
 _CACHE_VARIABLE = "SIMULATED_ACCELERATOR_CACHE"
-# Unoptimised: the kernels are torch's, and what is here only queues them.
+# Unoptimised: the simulator only queues torch's kernels.
 _FLAGS = (
     "-std=c++20",
     "-O0",
@@ -45,7 +45,7 @@ def missing_for_build() -> str | None:
     if platform.system() != "Linux":
         return f"the simulated accelerator needs Linux, this is {platform.system()}"
     if _compiler() is None:
-        return "the simulated accelerator is built with g++, and there is none"
+        return "the simulated accelerator needs g++, which is not installed"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "the simulated accelerator is built with Python's headers, and there are none"
     return None
@@ -90,7 +90,7 @@ def _cache() -> Path:
 
 
 def _build(library: Path) -> None:
-    """Compiles in a folder of its own and renames the result, so nobody sees half of it."""
+    """Compiles in a temporary directory and renames the result, so that it is never partial."""
     compiler = _compiler()
     if compiler is None:
         raise BuildError("Expected g++, got none.")
@@ -128,7 +128,7 @@ def _prune(cache: Path) -> None:
     """Drops the oldest libraries: every change of the sources or of torch leaves one behind."""
     libraries = sorted(cache.glob("_sim-*.so"), key=lambda path: path.stat().st_mtime)
     for library in libraries[:-_NUM_KEPT]:
-        # Another process may prune too, and those that have loaded it keep what they mapped.
+        # Another process may prune too; processes that have loaded a library keep their mapping.
         library.unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
 """Makes the simulated accelerator known: to torch as the device `sim`, and to this project as a
 kind of device.
 
-    # In a process of its own, before anything asks for devices:
+    # In a separate process, before any use of devices:
     import tests.simulated_accelerator.device as sim
 
     sim.configure(sim.Settings(schedule=sim.Schedule.LANES_LAST))
@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._meta_registrations  # shapes of operators that have theirs in Python
+import torch._meta_registrations  # shapes of operators that define them in Python
 import torch.distributed as dist
 
 from megatron.core.drivers import Driver, pin_error, register_driver
@@ -33,7 +33,7 @@ from tests.simulated_accelerator import build
 KIND = "sim"
 COLLECTIVE_BACKEND = "cpu:gloo,sim:simccl"
 
-# NCCL has none of its own: without a watchdog a collective waits for its peers for ever.
+# As in NCCL: without a watchdog a collective waits for its peers for ever.
 _NO_TIMEOUT = timedelta(days=1)
 
 _sim = build.load()
@@ -45,13 +45,13 @@ class Schedule(enum.IntEnum):
     result.
     """
 
-    PAUSES = 0  # each piece of work begins after a pause, drawn from the seed
-    LANES_LAST = 1  # streams other than the default one do nothing until something waits for it
-    DEFAULT_LAST = 2  # the default stream does nothing until something waits for it
+    PAUSES = 0  # each piece of work starts after a pause, drawn from the seed
+    LANES_LAST = 1  # streams other than the default one run only when awaited
+    DEFAULT_LAST = 2  # the default stream runs only when awaited
 
 
 class Poison(enum.IntEnum):
-    """When memory that was freed is overwritten with what is NaN in every floating-point dtype."""
+    """When freed memory is overwritten with NaN of every floating-point dtype."""
 
     NEVER = 0
     WHEN_FREED = 1  # stricter than CUDA, where freed memory stays as it is until it is used again
@@ -66,8 +66,8 @@ class Settings:
         max_pause_us: of `Schedule.PAUSES`, in microseconds; one pause in sixteen is up to eight
             times as long.
         queue_depth: pieces of work that a stream takes before a launch waits.
-        patience_ms: after this time a stream that comes last goes on all the same, since another
-            rank may wait for it.
+        patience_ms: after this time a stream that comes last runs unawaited, since another rank
+            may wait for it.
     """
 
     schedule: Schedule = Schedule.PAUSES
@@ -106,26 +106,24 @@ def configured(**changes: Any) -> Iterator[None]:
         configure(before)
 
 
-# What was done
+# Counters
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What this process has done on its devices so far; the difference of two says what happened in
-    between.
+    """Work of this process on its devices so far; subtract two for the work in between.
 
     Attributes:
         kernels: operators and collectives that were launched.
         stream_syncs: how often a thread waited for a stream: for a copy that blocks, `item()`,
             `synchronize()`.
-        event_syncs: how often a thread waited for an event, or stood in a barrier.
+        event_syncs: how often a thread waited for an event, or in a barrier.
         full_queues: how often a launch waited for room.
-        pageable_copies: copies that were to run beside the host, and blocked it, since its memory
-            is not pinned.
+        pageable_copies: asynchronous copies that blocked the host, since its memory is not
+            pinned.
         fresh_blocks: allocations that no block freed before could serve.
         recorded_streams: calls of `record_stream` that made a difference.
-        sync_operators: launches of operators that the host had to wait for to know the shape of
-            their result.
+        sync_operators: launches of operators whose result has a shape that the host waits for.
     """
 
     kernels: int = 0
@@ -188,12 +186,12 @@ def _by_thread_name(counts: Any) -> dict[str, int]:
     return found
 
 
-# What a test may do to the device
+# Faults and inspection
 
 
 @contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """While open, the stream begins nothing that is issued from here on."""
+    """While open, the stream does not start work that is issued from here on."""
     gate = _sim.hold(stream.device_index, stream.stream_id)
     try:
         yield
@@ -207,17 +205,17 @@ def fail_on_stream(message: str) -> None:
 
 
 def has_error() -> bool:
-    """Whether a kernel has failed. Raises nothing."""
+    """Whether a kernel has failed. Does not raise."""
     return bool(_sim.has_error())
 
 
 def reset_error() -> None:
-    """Makes the device usable again after a failure, which nothing does on CUDA."""
+    """Makes the device usable again after a failure, which is impossible on CUDA."""
     _sim.reset_error()
 
 
 def peek(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of what is in a tensor's memory at this moment. Waits for nothing."""
+    """A copy of a tensor's current memory. Does not wait."""
     return _sim.kernel_view(tensor).clone()
 
 
@@ -232,7 +230,7 @@ def _index(device: Any = None) -> int:
 
 
 def _make_module() -> types.ModuleType:
-    """What `torch.cuda` is for CUDA, as far as torch and this project ask for it."""
+    """The counterpart of `torch.cuda`, as far as torch and this project use it."""
     module: Any = types.ModuleType("torch.sim")
     generators = tuple(_sim.generator(device) for device in range(NUM_DEVICES))
 

@@ -1,8 +1,7 @@
-"""Building the simulated accelerator: once, by whoever comes first, or not at all with a reason."""
+"""Building the simulated accelerator: once, or not at all with a reason."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -43,7 +42,7 @@ def test_processes_that_build_at_once_all_find_a_whole_library(cache):
     for thread in threads:
         thread.join()
     assert texts == ["a library"] * 4
-    assert [path.suffix for path in cache.iterdir()] == [".so"], "nothing else is left"
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "temporary files are removed"
 
 
 @pytest.mark.usefixtures("cache")
@@ -58,39 +57,11 @@ def test_it_is_built_again_for_other_sources_only(monkeypatch, tmp_path):
     assert (tmp_path / "log").read_text().count("compiled") == 2
 
 
-def test_only_the_newest_libraries_are_kept(cache):
-    cache.mkdir()
-    for age in range(1, 11):
-        old = cache / f"_sim-torch2.11.0-{age}.so"
-        old.write_text("a library")
-        os.utime(old, (1000 - age, 1000 - age))
-    built = build.ensure_built()
-    kept = {path.name for path in cache.glob("_sim-*.so")}
-    assert kept == {built.name, *(f"_sim-torch2.11.0-{age}.so" for age in range(1, 8))}
-
-
 @pytest.mark.usefixtures("cache")
 def test_without_a_compiler_there_is_a_reason_to_skip(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "g++" in build.missing_for_build()
     with pytest.raises(build.BuildError):
-        build.ensure_built()
-
-
-@pytest.mark.usefixtures("cache")
-def test_what_was_built_needs_no_compiler(monkeypatch):
-    build.ensure_built()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.missing_for_build() is None
-
-
-def test_a_failing_compiler_is_quoted(cache, monkeypatch):
-    monkeypatch.setattr(build, "_FLAGS", ("--no-output",))
-    broken = Path(cache.parent / "broken")
-    broken.write_text("#!/bin/sh\necho the words >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(build.BuildError, match="the words"):
         build.ensure_built()
 
 

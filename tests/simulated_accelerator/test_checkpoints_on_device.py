@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,11 @@ from megatron.training.engine import SaveLoadMeta
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers import engines
 from tests.simulated_accelerator.helpers.behaviours import (
+    ALL,
     DEFAULT_LAST,
     GPU_WITH_PAUSES,
     LANES_LAST,
     Behaviour,
-    all_behaviours,
-    these_behaviours,
 )
 from tests.simulated_accelerator.helpers.engines import CASES
 
@@ -32,8 +30,24 @@ SOME = ["offload forward half", "fp16 moments"]
 Snapshot = dict[str, torch.Tensor]
 
 
+def ways_to_train(*by_default: Behaviour) -> pytest.MarkDecorator:
+    """Parametrizes with some engines under all behaviours, and with the others under one."""
+    default = [(name, each) for name in SOME for each in by_default]
+    others = [
+        (name, each)
+        for name in CASES
+        for each in (ALL if name in SOME else (LANES_LAST, GPU_WITH_PAUSES))
+        if (name, each) not in default
+    ]
+    parameters = [
+        *(pytest.param(*one, marks=one[1].mark) for one in default),
+        *(pytest.param(*one, marks=(one[1].mark, pytest.mark.wide)) for one in others),
+    ]
+    return pytest.mark.parametrize(("name", "behaviour"), parameters, ids=str)
+
+
 def _snapshot(contents: Contents) -> Snapshot:
-    """Copies on the host of what this rank has to save."""
+    """Host copies of the tensors that this rank saves."""
     return {
         entry.key: entry.part_of(entry.values.read()).detach().cpu().clone()
         for entry in contents.entries
@@ -42,7 +56,7 @@ def _snapshot(contents: Contents) -> Snapshot:
 
 
 def _wrong_tensors(folder: str, contents: Contents, snapshot: Snapshot) -> list[str]:
-    """The names of those that a checkpoint has otherwise than they were."""
+    """The names of tensors that differ in a checkpoint."""
     checkpoint = PublishedCheckpoint.open(open_store(folder), checkpoint_name(1))
     wrong = []
     for entry in contents.entries:
@@ -57,103 +71,64 @@ def _wrong_tensors(folder: str, contents: Contents, snapshot: Snapshot) -> list[
     return wrong
 
 
-def _save_beside_steps(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, list[str]]:
-    """What is wrong in checkpoints whose saves ran while two more steps were made."""
+def _save_during_steps(folder: str, name: str, behaviour: Behaviour) -> list[str]:
+    """Wrong tensors in a checkpoint whose save ran during two more steps."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    wrong = {}
     with behaviour.applied():
-        for name in names:
-            engine = engines.make_engine(name, behaviour.kind)
-            engines.train(engine, behaviour.kind, range(2))
-            state, path = engine.state, f"{folder}/{name}"
-            torch.accelerator.synchronize()
-            state.optimizer.synchronize()
-            snapshot = _snapshot(state.contents(engine.device, with_optim=True))
+        engine = engines.make_engine(name, behaviour.kind)
+        engines.train(engine, behaviour.kind, range(1))
+        state = engine.state
+        torch.accelerator.synchronize()
+        state.optimizer.synchronize()
+        snapshot = _snapshot(state.contents(engine.device, with_optim=True))
 
-            # Steps go on at once: what they overwrite must have been read.
-            contents = state.contents(engine.device, with_optim=True)
-            with CheckpointManager.start(path, engine.device, rank, world_size) as manager:
-                manager.save(1, contents, {})
-                engines.train(engine, behaviour.kind, range(2, 4))
-                manager.finish()
-            dist.barrier()
-            assert len(snapshot) > 20
-            wrong[name] = _wrong_tensors(path, contents, snapshot)
-            state.optimizer.synchronize()
-            del engine, state, contents
-            gc.collect()
+        # Steps continue at once: values must have been read before they are overwritten.
+        contents = state.contents(engine.device, with_optim=True)
+        with CheckpointManager.start(folder, engine.device, rank, world_size) as manager:
+            manager.save(1, contents, {})
+            engines.train(engine, behaviour.kind, range(1, 3))
+            manager.finish()
+        dist.barrier()
+        assert len(snapshot) > 20
+        wrong = _wrong_tensors(folder, contents, snapshot)
+        state.optimizer.synchronize()
     return wrong
 
 
-@all_behaviours(DEFAULT_LAST, GPU_WITH_PAUSES)
-def test_a_save_beside_the_training_holds_what_there_was_when_it_began(
-    tmp_path: Path, behaviour: Behaviour
-):
-    results = run_ranks(
-        2, _save_beside_steps, str(tmp_path), SOME, behaviour, device=behaviour.kind, timeout=LIMIT
-    )
-    assert results == [{name: [] for name in SOME}] * 2
-
-
-@pytest.mark.wide
-@these_behaviours(LANES_LAST, GPU_WITH_PAUSES)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if name not in SOME])
-def test_saves_of_every_way_to_train_hold_what_there_was(
+@ways_to_train(DEFAULT_LAST, GPU_WITH_PAUSES)
+def test_a_save_during_training_holds_the_values_of_its_start(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):
     results = run_ranks(
-        2,
-        _save_beside_steps,
-        str(tmp_path),
-        [name],
-        behaviour,
-        device=behaviour.kind,
-        timeout=LIMIT,
+        2, _save_during_steps, str(tmp_path), name, behaviour, device=behaviour.kind, timeout=LIMIT
     )
-    assert results == [{name: []}] * 2
+    assert results == [[], []]
 
 
-def _resume(folder: str, names: list[str], behaviour: Behaviour) -> dict[str, bool]:
-    """Whether an engine that has gone on, and one that is new, go the same way from a
-    checkpoint.
-    """
-    same = {}
+def _resume(folder: str, name: str, behaviour: Behaviour) -> bool:
+    """Whether the engine that saved and a new engine continue alike from a checkpoint."""
+    meta = SaveLoadMeta(folder, with_optim=True)
     with behaviour.applied():
-        for name in names:
-            meta = SaveLoadMeta(f"{folder}/{name}", with_optim=True)
-            engine = engines.make_engine(name, behaviour.kind)
-            engines.train(engine, behaviour.kind, range(2))
-            engine.save(meta)
-            whole = engines.train(engine, behaviour.kind, range(2, 5)).numbers
-            engine.load(meta)
-            again = engines.train(engine, behaviour.kind, range(2, 5)).numbers
+        engine = engines.make_engine(name, behaviour.kind)
+        engines.train(engine, behaviour.kind, range(1))
+        engine.save(meta)
+        whole = engines.train(engine, behaviour.kind, range(1, 3)).numbers
+        engine.load(meta)
+        again = engines.train(engine, behaviour.kind, range(1, 3)).numbers
 
-            other = engines.make_engine(name, behaviour.kind)
-            other.load(meta)
-            resumed = engines.train(other, behaviour.kind, range(2, 5)).numbers
-            same[name] = whole == again == resumed
-            for each in (engine, other):
-                each.state.optimizer.synchronize()
-            del engine, other, each
-            gc.collect()
-    return same
+        other = engines.make_engine(name, behaviour.kind)
+        other.load(meta)
+        resumed = engines.train(other, behaviour.kind, range(1, 3)).numbers
+        for each in (engine, other):
+            each.state.optimizer.synchronize()
+    return whole == again == resumed
 
 
-@all_behaviours(LANES_LAST, GPU_WITH_PAUSES)
-def test_going_on_from_a_checkpoint_gives_the_same_losses(tmp_path: Path, behaviour: Behaviour):
-    results = run_ranks(
-        2, _resume, str(tmp_path), SOME, behaviour, device=behaviour.kind, timeout=LIMIT
-    )
-    assert results == [dict.fromkeys(SOME, True)] * 2
-
-
-@pytest.mark.wide
-@these_behaviours(LANES_LAST, GPU_WITH_PAUSES)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in SOME])
-def test_every_way_to_train_goes_on_from_a_checkpoint(
+@ways_to_train(LANES_LAST, GPU_WITH_PAUSES)
+def test_resuming_from_a_checkpoint_gives_the_same_losses(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):
     results = run_ranks(
-        2, _resume, str(tmp_path), [name], behaviour, device=behaviour.kind, timeout=LIMIT
+        2, _resume, str(tmp_path), name, behaviour, device=behaviour.kind, timeout=LIMIT
     )
-    assert results == [{name: True}] * 2
+    assert results == [True, True]

@@ -4,19 +4,15 @@ groups.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.sim
-
-A_MOMENT = 0.05
 
 
 def _all_kinds() -> dict[str, Any]:
@@ -134,41 +130,17 @@ def test_an_async_collective_runs_beside_the_current_stream_until_somebody_waits
     value = torch.ones(3, device="sim")
     with sim.held(current):
         value.add_(1)
-        work = dist.all_reduce(value, async_op=True)  # comes after what was issued
+        work = dist.all_reduce(value, async_op=True)  # runs after the issued work
         assert not work.is_completed()
     work.wait()
     assert value.tolist() == [4.0] * 3
 
-    # On a stream of the communicator: without `wait`, nothing keeps the two apart.
+    # On a stream of the communicator: without `wait`, the two are not ordered.
     with sim.configured(schedule=sim.Schedule.LANES_LAST, patience_ms=10_000):
         work = dist.all_reduce(value, async_op=True)
         assert value.tolist() == [4.0] * 3
         work.wait()
         assert value.tolist() == [8.0] * 3
-
-
-def _groups_of_a_mesh() -> list[list[float]]:
-    rank = dist.get_rank()
-    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("outer", "inner"))
-    streams = [torch.Stream("sim"), torch.Stream("sim")]
-    values = [torch.full((), float(rank), device="sim") for _ in range(2)]
-    torch.accelerator.synchronize()
-    # Two communicators side by side, in another order on every other rank.
-    for axis in (0, 1) if rank % 2 else (1, 0):
-        with streams[axis]:
-            dist.all_reduce(values[axis], group=mesh.get_group(axis))
-    for stream in streams:
-        stream.synchronize()
-    return [value.item() for value in values]
-
-
-def test_the_groups_of_a_mesh_are_communicators_of_their_own():
-    assert run_ranks(4, _groups_of_a_mesh, device="sim") == [
-        [2.0, 1.0],
-        [4.0, 1.0],
-        [2.0, 5.0],
-        [4.0, 5.0],
-    ]
 
 
 def _lost_peer() -> str:
@@ -200,33 +172,3 @@ def _lost_peer() -> str:
 def test_the_loss_of_a_peer_surfaces_later_and_names_the_collective():
     message, _ = run_ranks(2, _lost_peer, device="sim")
     assert "simccl: collective 2 of its group, ALLREDUCE, failed" in message
-
-
-def _threads() -> list[str]:
-    failures: list[str] = []
-
-    def work(group: dist.ProcessGroup) -> None:
-        try:
-            torch.sim.set_device(dist.get_rank())
-            # A stream for each group: on one, the ranks' different orders would keep each other
-            # waiting for ever.
-            with torch.Stream("sim"):
-                for number in range(20):
-                    value = torch.full((100,), float(number), device="sim")
-                    dist.all_reduce(value, group=group)
-                    if value[0].item() != 2 * number:
-                        failures.append(f"expected {2 * number}, got {value[0].item()}")
-        except Exception as error:
-            failures.append(repr(error))
-
-    groups = [dist.new_group([0, 1]) for _ in range(3)]
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return failures
-
-
-def test_groups_may_be_used_side_by_side_by_threads_with_a_stream_each():
-    assert run_ranks(2, _threads, device="sim") == [[], []]

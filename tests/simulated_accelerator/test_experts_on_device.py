@@ -1,5 +1,5 @@
-"""Experts divided over ranks, on the simulated accelerator: tokens travel on the stream that
-computes, beside the collectives of FSDP's lanes.
+"""Experts divided over ranks, on the simulated accelerator: tokens travel on the
+compute stream, concurrently with the collectives of FSDP's lanes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.simulated_accelerator.helpers.behaviours import (
 
 pytestmark = pytest.mark.sim
 
-STEPS = range(3)
+STEPS = range(2)
 
 
 def _settings(is_offloaded: bool) -> dict[str, Any]:

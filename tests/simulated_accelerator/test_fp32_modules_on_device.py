@@ -26,7 +26,7 @@ def _train(optimizer: OptimizerConfig, kind: str) -> tuple[list[float], dict[str
     """The losses, and this rank's part of the main weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     schedule = LRScheduleConfig(lr=LR, lr_decay_style="constant")
-    # Of two dtypes in one unit: bf16, and fp32 in a group beside it.
+    # Two dtypes in one unit: bf16, and fp32 in a separate group.
     parallel = DataParallelConfig(main_grads_dtype="bf16")
     config = EngineConfig(optimizer, schedule, parallel, 99, "bf16", SEED)
     device = Device(kind, rank if kind != "cpu" else 0)

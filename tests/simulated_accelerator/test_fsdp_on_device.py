@@ -1,5 +1,5 @@
-"""What `fully_shard` does on an accelerator: comparing what ranks have done, streams that wait for
-deliveries, and the cost of a unit on the host.
+"""`fully_shard` on an accelerator: agreement of ranks, streams that wait for deliveries, and the
+cost of a unit on the host.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.sim
 
 DIM = 4
-PATIENCE = 60.0  # seconds, after which whoever waits has waited in vain
+PATIENCE = 60.0  # seconds before a wait fails
 STRATEGIES = ("optim", "optim_grads_params")
 
 
 def _nothing() -> None:
-    """What a layer calls by default."""
+    """The default callback of a layer."""
 
 
 class Layer(nn.Linear):
@@ -106,7 +106,7 @@ ENGINES: dict[str, Callable[..., object]] = {"FSDP2": fsdp2.fully_shard, "ours":
 
 
 def _operations(engine: str, num_units: int) -> dict[str, int]:
-    """What the host launches and waits for in forward and backward."""
+    """Launches and waits of the host in forward and backward."""
     from tests.simulated_accelerator import device
 
     model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(num_units)])
@@ -151,8 +151,8 @@ def deliver_later(group: FsdpParameterGroup, device: Device) -> tuple[threading.
 
 
 def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
-    """Whether the delivery was let go of in time, and whether the gather ran beside the layer
-    before.
+    """Whether the delivery was released in time, and whether the gather overlapped with the
+    layer before.
     """
     import tests.simulated_accelerator.device as sim
 
@@ -168,8 +168,7 @@ def _waits_for_a_delivery(strategy: str) -> tuple[list[bool], bool]:
     arrived: list[bool] = []
 
     def hold_and_let() -> None:
-        # What comes next on this stream stands for the kernels of a large layer, which take their
-        # time.
+        # The next kernel on this stream is slow, like the kernels of a large layer.
         computation.enter_context(sim.held(torch.accelerator.current_stream()))
         torch.zeros(1, device=device.torch_device)
         go.set()

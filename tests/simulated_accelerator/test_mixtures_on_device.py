@@ -1,4 +1,4 @@
-"""A mixture of experts computes on an accelerator what it computes on the CPU."""
+"""A mixture of experts gives the same results on an accelerator as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the optimizer's step asks of an accelerator: what blocks its threads, and what is launched
-when.
-"""
+"""The optimizer's step on an accelerator: waits of its threads, and the order of its launches."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ def test_the_norm_takes_a_few_kernels_for_each_group_of_gradients():
 
 
 def _planning(case: str) -> list[str]:
-    """What a step does around the reading of its scalars, in order."""
+    """The order of a step's calls around the reading of its scalars."""
     from tests.simulated_accelerator.helpers.engines import make_engine
 
     engine = make_engine(case, "sim")

@@ -129,11 +129,11 @@ def test_recording_an_engine_waits_no_more_and_changes_no_bit() -> None:
         if one.kind in (PHASE, WORK) and one.row in (COMPUTE, GATHER, REDUCE):
             whole = wholes[one.iteration]
             assert whole.begin - CLOSE <= one.begin <= one.end <= whole.end + CLOSE
-    # The update is a thread's on any device: both clocks agree about what comes after what.
+    # The update runs on a thread on any device: both clocks agree on the order.
     updates = [one for one in slices if one.row == HOST]
     for name in {one.name for one in updates}:
         host = [one for one in updates if one.name == name]
         fetched = [one for one in slices if (one.row, one.name) == (D2H, name) and one.nbytes]
-        assert len(fetched) == 4 >= len(host) >= 3, "the last update may begin after the recording"
+        assert len(fetched) == 4 >= len(host) >= 3, "the last update may start after the recording"
         for down, update in zip(fetched, host, strict=False):
             assert down.end <= update.begin + CLOSE

@@ -61,7 +61,7 @@ DEFAULT_LAST = Behaviour("sim", _DEFAULT_LAST, _WHEN_FREED)
 WITH_PAUSES = Behaviour("sim", _PAUSES, _WHEN_REUSED, seed=3)
 GPU, GPU_WITH_PAUSES = Behaviour("cuda"), Behaviour("cuda", seed=3)
 
-_ALL = (
+ALL = (
     *(
         Behaviour("sim", _PAUSES, poison, seed)
         for seed, poison in itertools.product((3, 4, 5), (_WHEN_FREED, _WHEN_REUSED))
@@ -83,7 +83,7 @@ def all_behaviours(*by_default: Behaviour) -> pytest.MarkDecorator:
     """Parametrises with these behaviours, and leaves all others of the simulated accelerator to
     `make test-all`.
     """
-    others = [each for each in _ALL if each not in by_default]
+    others = [each for each in ALL if each not in by_default]
     return _parametrised(
         [
             *(pytest.param(each, marks=each.mark) for each in by_default),

@@ -154,7 +154,7 @@ def batches(step: int, kind: str, num_microbatches: int = 2) -> list[Batch]:
 
 
 class Course(NamedTuple):
-    """What a training came to on one rank, and what was looked at before and after each step."""
+    """Results of a training on one rank, and the values of `look` before and after each step."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,6 @@
-"""The project with one of its waits taken out, to see whether the simulated accelerator notices."""
+"""Removes one of the project's waits, so that tests show whether the simulated accelerator detects
+it.
+"""
 
 from __future__ import annotations
 import __future__

@@ -37,15 +37,6 @@ def test_squared_norm_is_right_to_seven_digits_at_any_length(dtype, numel):
     torch.testing.assert_close(squared_norm(tensor), exact, rtol=1e-7, atol=0)
 
 
-def test_the_norm_of_many_bf16_elements_is_right():
-    """torch.linalg.vector_norm is wrong by percents here (torch 2.13 on a CPU), even where it is
-    asked for fp32.
-    """
-    tensor = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    exact = tensor.double().square().sum().sqrt()
-    torch.testing.assert_close(squared_norm(tensor).sqrt(), exact, rtol=1e-7, atol=0)
-
-
 def parameter(grad: torch.Tensor | None) -> nn.Parameter:
     made = nn.Parameter(torch.zeros(()) if grad is None else torch.zeros_like(grad))
     made.grad = grad
@@ -55,9 +46,6 @@ def parameter(grad: torch.Tensor | None) -> nn.Parameter:
 def test_plain_gradients_are_added_up_and_missing_ones_count_as_zero():
     parameters = [parameter(torch.tensor([3.0])), parameter(None), parameter(torch.tensor([[4.0]]))]
     assert float(global_grad_norm(parameters)) == 5.0
-
-
-def test_without_any_gradient_the_norm_is_zero():
     assert float(global_grad_norm([parameter(None)])) == 0.0
 
 
@@ -90,7 +78,7 @@ def _norms_on_a_mesh() -> list[float]:
         made = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, placement))
         made.grad = distribute_tensor(
             value.clone(), mesh, placement
-        )  # a replicated one aliases what it is made from
+        )  # a replicated one aliases its source
         parameters.append(made)
     norm = global_grad_norm(parameters)
     scale_grads(parameters, torch.tensor(0.5, dtype=torch.float64))
@@ -156,8 +144,8 @@ def with_zeros(seed: int) -> torch.Tensor:
     return value * (value > -0.3)
 
 
-def _zeros_on_a_mesh(world_size: int) -> list[float]:
-    mesh = init_device_mesh("cpu", (world_size,))
+def _zeros_on_a_mesh() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
     values = [with_zeros(seed) for seed in range(3)]
     parameters = []
     for value, placement in zip(values, [Shard(0), Replicate(), None], strict=True):
@@ -173,9 +161,8 @@ def _zeros_on_a_mesh(world_size: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_zero_counts_once_be_it_sharded_replicated_plain_or_tied(world_size):
-    for ours, exact in run_ranks(world_size, _zeros_on_a_mesh, world_size):
+def test_every_zero_counts_once_be_it_sharded_replicated_plain_or_tied():
+    for ours, exact in run_ranks(2, _zeros_on_a_mesh):
         assert ours == exact > 0
 
 
@@ -212,37 +199,6 @@ def _mesh_and_placements(kind: str) -> tuple[DeviceMesh, Placements]:
         optimizer=(Replicate(), Flat()),
     )
     return mesh, placements
-
-
-def _zeros_of_a_sharded_model(kind: str) -> list[float]:
-    expected, model = Tied(), Tied()
-    mesh, placements = _mesh_and_placements(kind)
-    with fully_shard_context("cpu"):
-        fully_shard(model, mesh, placements)
-    tokens = torch.tensor([0, 1, 2, 2])
-    for each in (expected, model):
-        each(tokens).square().sum().backward()
-    zeros = sum(int((each.grad == 0).sum()) for each in expected.parameters())
-    parameters = list(model.parameters())
-    assert float(global_grad_norm(parameters)) == pytest.approx(
-        float(global_grad_norm(expected.parameters()))
-    )
-    return [float(global_num_zeros([*parameters, *parameters])), float(zeros)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind"),
-    [
-        (1, "optim_grads_params"),
-        (2, "optim_grads_params"),
-        (2, "optim"),
-        (2, "no_shard"),
-        (2, "hsdp"),
-    ],
-)
-def test_the_padding_of_flat_buffers_is_no_zero_and_tied_weights_count_once(world_size, kind):
-    for ours, exact in run_ranks(world_size, _zeros_of_a_sharded_model, kind):
-        assert ours == exact >= 12
 
 
 # Runs
@@ -311,7 +267,7 @@ class Kernels(TorchDispatchMode):
 
 
 def flat_gradients(numels: list[int], device: str) -> list[nn.Parameter]:
-    """Parameters whose gradients lie end to end in one buffer, as those of an FSDP group do."""
+    """Parameters with adjacent gradients in one buffer, like an FSDP group."""
     flat = torch.randn(sum(numels), generator=torch.Generator().manual_seed(0)).to(device)
     parameters = [nn.Parameter(torch.empty(numel, device=device)) for numel in numels]
     for made, grad in zip(parameters, flat.split(numels), strict=True):
@@ -328,7 +284,7 @@ def test_the_norm_of_42_gradients_in_two_groups_takes_a_dozen_kernels_on_a_devic
     with Kernels() as kernels:
         global_grad_norm(parameters)
     assert kernels.counts["linalg_vector_norm"] == 6
-    # `new_empty` launches nothing. The rows' norms are copied to fp64 within their norm: one kernel
+    # `new_empty` launches no kernel. The rows' norms are copied to fp64 in their norm: one kernel
     # more for each run.
     others = {name: count for name, count in kernels.counts.items() if name != "linalg_vector_norm"}
     assert others == {"new_empty": 2, "stack": 1, "pow": 1, "sum": 1, "sqrt": 1}
@@ -339,7 +295,7 @@ def test_the_norm_of_42_gradients_in_two_groups_takes_a_dozen_kernels_on_a_devic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 3_000_001])
+@pytest.mark.parametrize("numel", [0, 1, 256, 257, 3_000_001])
 def test_the_arithmetic_of_devices_is_right_to_seven_digits(monkeypatch, dtype, numel):
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = tensor.double().square().sum()
@@ -357,7 +313,7 @@ def test_long_tensors_are_widened_piece_by_piece(monkeypatch):
     torch.testing.assert_close(total, tensor.double().square().sum(), rtol=2e-7, atol=0)
 
 
-def test_what_needs_no_widening_is_read_in_one_pass(monkeypatch):
+def test_fp32_tensors_are_read_in_one_pass(monkeypatch):
     monkeypatch.setattr("megatron.core.optimizer.clip_grads.FLOAT_DTYPES", ())
     monkeypatch.setattr("megatron.core.optimizer.clip_grads._PIECE_NUMEL", 512)
     with Kernels() as kernels:
@@ -400,9 +356,7 @@ def test_gradients_on_the_cpu_and_on_a_device_are_measured_apart():
 
 
 def _norm_of_a_group(kind: str) -> None:
-    """With padding full of junk, and with a stale gradient in the buffer that nobody has any
-    more.
-    """
+    """Padding is filled with junk; later the buffer holds a stale gradient."""
     mesh, placements = _mesh_and_placements(kind)
     model, expected = Tied(), Tied()
     with fully_shard_context("cpu"):
@@ -419,6 +373,8 @@ def _norm_of_a_group(kind: str) -> None:
         norm = global_grad_norm(model.parameters())
     torch.testing.assert_close(norm, global_grad_norm(expected.parameters()), rtol=1e-6, atol=0)
     assert len(calls) < len(list(model.parameters())), "the buffer is read in runs"
+    zeros = sum(int((each.grad == 0).sum()) for each in expected.parameters())
+    assert float(global_num_zeros([*model.parameters()] * 2)) == zeros >= 12
 
     model.hidden.weight.grad = expected.hidden.weight.grad = None
     norm = global_grad_norm(model.parameters())
@@ -448,7 +404,7 @@ def arrays_measured() -> Iterator[list[int]]:
         (2, "optim_grads_params"),
         (2, "optim"),
         (2, "no_shard"),
-        (4, "hsdp"),
+        (2, "hsdp"),
     ],
 )
 def test_a_group_is_measured_in_runs_that_neither_padding_nor_stale_gradients_enter(

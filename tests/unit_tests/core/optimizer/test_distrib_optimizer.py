@@ -82,16 +82,15 @@ def test_the_optimizer_behind_is_the_one_that_is_asked_for(settings, cls):
 
 
 def test_the_constants_reach_both_sides():
-    config = OptimizerConfig(
-        **OFFLOAD,
-        optimizer_offload_fraction=0.5,
-        adam_beta1=0.8,
-        adam_beta2=0.7,
-        adam_eps=1e-5,
-        weight_decay=0.3,
-        exp_avg_dtype="bf16",
-        exp_avg_sq_dtype="bf16",
-    )
+    constants = {
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.7,
+        "adam_eps": 1e-5,
+        "weight_decay": 0.3,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    }
+    config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=0.5, **constants)
     model = Model()
     built = build_optimizer(model, config, lr=0.5, num_local_ranks=1)
     assert 0 < built.plan.host_numel < built.plan.total_numel
@@ -104,19 +103,7 @@ def test_the_constants_reach_both_sides():
         state[name].dtype for state in states.values() for name in ("exp_avg", "exp_avg_sq")
     } == {torch.bfloat16}
     expected = Model()
-    other = build_optimizer(
-        expected,
-        OptimizerConfig(
-            adam_beta1=0.8,
-            adam_beta2=0.7,
-            adam_eps=1e-5,
-            weight_decay=0.3,
-            exp_avg_dtype="bf16",
-            exp_avg_sq_dtype="bf16",
-        ),
-        lr=0.5,
-        num_local_ranks=1,
-    )
+    other = build_optimizer(expected, OptimizerConfig(**constants), lr=0.5, num_local_ranks=1)
     for number in range(3):
         for each, optimizer in ((model, built), (expected, other)):
             backward(each, number)
@@ -231,7 +218,7 @@ def test_clipping_is_that_of_torch(settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(one, marks=pytest.mark.wide if one.get("optimizer") == "sgd" else ())
+        one if one in (CONFIGS[1], CONFIGS[-2]) else pytest.param(one, marks=pytest.mark.wide)
         for one in CONFIGS
     ],
     ids=str,
@@ -240,7 +227,7 @@ def test_clipping_of_a_sharded_model_is_that_of_torch(settings):
     run_ranks(2, _clips, settings, True)
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
 def test_a_norm_that_is_not_finite_steps_nothing(settings, norm):
     model = Model()
@@ -370,7 +357,7 @@ def test_a_gradient_that_cannot_be_stepped_with_is_refused_by_the_plan():
             optimizer.plan_step()
 
 
-# What is offloaded, before and after sharding
+# Offload plans, before and after sharding
 
 
 def gpt(num_layers: int, **changes: Any) -> GPTModel:
@@ -381,15 +368,15 @@ def gpt(num_layers: int, **changes: Any) -> GPTModel:
         )
 
 
-FRACTIONS = (0.0, 0.01, 0.3, 0.5, 0.8, 0.99, 1.0)
+FRACTIONS = (0.0, 0.3, 0.8, 1.0)
 
 
-def _plan_holds(num_layers: int, is_untied: bool) -> list[list[bool]]:
+def _plan_holds(is_untied: bool) -> list[list[bool]]:
     """A plan that is made before a model is sharded is the one that its optimizer would make."""
     plans = []
     for fraction in FRACTIONS:
         config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)
-        model = gpt(num_layers, untie_embeddings_and_output_weights=is_untied)
+        model = gpt(3, untie_embeddings_and_output_weights=is_untied)
         planned = plan_offload(model, config)
         offloaded = offloaded_modules(model, planned)
         shard_model(
@@ -416,16 +403,13 @@ def _plan_holds(num_layers: int, is_untied: bool) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("is_untied", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_what_is_offloaded_is_planned_before_a_model_is_sharded(num_layers, is_untied):
-    plans, *others = run_ranks(2, _plan_holds, num_layers, is_untied)
+def test_what_is_offloaded_is_planned_before_a_model_is_sharded(is_untied):
+    plans, *others = run_ranks(2, _plan_holds, is_untied)
     assert others == [plans]
-    assert plans[0] == [False] * (num_layers + 1)
-    assert plans[-1] == [True] * (num_layers + 1)
-    assert len({sum(plan) for plan in plans}) >= min(3, num_layers + 2), (
-        "fractions in between do something else"
-    )
-    assert run_ranks(1, _plan_holds, num_layers, is_untied) == [plans]
+    assert plans[0] == [False] * 4
+    assert plans[-1] == [True] * 4
+    assert len({sum(plan) for plan in plans}) >= 3, "fractions in between do something else"
+    assert run_ranks(1, _plan_holds, is_untied) == [plans]
 
 
 def test_nothing_is_offloaded_unless_it_is_asked_for():

@@ -59,7 +59,7 @@ def test_a_plan_made_before_an_option_changed_is_made_anew_be_it_changed_in_plac
 
 
 class _Reader:
-    """An event of somebody who reads; it is told to end, and says whether it was waited for."""
+    """The event of a reader, which records whether it was awaited."""
 
     def __init__(self) -> None:
         self.was_awaited = False

@@ -1,10 +1,9 @@
-"""What FusedAdam refuses, its state dicts, and copies of it."""
+"""FusedAdam's rejected arguments, state dicts and copies."""
 
 from __future__ import annotations
 
 import copy
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -22,33 +21,22 @@ from tests.unit_tests.core.optimizer.helpers.adam_runs import (
     train,
 )
 
-# What is refused
+# Rejected arguments
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"amsgrad": True}, NotImplementedError, "Expected amsgrad=False, got True"),
-        ({"maximize": True}, NotImplementedError, "Expected maximize=False, got True"),
-        ({"capturable": True}, NotImplementedError, "Expected capturable=False, got True"),
-        ({"differentiable": True}, NotImplementedError, "Expected differentiable=False, got True"),
-        (
-            {"store_param_remainders": True},
-            ValueError,
-            "with master_weights=True in torch.float32, got master_weights=",
-        ),
-        (
-            {"exp_avg_dtype": torch.float64},
-            NotImplementedError,
-            "Expected exp_avg_dtype to be one of .* got torch.float64",
-        ),
-        (
-            {"master_weight_dtype": BF16},
-            NotImplementedError,
-            "Expected master_weight_dtype to be one of .* got torch.bfloat16",
-        ),
-        ({"lr": -1.0}, ValueError, "Expected lr of at least 0, got -1.0"),
-        ({"betas": (0.9, 1.0)}, ValueError, r"Expected betas in \[0, 1\), got \(0.9, 1.0\)"),
+        # A NotImplementedError is the RuntimeError that TransformerEngine raises.
+        ({"amsgrad": True}, NotImplementedError, "amsgrad=False"),
+        ({"maximize": True}, NotImplementedError, "maximize=False"),
+        ({"capturable": True}, NotImplementedError, "capturable=False"),
+        ({"differentiable": True}, NotImplementedError, "differentiable=False"),
+        ({"store_param_remainders": True}, ValueError, "master_weights=True"),
+        ({"exp_avg_dtype": torch.float64}, NotImplementedError, "exp_avg_dtype .*float64"),
+        ({"master_weight_dtype": BF16}, NotImplementedError, "master_weight_dtype .*bfloat16"),
+        ({"lr": -1.0}, ValueError, "lr .* -1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas in"),
     ],
     ids=str,
 )
@@ -65,42 +53,25 @@ def test_a_parameter_of_another_dtype_is_refused_and_not_kept():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("changes", "message"),
     [
-        (
-            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(3)),
-            r"gradient of parameter 1 of group 0 with shape",
-        ),
-        (
-            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4).to_sparse()),
-            "Expected a dense floating-point gradient of parameter 1 of group 0, got "
-            "torch.sparse_coo",
-        ),
-        (
-            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, dtype=torch.int32)),
-            "got torch.strided torch.int32",
-        ),
-        (
-            lambda p, _: setattr(p, "decoupled_grad", torch.zeros(4, device="meta")),
-            "on cpu, got meta",
-        ),
-        (
-            lambda _, state: state.update(exp_avg=torch.zeros(5)),
-            r"exp_avg of parameter 1 .* shape \(4,\) .* got \(5,\)",
-        ),
-        (
-            lambda _, state: state.update(exp_avg_sq=torch.zeros(4, dtype=BF16)),
-            "in torch.float32, got torch.bfloat16",
-        ),
+        ({"grad": torch.zeros(3)}, "gradient of parameter 1 of group 0 with shape"),
+        ({"grad": torch.zeros(4).to_sparse()}, "gradient of parameter 1 of group 0, .*sparse_coo"),
+        ({"grad": torch.zeros(4, dtype=torch.int32)}, "int32"),
+        ({"grad": torch.zeros(4, device="meta")}, "on cpu, got meta"),
+        ({"exp_avg": torch.zeros(5)}, r"exp_avg of parameter 1 .* \(4,\) .* \(5,\)"),
+        ({"exp_avg_sq": torch.zeros(4, dtype=BF16)}, "float32, .*bfloat16"),
     ],
 )
-def test_no_parameter_is_stepped_when_one_cannot_be(spoil, message):
+def test_no_parameter_is_stepped_when_one_cannot_be(changes, message):
     owned = parameters((4,), (4,))
     optimizer = FusedAdam(owned, use_decoupled_grad=True)
     for parameter in owned:
         parameter.decoupled_grad = torch.ones(4)
     optimizer.step()
-    spoil(owned[1], optimizer.state[owned[1]])
+    changes = dict(changes)
+    owned[1].decoupled_grad = changes.pop("grad", owned[1].decoupled_grad)
+    optimizer.state[owned[1]].update(changes)
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match=message):
         optimizer.step()
@@ -180,39 +151,15 @@ def _rename(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda d: d["state"][1].update(exp_avg=torch.zeros(3, dtype=BF16)),
-            "exp_avg of parameter 1 in torch.float32",
-        ),
-        (
-            lambda d: d["state"][1].update(exp_avg=torch.zeros(4)),
-            r"with shape \(3,\) as its parameter has, got \(4,\)",
-        ),
-        (
-            lambda d: d["state"][1].pop("exp_avg_sq"),
-            r"Expected states \['exp_avg', .* got \['exp_avg', 'step'\]",
-        ),
-        (lambda d: _rename(d["state"][1]), r"got \['exp_average', 'exp_avg_sq', 'step'\]"),
-        (
-            lambda d: d["state"][1].update(step=0.5),
-            "Expected a number of steps of parameter 1, got 0.5",
-        ),
-        (
-            lambda d: d["state"][1].update(exp_avg=[0.0] * 3),
-            "exp_avg of parameter 1 to be a tensor, got list",
-        ),
-        (
-            lambda d: d["state"].update({2: {}}),
-            r"states of parameters that are in a group, got some of \[2\]",
-        ),
-        (
-            lambda d: d["param_groups"][0]["params"].pop(),
-            r"Expected groups of \[2\] parameters, got \[1\]",
-        ),
-        (
-            lambda d: d["param_groups"].append({"params": []}),
-            r"Expected groups of \[2\] parameters, got \[2, 0\]",
-        ),
+        (lambda d: d["state"][1].update(exp_avg=torch.zeros(3, dtype=BF16)), "exp_avg .* 1 in"),
+        (lambda d: d["state"][1].update(exp_avg=torch.zeros(4)), r"\(3,\) .* \(4,\)"),
+        (lambda d: d["state"][1].pop("exp_avg_sq"), r"\['exp_avg', 'step'\]"),
+        (lambda d: _rename(d["state"][1]), r"\['exp_average', 'exp_avg_sq', 'step'\]"),
+        (lambda d: d["state"][1].update(step=0.5), "parameter 1, got 0.5"),
+        (lambda d: d["state"][1].update(exp_avg=[0.0] * 3), "exp_avg of parameter 1 .* list"),
+        (lambda d: d["state"].update({2: {}}), r"\[2\]"),
+        (lambda d: d["param_groups"][0]["params"].pop(), r"\[2\] parameters, got \[1\]"),
+        (lambda d: d["param_groups"].append({"params": []}), r"\[2\] .* \[2, 0\]"),
     ],
 )
 @pytest.mark.parametrize("is_fresh", [True, False])
@@ -265,13 +212,6 @@ def test_a_state_dict_from_before_the_first_step_begins_anew():
     assert torch.equal(state["master_param"], owned[0].detach().float())
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
-    "torch.save": lambda pair: _saved_and_loaded(pair),
-}
-
-
 def _saved_and_loaded(pair: Any) -> Any:
     stream = io.BytesIO()
     torch.save(pair, stream)
@@ -280,20 +220,15 @@ def _saved_and_loaded(pair: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(how, options):
-    if how == "pickle" and F8 in options.values():
-        options = options | {
-            "exp_avg_dtype": F16
-        }  # torch cannot unpickle fp8 tensors; torch.save can
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, _saved_and_loaded])
+def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(copied_by, options):
     owned = parameters((5, 7), (9,), dtype=BF16)
     optimizer = FusedAdam([{"params": owned[:1], "lr": 0.1}, {"params": owned[1:]}], **options)
     train(optimizer, owned, 0, 2)
     before = snapshot(optimizer)
-    copied_owned, copied = COPIES[how]((owned, optimizer))
+    copied_owned, copied = copied_by((owned, optimizer))
     assert copied.param_groups[0]["params"][0] is copied_owned[0], "they stay a pair"
     assert snapshot(copied) == before
-
     train(copied, list(copied_owned), 2, 4)
     assert snapshot(optimizer) == before
     train(optimizer, owned, 2, 4)

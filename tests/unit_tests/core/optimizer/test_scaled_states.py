@@ -1,4 +1,4 @@
-"""What is stored comes back as it was: whole tensors, parts of them, and in the middle of a run."""
+"""Stored values are restored exactly: whole tensors, parts of them, and in the middle of a run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def stored_states(draw: st.DrawFn) -> tuple[torch.dtype, torch.Tensor, float]:
 @example((F8, torch.tensor([-0.0, 0.0, 3.5, -0.25]).to(F8), 1.25))
 @example((F16, torch.tensor([2.0**-24]).to(F16), 2.5243551976337916e-29))
 @example((F16, torch.tensor([2.0**-20, 2.0**-24]).to(F16), 1.7e-30))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_whatever_is_stored_is_loaded_as_it_is(state):
     dtype, stored, scale = state
     values = scaled_states.read(stored, torch.tensor(scale))
@@ -108,14 +108,14 @@ near_each_other = st.builds(
     st.data(),
 )
 @example((F16, False), [FP32_LARGEST, 1.0], None)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_what_a_step_has_stored_is_loaded_as_it_is_and_so_are_parts_of_it(kind, values, data):
     dtype, is_weight = kind
     stored, scale = written(dtype, torch.tensor(values, dtype=torch.float32), is_weight=is_weight)
     is_finite = torch.tensor(values).isfinite()
     values = scaled_states.read(stored, scale)
     if is_weight and not values.isfinite().all():
-        return  # those at the very end of fp32's range round beyond it, as they do in bf16
+        return  # values at the end of fp32's range round beyond it, as in bf16
     assert values.isfinite().all() or not is_finite.all()
     assert bits(restored(dtype, values, is_weight=is_weight)) == bits(values)
     first, last = 0, 1
@@ -130,10 +130,16 @@ def test_what_a_step_has_stored_is_loaded_as_it_is_and_so_are_parts_of_it(kind, 
         assert torch.equal(same, scale)
 
 
-def _check_every_largest(dtype: torch.dtype, is_weight: bool, every: int) -> None:
-    """Every number of the format is the largest once, beside the least, under two kinds of
-    scale.
-    """
+@pytest.mark.parametrize(
+    ("dtype", "is_weight", "every"),
+    [
+        (F8, False, 1),
+        *((F16, is_weight, 197) for is_weight in (False, True)),
+        *(pytest.param(F16, is_weight, 1, marks=pytest.mark.wide) for is_weight in (False, True)),
+    ],
+)
+def test_every_number_of_a_format_may_be_the_largest(dtype, is_weight, every):
+    """With the least numbers, under two kinds of scale."""
     representable = finite_numbers(dtype)
     least = representable[:3].float()
     for index in range(0, len(representable), every):
@@ -146,19 +152,11 @@ def _check_every_largest(dtype: torch.dtype, is_weight: bool, every: int) -> Non
             )
 
 
-def test_every_number_of_e4m3_may_be_the_largest():
-    _check_every_largest(F8, is_weight=False, every=1)
-
-
-@pytest.mark.parametrize("is_weight", [False, True])
-def test_numbers_of_fp16_may_be_the_largest(is_weight):
-    _check_every_largest(F16, is_weight, every=97)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("is_weight", [False, True])
-def test_every_number_of_fp16_may_be_the_largest(is_weight):
-    _check_every_largest(F16, is_weight, every=1)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_values_that_are_not_finite_stay_so(dtype, value):
+    values = scaled_states.read(*written(dtype, torch.tensor([1.0, value, 0.0, 2.0])))
+    assert values.isfinite().tolist() == [True, False, True, True]
 
 
 def test_values_that_were_not_stored_before_are_rounded_and_not_refused():
@@ -183,7 +181,7 @@ def te_rounded(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
 def test_the_largest_values_are_rounded_no_worse_than_by_transformer_engine(dtype, distribution):
     generator = torch.Generator().manual_seed(3)
     ours, theirs = [], []
-    for _ in range(300):
+    for _ in range(100):
         draw = torch.rand if distribution == "uniform" else torch.randn
         values = draw(1000, generator=generator)
         values = values.square() if distribution == "squares" else values
@@ -199,7 +197,7 @@ def test_the_largest_values_are_rounded_no_worse_than_by_transformer_engine(dtyp
         largest = scaled_states.read(*written(dtype, values))[index]
         assert abs(largest / values[index] - 1) <= 2.0**-23
     ours, theirs = torch.cat(ours), torch.cat(theirs)
-    assert ours.numel() > 900
+    assert ours.numel() > 300
     assert ours.mean() <= theirs.mean() * 1.001
     assert ours.max() <= theirs.max() * 1.001
     assert theirs.max() > 2.0 ** -(BITS[dtype] + 2), "they round, too"
@@ -228,7 +226,7 @@ def _run(
     options: dict[str, Any],
     resumed_at: int | None = None,
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    """Weights, and states as they lie in memory, after eight steps."""
+    """Weights, and stored states, after eight steps."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((64, 48), (33,)) * 4
     owned = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -263,7 +261,7 @@ def _run(
 )
 def test_a_run_that_is_resumed_at_any_step_ends_with_the_same_bits(options):
     weights, (raw, values) = _run(options)
-    for number in range(1, 8):
+    for number in (1, 4, 7):
         other_weights, (other_raw, other_values) = _run(options, resumed_at=number)
         assert all(map(torch.equal, other_weights, weights)), number
         assert all(map(torch.equal, other_values, values)), number

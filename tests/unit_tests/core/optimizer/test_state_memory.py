@@ -19,8 +19,9 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.state_memory import StateBytes, format_state_memory, state_memory
+from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Uneven
 
 BF16 = torch.bfloat16
 SGD = torch.optim.SGD
@@ -29,22 +30,6 @@ SGD = torch.optim.SGD
 # not cut.
 HALVES = [18, 25, 14]
 NUMEL = 30 + 5 + 35 + 7 + 21 + 3
-
-
-class Uneven(nn.Module):
-    """Groups whose buffers are padded, to numbers that are no multiples of a cache line."""
-
-    def __init__(self, dtype: torch.dtype = BF16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 7)])
-        self.head = nn.Linear(7, 3)
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
 
 
 def grouped(dtype: torch.dtype = BF16, main_grads: torch.dtype = BF16) -> Uneven:
@@ -70,9 +55,7 @@ def host_bytes(table: dict[str, StateBytes]) -> int:
 @pytest.mark.parametrize(
     ("settings", "main_grads"),
     [
-        ({}, BF16),
         ({}, torch.float32),
-        ({"pin_cpu_grads": False}, BF16),
         ({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16),
     ],
 )
@@ -195,13 +178,3 @@ def test_shards_of_fsdp2_are_main_weights_unless_the_host_has_these() -> None:
         assert nbytes > 0
         assert table[weights].device == nbytes
         assert host_bytes(table) == optimizer.host_bytes
-
-
-def test_the_table_is_aligned_and_adds_up():
-    table = {"compute weights": StateBytes(2048, 0), "exp_avg": StateBytes(512, 3 << 20)}
-    assert format_state_memory(table).splitlines() == [
-        "                   device      host",
-        "compute weights  2.00 KiB         -",
-        "exp_avg             512 B  3.00 MiB",
-        "in all           2.50 KiB  3.00 MiB",
-    ]

@@ -71,7 +71,7 @@ def test_an_optimizer_that_updates_in_step_waits_in_step(cls):
     assert has_stepped.wait(SECONDS)
     thread.join()
     assert not any(torch.equal(parameter, old) for parameter, old in zip(own, before, strict=True))
-    # The next step waits for nobody.
+    # The next step does not wait.
     optimizer.step()
 
 

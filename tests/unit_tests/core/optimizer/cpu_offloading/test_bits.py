@@ -36,7 +36,7 @@ from tests.helpers.ranks import random_delays, rank_device, run_ranks
 # so that every rank's part of every tensor is a multiple of 64 elements, on 1, 2 and 4 ranks
 DIM = 32
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-STEPS = 50
+STEPS = 6
 AVG = Partial("avg")
 ON_TWO_AXES = {  # of two ranks each
     "hsdp": Placements((0, 1), (Replicate(), Flat()), (AVG, Flat()), (Replicate(), Flat())),
@@ -81,7 +81,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run came to on one rank."""
+    """Results of a run on one rank."""
 
     losses: list[float]
     weights: list[torch.Tensor]
@@ -113,7 +113,7 @@ def train(
     step: Step = lambda optimizer: optimizer.step(),
     offloaded: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: (),
 ) -> Run:
-    """Trains on batches of its own on each rank; with a seed, under random delays on every lane."""
+    """Trains each rank on separate batches; with a seed, under random delays on every lane."""
     model = Model(setting.dtype).to(rank_device())
     context = shard(model, setting, offloaded(model))
     optimizer = make(model)
@@ -125,7 +125,7 @@ def train(
                 group["lr"] = OPTIONS["lr"] / (number + 1)
             step(optimizer)
             optimizer.zero_grad()
-        state = model.state_dict()  # waits for what is under way
+        state = model.state_dict()  # waits for pending updates
     states = [
         {name: local_tensor(value).clone() for name, value in optimizer.state[parameter].items()}
         for parameter in model.parameters()
@@ -205,7 +205,7 @@ FRACTIONS = (0.0, 0.5, 1.0)
 
 def _all_settings(setting: Setting, cases: Sequence[tuple[float, dict[str, Any]]]) -> None:
     expected = train(setting, fused)
-    assert expected.losses[-1] < expected.losses[0]
+    assert all(state["exp_avg"].any() for state in expected.states if state["exp_avg"].numel())
     if rank_device().type != "cuda":  # where torch's kernel rounds in other places
         assert_same(train(setting, torch_fused), expected)
     for fraction, settings in cases:
@@ -264,9 +264,7 @@ DELAYED_CASES = pytest.mark.parametrize(
 
 @DELAYED_CASES
 def test_random_delays_on_every_lane_change_no_bit(world_size, strategy, fraction):
-    run_ranks(
-        world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(20), timeout=300
-    )
+    run_ranks(world_size, _delayed, DELAYED._replace(strategy=strategy), fraction, range(4))
 
 
 @DELAYED_CASES
@@ -279,9 +277,7 @@ def test_random_delays_on_every_stream_of_an_accelerator_change_no_bit(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_delays_change_no_bit_of_16_bit_weights_that_travel_in_their_gradients_memory(dtype):
-    run_ranks(
-        2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(20, 24)
-    )
+    run_ranks(2, _delayed, DELAYED._replace(strategy="optim_grads", dtype=dtype), 1.0, range(4, 6))
 
 
 def _fractions(setting: Setting, seed: int | None = None) -> None:
@@ -313,23 +309,19 @@ def test_bf16_weights_train_alike_on_accelerators_in_two_axes_whatever_the_fract
     run_ranks(4, _fractions, setting, 7, device=accelerator, timeout=600)
 
 
-ON_ONE_AXIS = [
-    *((2, strategy, 3) for strategy in SHARDING_STRATEGIES),
-    *(pytest.param(2, strategy, 1, marks=pytest.mark.wide) for strategy in SHARDING_STRATEGIES),
-]
-ON_FOUR_RANKS = [
-    pytest.param(4, name, num, marks=pytest.mark.wide)
-    for name, num in (("hsdp", 1), ("hsdp", 3), ("hfsdp", 1))
-]
-
-
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(1, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
-    ("world_size", "strategy", "num_microbatches"), [*ON_ONE_AXIS, (4, "hfsdp", 3), *ON_FOUR_RANKS]
+    ("world_size", "strategy"),
+    [
+        *((2, strategy) for strategy in SHARDING_STRATEGIES),
+        (4, "hfsdp"),
+        pytest.param(4, "hsdp", marks=pytest.mark.wide),
+    ],
 )
 def test_bf16_weights_and_gradients_train_alike_whatever_the_fraction(
     world_size, strategy, num_microbatches
 ):
-    run_ranks(world_size, _fractions, Setting(strategy, torch.bfloat16, num_microbatches, steps=4))
+    run_ranks(world_size, _fractions, Setting(strategy, torch.bfloat16, num_microbatches, steps=2))
 
 
 def _scaled(setting: Setting) -> None:
@@ -337,19 +329,19 @@ def _scaled(setting: Setting) -> None:
     assert expected.losses != train(setting, fused).losses
     if setting.dtype == torch.float32:
         assert_same(train(setting, torch_fused, step=scaled(0.37)), expected)
-    for fraction, settings in itertools.product(FRACTIONS, OVERLAPS.values()):
-        assert_same(train(setting, hybrid(fraction, **settings), step=scaled(0.37)), expected)
+    for settings in (OVERLAPS["in order"], ALL):
+        assert_same(train(setting, hybrid(0.5, **settings), step=scaled(0.37)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_coefficient_for_all_gradients_gives_the_same_bits_on_both_sides(dtype):
-    run_ranks(2, _scaled, Setting(dtype=dtype, steps=3))
+    run_ranks(2, _scaled, Setting(dtype=dtype, steps=2))
 
 
 def _on_host_from_the_start(setting: Setting) -> None:
     expected = train(setting, fused)
     layers = {0.5: slice(1, None), 1.0: slice(None)}
-    for fraction, settings in itertools.product(layers, OVERLAPS.values()):
+    for fraction, settings in itertools.product(layers, (OVERLAPS["in order"], ALL)):
 
         def offloaded(model: nn.Module, fraction: float = fraction) -> list[nn.Module]:
             rest = [model] if fraction == 1 else []
@@ -362,9 +354,9 @@ def _on_host_from_the_start(setting: Setting) -> None:
     ("strategy", "dtype"),
     [
         ("no_shard", torch.float32),
-        ("optim", torch.bfloat16),
+        pytest.param("optim", torch.bfloat16, marks=pytest.mark.wide),
         ("optim_grads_params", torch.bfloat16),
     ],
 )
 def test_main_weights_that_are_on_the_host_from_the_start_make_no_difference(strategy, dtype):
-    run_ranks(2, _on_host_from_the_start, Setting(strategy, dtype, num_microbatches=2, steps=3))
+    run_ranks(2, _on_host_from_the_start, Setting(strategy, dtype, num_microbatches=2, steps=2))

@@ -5,20 +5,20 @@ never passed over.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
 from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Net, backward, fsdp, same
 
 BF16 = torch.bfloat16
 FRACTIONS = (0.0, 0.5, 1.0)
@@ -36,7 +36,7 @@ def train(
     dtype: torch.dtype,
     attribute: str,
 ) -> list[torch.Tensor]:
-    """The weights after three steps with the same gradients, whoever takes them."""
+    """Returns the weights after three steps with the same gradients."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         for parameter in owned:
@@ -46,10 +46,6 @@ def train(
     if isinstance(optimizer, HybridDeviceOptimizer):
         optimizer.synchronize()
     return [local_tensor(parameter).detach().clone() for parameter in owned]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
@@ -75,26 +71,19 @@ def test_decoupled_gradients_of_any_dtype_give_the_bits_of_fused_adam(
 
 @on_ranks(2)
 def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not() -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(7, 3))
-        with fully_shard_context("cpu"):
-            for module in (*model, model):
-                if any(True for _ in module.parameters(recurse=module is not model)):
-                    fully_shard(module, mesh, Placements.for_strategy("optim_grads_params"))
-        return model
-
-    mesh = init_device_mesh("cpu", (2,))
-    owned = list(build().parameters())
+    model = Net()
+    fsdp(model)
+    owned = list(model.parameters())
     expected = train(FusedAdam(owned, lr=0.01), owned, torch.float32, "grad")
     for fraction in FRACTIONS:
-        model = build()
+        model = Net()
+        fsdp(model)
         owned = list(model.parameters())
         hybrid = HybridDeviceOptimizer(
             owned, fraction, lr=0.01, use_decoupled_grad=True, **OVERLAPS
         )
-        # Gradients of the engine's own are on their way down as well.
-        model(torch.ones(2, 6)).square().mean().backward()
+        # Gradients of the engine are in flight as well.
+        backward(model)
         assert all(parameter.grad is not None for parameter in owned)
         assert same(train(hybrid, owned, torch.float32, "decoupled_grad"), expected), fraction
 
@@ -106,19 +95,22 @@ def test_decoupled_gradients_of_fsdp_groups_are_read_and_the_engines_are_not() -
                 hybrid.step()
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
+MAKE = {"FusedAdam": FusedAdam, "half": partial(HybridDeviceOptimizer, offload_fraction=0.5)}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize(
     ("use_decoupled_grad", "attribute"),
-    [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad")],
+    [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad"), (True, "main_grad")],
 )
 def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
-    fraction, use_decoupled_grad, attribute
+    make, use_decoupled_grad, attribute
 ):
     read = "decoupled_grad" if use_decoupled_grad else "grad"
     for other in range(3):
         owned = parameters()
         before = copy.deepcopy(owned)
-        hybrid = HybridDeviceOptimizer(owned, fraction, use_decoupled_grad=use_decoupled_grad)
+        hybrid = make(owned, use_decoupled_grad=use_decoupled_grad)
         hybrid.init_state()
         for index, parameter in enumerate(owned):
             name = attribute if index == other else read
@@ -135,10 +127,11 @@ def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
         assert moved == [index != other for index in range(3)]
 
 
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("use_decoupled_grad", [False, True])
-def test_zero_grad_clears_what_step_reads(use_decoupled_grad):
+def test_zero_grad_clears_what_step_reads(use_decoupled_grad, make):
     owned = parameters()
-    hybrid = HybridDeviceOptimizer(owned, 0.5, use_decoupled_grad=use_decoupled_grad)
+    hybrid = make(owned, use_decoupled_grad=use_decoupled_grad)
     names = ("grad", "decoupled_grad")
     for parameter in owned:
         for name in names:
@@ -154,6 +147,17 @@ def test_zero_grad_clears_what_step_reads(use_decoupled_grad):
     assert all(getattr(parameter, other).all() for parameter in owned)
 
 
+def test_fused_adam_zeroes_gradients_where_set_grad_none_is_false():
+    (owned, *_) = parameters()
+    optimizer = FusedAdam([owned], set_grad_none=False)
+    owned.grad = kept = torch.ones_like(owned)
+    optimizer.zero_grad()
+    assert owned.grad is kept
+    assert not kept.any()
+    optimizer.zero_grad(True)
+    assert owned.grad is None
+
+
 def test_what_cannot_read_decoupled_gradients_refuses_them():
     classes: list[tuple[Any, Any]] = [(torch.optim.SGD, None), (None, torch.optim.SGD)]
     for host, device in classes:
@@ -165,7 +169,7 @@ def test_what_cannot_read_decoupled_gradients_refuses_them():
         FusedAdam(parameters(), use_decoupled_grad=True),
         HybridDeviceOptimizer(parameters(), 1.0, use_decoupled_grad=True),
     ):
-        # Its norm would be that of no gradient, and nothing would be clipped.
+        # Its norm would be zero, which disables clipping.
         with pytest.raises(
             NotImplementedError, match=r"Expected an optimizer of \.grad, got use_decoupled_grad"
         ):

@@ -56,7 +56,7 @@ def experts_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def sharded(model: GPTModel) -> None:
-    """Experts are modules of their own, inside those of their layers."""
+    """Shards experts as separate modules, inside the modules of their layers."""
     mesh = build_mesh("cpu", dist.get_world_size())
     layers = list(model.decoder.layers)
     experts = [module for module in model.modules() if isinstance(module, Experts)]

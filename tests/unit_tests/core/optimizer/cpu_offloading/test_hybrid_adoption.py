@@ -24,11 +24,8 @@ from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     BF16,
     SGD,
     SHARDINGS,
-    AdamW,
     Net,
     backward,
-    batch,
-    plain,
     same,
     states,
     train,
@@ -62,49 +59,31 @@ def prepare(
     return schedule
 
 
-def losses(
-    model: Net, optimizer: torch.optim.Optimizer, schedule: Any, steps: int = 4
-) -> list[float]:
-    found = []
-    for number in range(steps):
-        loss = (model(batch(number)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @on_ranks(2)
-def test_an_optimizer_built_before_sharding_trains_as_torchs_adamw(sharding: str) -> None:
-    shard = SHARDINGS[sharding]
-
-    def run(make: Make) -> tuple[Net, torch.optim.Optimizer, list[float]]:
+def test_an_optimizer_built_before_sharding_trains_as_fused_adam(sharding: str) -> None:
+    def run(make: Make) -> tuple[Net, torch.optim.Optimizer]:
         model = Net()
         optimizer = make(model.parameters(), **SETTINGS)
-        schedule = prepare(model, optimizer, shard)
-        return model, optimizer, losses(model, optimizer, schedule)
+        schedule = prepare(model, optimizer, SHARDINGS[sharding])
+        train(model, optimizer, after=lambda _: schedule.step())
+        return model, optimizer
 
-    _, _, expected = run(AdamW)
-    reference, _, _ = run(FusedAdam)
-    assert expected[-1] < expected[0]
+    expected, _ = run(FusedAdam)
+    untrained = Net()
+    SHARDINGS[sharding](untrained)
+    assert not same(weights(expected), weights(untrained))
     for fraction in FRACTIONS:
-        for settings in ({}, ALL):
-            model, optimizer, found = run(
-                lambda own, f=fraction, s=settings, **options: HybridDeviceOptimizer(
-                    own, f, **options, **s
-                )
-            )
-            assert found == pytest.approx(expected, rel=1e-6)
-            assert same(weights(model), weights(reference))
-            on_host = sum(map(optimizer.holds, model.parameters()))
-            assert (on_host > 0, on_host < 8) == (fraction > 0, fraction < 1)
+        model, optimizer = run(
+            lambda own, f=fraction, **options: HybridDeviceOptimizer(own, f, **options, **ALL)
+        )
+        assert same(weights(model), weights(expected))
+        on_host = sum(map(optimizer.holds, model.parameters()))
+        assert (on_host > 0, on_host < 8) == (fraction > 0, fraction < 1)
 
-            saved = optimizer.state_dict()
-            assert len(saved["state"]) == 8
-            optimizer.load_state_dict(saved)
+        saved = optimizer.state_dict()
+        assert len(saved["state"]) == 8
+        optimizer.load_state_dict(saved)
 
 
 def test_a_timeline_shows_the_steps_of_parameters_that_replaced_others() -> None:
@@ -177,7 +156,7 @@ def test_parameters_leave_come_back_and_change_their_groups(
 def test_parameters_keep_their_order_and_change_their_groups(
     is_split: bool, fraction: float
 ) -> None:
-    """Layers that move to a group with a rate of its own one after another."""
+    """Layers move one after another to a group with a different rate."""
 
     def run(make: Make) -> list[torch.Tensor]:
         model = Net()
@@ -197,8 +176,9 @@ def test_parameters_keep_their_order_and_change_their_groups(
     assert same(found, run(FusedAdam))
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(
+    ("sharding", "fraction"), [("plain", 0.0), ("plain", 1.0), ("fsdp2", 0.5), ("groups", 0.5)]
+)
 @on_ranks(2)
 def test_parameters_replaced_after_a_step_are_an_error(sharding: str, fraction: float) -> None:
     model = Net()
@@ -228,11 +208,10 @@ def test_parameters_replaced_after_a_step_are_an_error(sharding: str, fraction: 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @on_ranks(2)
-def test_groups_are_added_at_any_time(sharding: str, steps: int, fraction: float) -> None:
+def test_groups_are_added_at_any_time(sharding: str, steps: int) -> None:
     """A layer that is trained from some step on, as in fine-tuning."""
 
     def run(make: Make) -> tuple[Net, torch.optim.Optimizer]:
@@ -245,9 +224,9 @@ def test_groups_are_added_at_any_time(sharding: str, steps: int, fraction: float
         return model, optimizer
 
     expected, own = run(FusedAdam)
-    for settings in ({}, ALL):
+    for fraction in FRACTIONS:
         model, optimizer = run(
-            lambda own, s=settings, **options: HybridDeviceOptimizer(own, fraction, **options, **s)
+            lambda own, f=fraction, **options: HybridDeviceOptimizer(own, f, **options, **ALL)
         )
         assert same(weights(model), weights(expected))
         steps_of = [
@@ -375,7 +354,6 @@ def test_stepping_parameters_that_fully_shard_replaced_is_an_error(make: Make) -
 def test_there_are_no_states_before_the_first_step(fraction: float) -> None:
     """megatron-core's tests of this class look for that."""
     model = Net()
-    plain(model)
     optimizer = HybridDeviceOptimizer(model.parameters(), fraction, **SETTINGS)
     assert len(optimizer.state_dict()["state"]) == len(optimizer.state) == 0
     train(model, optimizer, range(1))

@@ -25,19 +25,16 @@ from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
     BF16,
-    CLASSES,
     FORWARD,
-    FRACTIONS,
-    SHARDINGS,
     Net,
     backward,
     batch,
     fsdp,
-    reference,
     same,
     same_states,
     states,
     train,
+    trains_as_reference,
     weights,
 )
 
@@ -53,18 +50,9 @@ def _steps_what_has_a_gradient(sharding: str, name: str) -> None:
             for parameter in model.layers[0].parameters():
                 parameter.grad = None
 
-    expected = Net()
-    SHARDINGS[sharding](expected)
-    own = reference(name, expected)
-    train(expected, own, range(10), between=drops)
-    cls, options = CLASSES[name]
-    for fraction in FRACTIONS:
-        model = Net()
-        SHARDINGS[sharding](model)
-        optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options, **ALL)
-        train(model, optimizer, range(10), between=drops)
-        assert same(weights(model), weights(expected))
-        assert same_states(states(optimizer), states(own))
+    own = trains_as_reference(
+        lambda model, optimizer: train(model, optimizer, range(10), between=drops), sharding, name
+    )
     if name != "SGD":
         assert {float(state["step"]) for state in states(own)} == {7.0, 9.0}
 
@@ -79,32 +67,19 @@ def test_sharded_parameters_without_a_gradient_neither_step_nor_count(sharding):
     run_ranks(2, _steps_what_has_a_gradient, sharding, "AdamW")
 
 
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
 @on_ranks(2)
-def test_a_module_that_a_forward_leaves_out_is_not_stepped(fraction: float) -> None:
-    def without(model: Net, number: int) -> torch.Tensor:
-        x = torch.tanh(model.layers[0](batch(number)))
-        if number != 1:
-            x = torch.tanh(model.layers[1](x))
-            return model.layers[2](x)
-        return x
-
-    results = []
-    for make in (
-        lambda p: FusedAdam(p, lr=0.1),
-        lambda p: HybridDeviceOptimizer(p, fraction, lr=0.1, **ALL),
-    ):
-        model = Net()
-        fsdp(model)
-        optimizer = make(model.parameters())
+def test_a_module_that_a_forward_leaves_out_is_not_stepped() -> None:
+    def script(model: Net, optimizer: torch.optim.Optimizer) -> None:
         for number in range(4):
-            without(model, number).square().mean().backward()
+            x = torch.tanh(model.layers[0](batch(number)))
+            if number != 1:
+                x = model.layers[2](torch.tanh(model.layers[1](x)))
+            x.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append((weights(model), states(optimizer)))
-    assert same(results[0][0], results[1][0])
-    assert same_states(results[0][1], results[1][1])
-    assert [float(state["step"]) for state in results[1][1]] == [4, 4, 3, 3, 3, 3, 0, 0]
+
+    own = trains_as_reference(script, "groups")
+    assert [float(state["step"]) for state in states(own)] == [4, 4, 3, 3, 3, 3, 0, 0]
 
 
 # Gradients that somebody writes to, between backward and step
@@ -142,8 +117,15 @@ def _replace_and_write(model: nn.Module, number: int) -> None:
     _halve(model, number)
 
 
-ANY_WRITES = [_halve, _clip, _write_locally, _replace, _zero_some, _replace_and_write]
-OTHER_WRITES = [*ANY_WRITES[:2], *ANY_WRITES[4:]]
+def _unscale(model: nn.Module, _: int) -> None:
+    """The operator of GradScaler.unscale_, which takes a list of gradients."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        gradients, torch.zeros(1), torch.full((1,), 0.5)
+    )
+
+
+ANY_WRITES = [_halve, _clip, _write_locally, _replace, _zero_some, _replace_and_write, _unscale]
 
 
 def _counts_what_is_written(
@@ -168,57 +150,22 @@ def _counts_what_is_written(
         return HybridDeviceOptimizer(parameters, 1.0, lr=0.1, eps=0.1, **settings)
 
     expected = run(fused, None, write)
-    assert not same(expected, run(fused, None, lambda *_: None)), "what is written matters"
-    for seed in (None, 1, 2):
+    assert not same(expected, run(fused, None, lambda *_: None)), "the writes matter"
+    for seed in (None, 1):
         assert same(run(hybrid, seed, write), expected)
 
 
 @pytest.mark.parametrize(
-    "write",
-    [*ANY_WRITES[2:4], *(pytest.param(one, marks=pytest.mark.wide) for one in OTHER_WRITES)],
+    ("dtype", "settings"),
+    [
+        (torch.float32, ALL),
+        pytest.param(torch.float32, FORWARD, marks=pytest.mark.wide),
+        pytest.param(BF16, ALL, marks=pytest.mark.wide),
+    ],
 )
-def test_gradients_that_are_written_to_between_backward_and_step_count_as_written(write):
-    run_ranks(2, _counts_what_is_written, write, torch.float32, FORWARD)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("write", ANY_WRITES)
-def test_gradients_that_are_written_to_after_they_were_fetched_count_as_written(write, dtype):
-    run_ranks(2, _counts_what_is_written, write, dtype, ALL)
-
-
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-@on_ranks(2)
-def test_gradients_that_a_scaler_or_a_list_operator_writes_to_count_as_written(
-    strategy: str, halves: bool
-) -> None:
-    def steps(optimizer: torch.optim.Optimizer, model: Net, scaler: Any) -> list[torch.Tensor]:
-        for number in range(3):
-            loss = (model(batch(number)) - 1).square().mean()
-            scaler.scale(loss).backward()
-            if halves:
-                torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return weights(model)
-
-    results = []
-    for seed in (None, 1, 2):
-        model = Net()
-        fsdp(model, strategy)
-        optimizer: Any
-        if seed is None:
-            optimizer = FusedAdam(model.parameters(), lr=0.1, eps=0.1)
-            results.append(steps(optimizer, model, torch.amp.GradScaler("cpu", enabled=False)))
-            continue
-        optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, eps=0.1, **ALL)
-        with delays(seed):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            results.append(steps(optimizer, model, scaler))
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
+def test_gradients_written_between_backward_and_step_count_as_written(write, dtype, settings):
+    run_ranks(2, _counts_what_is_written, write, dtype, settings)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +190,7 @@ def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strateg
             optimizer.zero_grad()
 
     results = []
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1):
         model = Net()
         context = fsdp(model, strategy)
         optimizer: torch.optim.Optimizer
@@ -263,7 +210,7 @@ def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strateg
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
 @on_ranks(2)
 def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(
     fraction: float, order: int
@@ -309,7 +256,7 @@ def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(
         assert same([local_tensor(parameter).detach() for parameter in parameters], before)
         assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
         assert not any(state["exp_avg"].any() for state in states(optimizer))
-        # And what was refused has left nothing behind.
+        # The optimizer is usable after the error.
         optimizer.zero_grad()
         backward(model, dtype=BF16)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Copies to memory that is not pinned block whoever issues them, which must not be the backward."""
+"""Copies to pageable memory block the thread that issues them, which must not be the backward."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp import Placements, fully_shard, fully_shard_context
 from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, InlineLane, ThreadEvent
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import on_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
+    Net,
+    backward,
+    fsdp,
+    same,
+    weights,
+)
 
 CPU = Device("cpu")
 PATIENCE = 60.0  # seconds
@@ -72,18 +75,6 @@ def test_an_error_is_raised_where_an_event_is_awaited_and_fails_what_comes_after
     lane.close()
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def _steps(
     pins_grads: bool, gate: threading.Event | None = None, seen: list[str] | None = None
 ) -> list[torch.Tensor]:
@@ -99,11 +90,8 @@ def _steps(
             assert gate.wait(PATIENCE), "the backward waits for this copy"
         original(self, *args)
 
-    model = Layers()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with fully_shard_context("cpu"):
-        for module in (*model.layers, model):
-            fully_shard(module, mesh, Placements.for_strategy("optim_grads_params"))
+    model = Net()
+    fsdp(model)
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 1.0, pin_cpu_grads=pins_grads, lr=0.1, fetch_during_backward=True
     )
@@ -112,8 +100,7 @@ def _steps(
         for number in range(3):
             if gate is not None:
                 gate.clear()
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
-            model(x).square().sum().backward()
+            backward(model, number)
             if gate is not None:
                 gate.set()
             if number == 1:
@@ -124,8 +111,7 @@ def _steps(
             optimizer.zero_grad()
     finally:
         FsdpBucket.fetch_early = original
-    optimizer.synchronize()
-    return [parameter.detach().to_local().clone() for parameter in model.parameters()]
+    return weights(model)
 
 
 @on_ranks(2)
@@ -150,12 +136,12 @@ def test_gradients_that_are_not_pinned_come_down_without_the_backward_waiting() 
         Device.pins_host_memory, Device.lane, Device.pin, Device.unpin = host, lane, pin, unpin
 
     assert set(seen) == {"optimizer d2h issue"}
-    assert len(seen) == 3 * 3
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert len(seen) == 3 * 4
+    assert same(found, expected)
 
 
 def test_without_lanes_everything_stays_in_the_order_of_the_program():
     optimizer = HybridDeviceOptimizer(
-        Layers().parameters(), 1.0, pin_cpu_grads=False, overlap_cpu_optimizer_d2h_h2d=False
+        Net().parameters(), 1.0, pin_cpu_grads=False, overlap_cpu_optimizer_d2h_h2d=False
     )
     assert isinstance(optimizer._sides.host_side.lanes.d2h, InlineLane)

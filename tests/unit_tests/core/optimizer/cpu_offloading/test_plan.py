@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan, PlannedGroup
 
-NUMELS = st.lists(st.integers(0, 10**12), max_size=12)
 FRACTIONS = st.one_of(
     st.floats(0, 1),
     st.integers(0, 1000).map(lambda thousandths: thousandths / 1000),
@@ -35,45 +34,6 @@ def test_the_worked_example():
     assert built.host_fraction == 0.6
 
 
-@settings(max_examples=300, deadline=None)
-@given(numels=NUMELS, fraction=FRACTIONS)
-def test_the_host_takes_the_smallest_end_of_the_network_that_holds_the_fraction(numels, fraction):
-    built = plan(numels, fraction)
-    sides = [group.is_on_host for group in built.groups]
-    assert sides == sorted(sides)
-    assert [(group.name, group.numel) for group in built.groups] == [
-        (f"layers.{i}", n) for i, n in enumerate(numels)
-    ]
-    assert built.total_numel == sum(numels) == built.host_numel + built.device_numel
-    wanted = Fraction(str(fraction)) * sum(numels)
-    assert built.host_numel >= wanted
-    on_host = [group.numel for group in built.groups if group.is_on_host]
-    if on_host and fraction < 1:
-        assert sum(on_host[1:]) < wanted
-
-
-@settings(max_examples=200, deadline=None)
-@given(numels=NUMELS, fractions=st.tuples(FRACTIONS, FRACTIONS))
-def test_a_larger_fraction_moves_no_group_back(numels, fractions):
-    smaller, larger = sorted(fractions)
-    assert num_on_host(numels, smaller) <= num_on_host(numels, larger)
-
-
-@given(numels=NUMELS)
-def test_zero_is_none_and_one_is_all(numels):
-    assert num_on_host(numels, 0) == num_on_host(numels, 0.0) == num_on_host(numels, -0.0) == 0
-    assert num_on_host(numels, 1) == num_on_host(numels, 1.0) == len(numels)
-    assert plan(numels, 1).device_numel == plan(numels, 0).host_numel == 0
-
-
-@given(numels=NUMELS, fraction=FRACTIONS, factor=st.integers(1, 1000))
-def test_only_the_proportions_of_the_groups_count(numels, fraction, factor):
-    sides = [group.is_on_host for group in plan(numels, fraction).groups]
-    assert [
-        group.is_on_host for group in plan([numel * factor for numel in numels], fraction).groups
-    ] == sides
-
-
 @given(tenths=st.integers(0, 10))
 def test_a_tenth_is_a_tenth_and_not_its_binary_neighbour(tenths):
     assert num_on_host([10**9] * 10, tenths / 10) == tenths
@@ -82,11 +42,6 @@ def test_a_tenth_is_a_tenth_and_not_its_binary_neighbour(tenths):
 def test_counts_beyond_the_precision_of_a_float_are_compared_exactly():
     assert num_on_host([2**60, 2**60 + 1], 0.5) == 1
     assert num_on_host([2**60 + 1, 2**60], 0.5) == 2
-
-
-def test_the_least_fraction_takes_the_last_group_that_has_elements():
-    built = plan([5, 5, 0], 5e-324)
-    assert [group.is_on_host for group in built.groups] == [False, True, True]
 
 
 def test_groups_without_elements_need_no_host():
@@ -98,20 +53,7 @@ def test_groups_without_elements_need_no_host():
 
 @pytest.mark.parametrize(
     "fraction",
-    [
-        -0.1,
-        1.0000001,
-        2,
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        True,
-        False,
-        None,
-        "0.5",
-        1j,
-        [0.5],
-    ],
+    [-0.1, 1.0000001, float("nan"), float("inf"), True, None, "0.5"],
 )
 def test_what_is_no_number_from_zero_to_one_is_refused(fraction):
     with pytest.raises(ValueError, match="Expected an offload fraction from 0 to 1, got "):
@@ -121,24 +63,6 @@ def test_what_is_no_number_from_zero_to_one_is_refused(fraction):
 def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match=r"at least 0 elements in group 'layers\.1', got -2"):
         plan([1, -2], 0.5)
-
-
-def test_the_table_shortens_long_runs_and_shows_the_totals():
-    groups = [
-        ("embedding", 1000),
-        *((f"layers.{index}", 100) for index in range(6)),
-        ("head", 1000),
-    ]
-    assert str(OffloadPlan.build(groups, 0.45)) == "\n".join(
-        [
-            "embedding .. layers.3 (5 groups)  1,400  device",
-            "layers.4                            100  host",
-            "layers.5                            100  host",
-            "head                              1,000  host",
-            "on the device                     1,400  device",
-            "on the host                       1,200  host, 46.15%",
-        ]
-    )
 
 
 # Groups that go first
@@ -168,15 +92,6 @@ def test_others_follow_only_when_all_that_go_first_are_on_the_host(groups, fract
         assert built.host_numel - last[0].numel < wanted, "the last one taken was needed"
 
 
-@given(numels=NUMELS, fraction=FRACTIONS)
-def test_where_all_or_none_go_first_the_plan_is_the_one_without(numels, fraction):
-    named = [(f"layers.{index}", numel) for index, numel in enumerate(numels)]
-    sides = [group.is_on_host for group in plan(numels, fraction).groups]
-    for first in ([], range(len(numels))):
-        built = OffloadPlan.build(named, fraction, first)
-        assert [group.is_on_host for group in built.groups] == sides
-
-
 def test_the_table_shows_groups_that_go_first_below_the_others():
     names = [f"layers.{index}{part}" for index in range(7) for part in ("", ".mlp.experts")]
     groups = [("embedding", 50), *((name, 90 if "experts" in name else 10) for name in names)]
@@ -191,7 +106,3 @@ def test_the_table_shows_groups_that_go_first_below_the_others():
             "on the host                                              180  host, 24.00%",
         ]
     )
-
-
-def test_the_table_of_no_groups_has_the_totals_alone():
-    assert str(plan([], 1)) == "on the device  0  device\non the host    0  host, 0.00%"

@@ -1,4 +1,4 @@
-"""Parameters and gradients that follow from a seed, and what an optimizer over them holds."""
+"""Parameters and gradients from seeds, and snapshots of an optimizer over them."""
 
 from __future__ import annotations
 

@@ -68,24 +68,15 @@ def test_joined_pieces_of_parameters_do_not_require_gradients():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"grad": torch.zeros(8, dtype=torch.float64)}, r"Expected grad of .*, got torch.float64"),
-        ({"weight": torch.zeros(8)}, r"Expected weight of torch.bfloat16, got torch.float32"),
-        (
-            {"exp_avg": torch.zeros(8, dtype=torch.float16)},
-            r"Expected exp_avg of .*, got torch.float16",
-        ),
-        (
-            {"exp_avg_sq": torch.zeros(8, dtype=torch.bfloat16)},
-            r"Expected exp_avg_sq of torch.float32, got torch.bfl",
-        ),
-        (
-            {"remainder": torch.zeros(8, dtype=torch.int32)},
-            r"Expected remainder of torch.int16, got torch.int32",
-        ),
-        ({"out": torch.zeros(8, dtype=torch.float64)}, r"Expected out of .*, got torch.float64"),
-        ({"grad": torch.zeros(9)}, r"Expected grad of 8 elements as weight has, got 9"),
-        ({"exp_avg": torch.zeros(16)[::2]}, r"Expected a contiguous exp_avg, got strides \(2,\)"),
-        ({"out": torch.zeros(8, device="meta")}, r"Expected out on cpu as weight is, got meta"),
+        ({"grad": torch.zeros(8, dtype=torch.float64)}, r"grad of .*float64"),
+        ({"weight": torch.zeros(8)}, "weight of .*float32"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.float16)}, "exp_avg of .*float16"),
+        ({"exp_avg_sq": torch.zeros(8, dtype=torch.bfloat16)}, "exp_avg_sq of .*bfloat16"),
+        ({"remainder": torch.zeros(8, dtype=torch.int32)}, "remainder of .*int32"),
+        ({"out": torch.zeros(8, dtype=torch.float64)}, "out of .*float64"),
+        ({"grad": torch.zeros(9)}, "grad of 8 .* 9"),
+        ({"exp_avg": torch.zeros(16)[::2]}, "contiguous exp_avg"),
+        ({"out": torch.zeros(8, device="meta")}, "out on cpu .* meta"),
     ],
 )
 def test_a_piece_that_no_kernel_could_carry_out_is_refused(change, message):

@@ -1,13 +1,15 @@
 """The GPU kernel: its numbers in Triton's interpreter, the instructions it is compiled to, and its
 numbers on a GPU.
 
-No test here has run on a GPU. The interpreter shows what the kernel computes if every operation is
-the one that it is written as; the PTX shows that it is.
+No test here has run on a GPU. The interpreter shows the kernel's results if every operation is
+compiled as written; the PTX shows that it is.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import math
 import re
 import sys
@@ -133,10 +135,13 @@ def assert_same_bits(piece: AdamPiece, other: AdamPiece) -> None:
         assert differing == 0, f"{name}: {differing} of {array.numel()}"
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_interpreted_kernel_gives_the_bits_of_the_host_kernel(interpreted, form, step):
-    piece, other, before = (make_piece(step, form, 3000) for _ in range(3))
+@pytest.mark.parametrize(
+    ("step", "form"),
+    [*zip(itertools.cycle(STEPS.values()), FORMS, strict=False), (STEPS["L2"], FORMS[0])],
+    ids=str,
+)
+def test_interpreted_kernel_gives_the_bits_of_the_host_kernel(interpreted, step, form):
+    piece, other, before = (make_piece(step, form, 1100) for _ in range(3))
     interpreted.run([piece])
     HostAdam().run([other])
     assert_same_bits(piece, other)
@@ -174,7 +179,7 @@ def test_the_gradient_may_be_written_over_with_the_new_weight(interpreted):
     assert torch.equal(piece.grad, other.out)
 
 
-@pytest.mark.parametrize("numel", [1, 1023, 1024, 1025])
+@pytest.mark.parametrize("numel", [1, 1024, 1025])
 def test_nothing_behind_a_piece_is_touched(interpreted, numel):
     whole = make_piece(STEPS["decoupled"], FORMS[1], 2100)
     before = make_piece(STEPS["decoupled"], FORMS[1], 2100)
@@ -219,7 +224,7 @@ def test_the_kernel_gives_the_bits_of_the_host_kernel_on_a_gpu(form, step):
 def test_the_exact_fma_of_these_tests_rounds_once():
     ones = np.ones(2, np.float32)
     x = np.float32(1 + 2**-12) * ones
-    # The square is 1 + 2**-11 + 2**-24, which rounds to 1 + 2**-11; what is left is lost when
+    # The square is 1 + 2**-11 + 2**-24, which rounds to 1 + 2**-11; the rest is lost when
     # rounding twice.
     assert (fused_multiply_add(x, x, -np.float32(1 + 2**-11) * ones) == np.float32(2**-24)).all()
     assert (np.float32(x * x) - np.float32(1 + 2**-11) == 0).all()
@@ -243,6 +248,7 @@ def test_launches_forbid_fusion(monkeypatch):
     assert [keywords["enable_fp_fusion"] for keywords in options] == [False]
 
 
+@functools.cache
 def compiled_ptx(is_l2: bool, fuses: bool) -> str:
     """The kernel as an H100 would get it. Triton brings its own compiler; no GPU is needed."""
     scalars = (

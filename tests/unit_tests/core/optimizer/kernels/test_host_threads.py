@@ -81,25 +81,15 @@ def test_beside_an_accelerator_two_cores_a_rank_are_left_to_the_launching_thread
     assert machine.threads(1, 2, number=3) == HostThreads(3, None)
 
 
-def test_a_machine_of_two_cores_still_has_a_thread_and_no_core_is_taken_away(monkeypatch, tmp_path):
-    for node in (None, 0):
-        folder = tmp_path / str(node)
-        folder.mkdir()
-        machine = Machine(monkeypatch, folder, range(2), {0: "0-1"}, [node])
-        assert machine.threads(0, 1) == HostThreads(1, None)
+def test_a_machine_of_two_cores_still_has_a_thread_on_any_core(monkeypatch, tmp_path):
+    machine = Machine(monkeypatch, tmp_path, range(2), {0: "0-1"}, [0])
+    assert machine.threads(0, 1) == HostThreads(1, None)
 
 
 def test_threads_run_near_to_the_device_beside_the_cores_that_launch(monkeypatch, tmp_path):
     machine = Machine(monkeypatch, tmp_path, range(16), {0: "0-7", 1: "8-15"}, [0, 1])
     assert machine.threads(0, 2) == HostThreads(6, [2, 3, 4, 5, 6, 7])
     assert machine.threads(1, 2) == HostThreads(6, [10, 11, 12, 13, 14, 15])
-
-
-def test_ranks_on_one_node_share_its_cores(monkeypatch, tmp_path):
-    machine = Machine(monkeypatch, tmp_path, range(32), {0: "0-15", 1: "16-31"}, [0, 0, 1, 1])
-    assert {machine.threads(rank, 4).number for rank in range(4)} == {6}
-    assert machine.threads(0, 4).cores == machine.threads(1, 4).cores == list(range(4, 16))
-    assert machine.threads(3, 4).cores == list(range(20, 32))
 
 
 def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch, tmp_path):
@@ -126,10 +116,6 @@ def test_a_quota_of_time_is_divided_where_it_is_less_than_the_cores(monkeypatch,
     machine = Machine(monkeypatch, tmp_path, cores, nodes, [0, 1], quota=10.0)
     assert machine.threads(0, 2) == HostThreads(3, [2, 3, 4, 5, 6, 7])
     assert host_threads(Device("cpu"), 2, None, tmp_path) == HostThreads(5, None)
-    assert str(machine.threads(1, 2)) == (
-        "3 threads a rank on cores 10-15; 16 cores allowed, of which a quota leaves 10"
-    )
-    assert str(HostThreads(2, None)).startswith("2 threads a rank on any core; 16 cores")
 
 
 @needs_affinity
@@ -185,7 +171,7 @@ def test_cores_that_all_ranks_of_a_machine_may_use_are_divided(
     assert machine.threads(1, 4).number == num_cores // 4 - LAUNCHING_CORES
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 64), st.integers(1, 8), st.data())
 def test_ranks_together_leave_their_launching_threads_room_wherever_there_is_any(
     num_cores, num_ranks, data
@@ -229,7 +215,7 @@ def test_the_kernels_threads_stay_on_their_cores_and_the_caller_does_not():
 
 
 @needs_affinity
-def test_cores_that_cannot_be_had_are_no_error():
+def test_unavailable_cores_are_ignored():
     before = os.sched_getaffinity(0)
     kernel = HostAdam(1, cores=[1023])
     assert os.sched_getaffinity(0) == before

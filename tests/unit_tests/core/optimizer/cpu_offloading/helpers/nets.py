@@ -1,7 +1,8 @@
-"""A small net for `HybridDeviceOptimizer`, the ways to shard and train it, and what is compared."""
+"""A small net for `HybridDeviceOptimizer`, with functions that shard, train and compare it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
@@ -42,6 +44,22 @@ class Net(nn.Module):
             nn.Linear(rows, columns) for rows, columns in ((6, 5), (5, 7), (7, 3))
         )
         self.head = nn.Linear(3, 1)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Uneven(nn.Module):
+    """Groups whose buffers are padded to sizes that are not multiples of a cache line."""
+
+    def __init__(self, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 7)])
+        self.head = nn.Linear(7, 3)
         self.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +119,7 @@ def train(
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's rows, once they are up to date: a state dict waits for updates under way."""
+    """This rank's rows, once they are up to date: a state dict waits for pending updates."""
     return [local_tensor(value).detach().clone() for value in model.state_dict().values()]
 
 
@@ -152,3 +170,32 @@ def reference(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if any(group_of(parameter) for parameter in model.parameters()):
         fully_shard_optimizer(optimizer)
     return optimizer
+
+
+def trains_as_reference(
+    script: Callable[[Net, torch.optim.Optimizer], object],
+    sharding: str = "plain",
+    name: str = "AdamW",
+    settings: Sequence[dict[str, bool]] = (ALL,),
+) -> torch.optim.Optimizer:
+    """Checks that after `script(model, optimizer)` weights and states have the bits of the
+    reference, whatever the fraction and the settings. Returns the reference.
+    """
+    cls, options = CLASSES[name]
+    expected = Net()
+    SHARDINGS[sharding](expected)
+    own = reference(name, expected)
+    script(expected, own)
+
+    for fraction, overlaps in itertools.product(FRACTIONS, settings):
+        model = Net()
+        SHARDINGS[sharding](model)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), fraction, cls, cls, **options, **overlaps
+        )
+        sides = {group.is_on_host for group in optimizer.plan.groups}
+        assert sides == ({fraction > 0} if fraction in (0, 1) else {True, False})
+        script(model, optimizer)
+        assert same(weights(model), weights(expected))
+        assert same_states(states(optimizer), states(own))
+    return own
