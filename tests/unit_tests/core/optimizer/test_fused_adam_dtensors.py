@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,17 +357,24 @@ def test_partial_gradients_are_refused() -> None:
 # Checkpoints
 
 
-def _before_first_step(path: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_from_before_the_first_step_has_no_step_in_it(tmp_path: Path) -> None:
+    """States are allocated for the save, and gradients stay as they are."""
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters())
+    backward(model, 0)
+    grads = [parameter.grad for parameter in model.parameters()]
     saved = DCPState(model, optimizer).state_dict()["optim"]["state"]
-    assert {name: state["step"].item() for name, state in saved.items()} == dict.fromkeys(
-        dict(model.named_parameters()), 0
-    )
-    dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=path)
+    assert saved.keys() == dict(model.named_parameters()).keys()
+    assert {tuple(state) for state in saved.values()} == {("step", "exp_avg", "exp_avg_sq")}
+    assert {state["step"].item() for state in saved.values()} == {0}
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+
+    dcp.save({"app": DCPState(model, optimizer)}, checkpoint_id=str(tmp_path))
+    optimizer.zero_grad()
     other, _ = sharded()
     fresh = FusedAdam(other.parameters())
-    dcp.load({"app": DCPState(other, fresh)}, checkpoint_id=path)
+    dcp.load({"app": DCPState(other, fresh)}, checkpoint_id=str(tmp_path))
     for each, its in ((model, optimizer), (other, fresh)):
         for number in range(2):
             backward(each, number)
@@ -374,26 +382,6 @@ def _before_first_step(path: str) -> None:
             its.zero_grad()
     assert snapshot(optimizer) == snapshot(fresh)
     assert {state["step"].item() for state in fresh.state.values()} == {2}
-
-
-def test_a_checkpoint_from_before_the_first_step_has_no_step_in_it(tmp_path):
-    run_ranks(2, _before_first_step, str(tmp_path / "checkpoint"))
-
-
-@on_ranks(2)
-def test_states_are_there_to_be_saved_between_the_first_backward_and_the_first_step() -> None:
-    model, _ = sharded()
-    optimizer = FusedAdam(model.parameters())
-    backward(model, 0)
-    grads = [parameter.grad for parameter in model.parameters()]
-    saved = DCPState(model, optimizer).state_dict()["optim"]["state"]
-    assert [list(state) for state in saved.values()] == [["step", "exp_avg", "exp_avg_sq"]] * len(
-        grads
-    )
-    assert all(
-        parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True)
-    )
-    assert {state["step"].item() for state in saved.values()} == {0}
 
 
 @on_ranks(2)

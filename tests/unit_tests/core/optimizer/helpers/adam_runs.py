@@ -34,7 +34,6 @@ def train(
     owned: list[nn.Parameter],
     first: int,
     last: int,
-    **options: Any,
 ) -> None:
     """Steps number `first` up to, not including, `last`, with gradients of the parameters'
     dtype.
@@ -42,7 +41,7 @@ def train(
     for number in range(first, last):
         for index, parameter in enumerate(owned):
             parameter.grad = gradient(index, number, parameter, parameter.dtype)
-        optimizer.step(**options)
+        optimizer.step()
 
 
 def plain(value: Any) -> Any:
