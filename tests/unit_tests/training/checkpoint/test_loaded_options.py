@@ -24,6 +24,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint import run_state as checkpointing
+from megatron.training.checkpoint.load_extras import options_to_load
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from megatron.training.rng import rng_state
@@ -236,6 +237,11 @@ def test_another_schedule_is_an_error_until_a_flag_chooses(tmp_path, ckpt_format
         assert "peak 0.01 (checkpoint) and 0.02 (this run)" in refusal
         assert own == (2e-2, False)
         assert saved == (1e-2, True)
+
+
+def test_saved_options_are_read_only_where_they_are_used():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    assert options_to_load(SCHEDULE, optimizer, {}, pytest.fail) is None
 
 
 # Random states
