@@ -54,10 +54,7 @@ def test_the_newest_checkpoint_that_is_whole_is_loaded_on_all_ranks_and_the_othe
     assert [
         re.search(r"ERROR: DAMAGED: checkpoint (.+) is passed over. ", line).group(1)
         for line in lines
-    ] == [
-        f"{root}/iter_0000004",
-        f"{root}/iter_0000003",
-    ]
+    ] == [f"{root}/iter_0000004", f"{root}/iter_0000003"]
     assert (
         f"loaded checkpoint {root}/iter_0000002; this run begins after iteration 2" in runs[0].log
     )
@@ -171,9 +168,7 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Saver, "skip", skip)
 
 
-def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked_for(
-    tmp_path,
-):
+def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked_for(tmp_path):
     flags = [
         *"--async-save --async-save-busy skip --save".split(),
         tmp_path / "saved",

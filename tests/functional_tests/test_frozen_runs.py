@@ -22,7 +22,6 @@ from tests.helpers.vlm_runs import (
 SAVED, LAST = 2, 5
 FREEZE = ["--freeze", "vision,decoder"]
 SETTINGS = {
-    "fsdp_dtensor": ["--ckpt-format", "fsdp_dtensor"],
     "offloaded": ["--ckpt-format", "fsdp_dtensor", *OFFLOADED],
     "torch_dcp": ["--ckpt-format", "torch_dcp"],
     "FSDP2": ["--use-torch-fsdp2"],

@@ -192,8 +192,7 @@ def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first
 
 
 @pytest.mark.parametrize(
-    ("engine", "world_size"),
-    [("offloaded", 1), ("offloaded", 2), ("torch_fsdp2", 2), ("unsharded", 1)],
+    ("engine", "world_size"), [("offloaded", 2), ("torch_fsdp2", 2), ("unsharded", 1)]
 )
 def test_a_run_begins_with_the_folders_weights_to_the_bit(
     transformers, folder, tmp_path, engine, world_size

@@ -116,6 +116,7 @@ def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(
         rf"SIGUSR1 was received by rank 1 .* left; time of a save: {save_seconds} s", outcomes[1][2]
     )
     assert latest_iteration(open_store(tmp_path / "saved")) == newest
+    assert '"eval"' not in (tmp_path / "metrics.jsonl").read_text(), "it does not evaluate first"
 
 
 def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]:
@@ -123,7 +124,7 @@ def _run_signalled(argv: list[str], save_seconds: float) -> tuple[int, str, str]
     5.
     """
     log = io.StringIO()
-    flags = ["--exit-signal-handler", "--exit-signal-grace-seconds", "60"]
+    flags = "--exit-signal-handler --exit-signal-grace-seconds 60 --eval-iters 1".split()
     real = Injections.at
 
     def at(injections: Injections, phase: str, iteration: int) -> None:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 MAX_SECONDS = 120.0  # of one example, on a machine that does other things as well
 MAX_BYTES = 512 << 20  # of address space that one example may take
-_GRACE_SECONDS = 60.0  # for a process that raises TooLateError and answers
+GRACE_SECONDS = 60.0  # for a process that raises TooLateError and answers
 _START_SECONDS = 300.0  # importing torch on a busy machine, and making the files
 _MOST_MESSAGE = 20_000  # characters
 
@@ -123,11 +123,13 @@ class Worker:
         *,
         seconds: float = MAX_SECONDS,
         nbytes: int = MAX_BYTES,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._folder = folder
         self._module = module
         self._seconds = seconds
         self._nbytes = nbytes
+        self._grace_seconds = grace_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._intact: dict[str, dict[str, bytes]] = {}  # by target
@@ -174,7 +176,7 @@ class Worker:
         limits = {"seconds": self._seconds, "nbytes": self._nbytes}
         # The process has the same limit, but a library that loops does not hear of it.
         request = {"action": action, "target": target, "folder": str(folder), **limits}
-        death, answer = self._ask(request, self._seconds + _GRACE_SECONDS)
+        death, answer = self._ask(request, self._seconds + self._grace_seconds)
         if death is not None:
             return Outcome(death=f"{death} {self._said()}")
         return Outcome(**answer)

@@ -72,9 +72,7 @@ ITERATION = 3
 NAME = checkpoint_name(ITERATION)
 CPU = Device("cpu")
 SCHEDULE = LRScheduleConfig(
-    lr=1e-2,
-    lr_decay_style="cosine",
-    use_checkpoint_opt_param_scheduler=True,
+    lr=1e-2, lr_decay_style="cosine", use_checkpoint_opt_param_scheduler=True
 )
 POISON = 7.0  # what every number is before a load
 

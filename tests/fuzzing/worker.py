@@ -216,13 +216,7 @@ class _Warnings(logging.Handler):
 
 
 def read(
-    target: Target,
-    folder: Path,
-    seconds: float,
-    nbytes: int,
-    watch: Watch,
-    *,
-    is_intact: bool,
+    target: Target, folder: Path, seconds: float, nbytes: int, watch: Watch, *, is_intact: bool
 ) -> dict[str, Any]:
     """One example: what has come of it, as `harness.Outcome` has it."""
     target.reset()

@@ -33,11 +33,7 @@ _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_atten
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "llama, tied": {"tie_word_embeddings": True},
-    "llama, with biases": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": False,
-    },
+    "llama, with biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     # Queries and gates alternate in one tensor, and the sections of a convolution's follow others.
     "qwen3_5_text": {

@@ -162,10 +162,7 @@ _ARGUMENTS = (
 )
 BY_HAND: dict[tuple[str, str], list[str]] = {
     ("qwen3", "one turn"): [_THOUGHT + "It is one.<|im_end|>"],
-    ("qwen3", "two turns"): [
-        "It is one.<|im_end|>",
-        _THOUGHT + " Two, I think.\n<|im_end|>",
-    ],
+    ("qwen3", "two turns"): ["It is one.<|im_end|>", _THOUGHT + " Two, I think.\n<|im_end|>"],
     ("qwen3", "thinking"): [
         "It is one.<|im_end|>",
         "<think>\nI count again.\n</think>\n\nTwo.<|im_end|>",

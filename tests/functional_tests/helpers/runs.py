@@ -62,6 +62,19 @@ def pretrain(
     return [Run(*answer) for answer in answers]
 
 
+def train(*flags: object, world_size: int = 1) -> str:
+    """A run that ends well; returns the first rank's log."""
+    runs = pretrain(*flags, world_size=world_size)
+    assert [run.error for run in runs] == [""] * world_size
+    return runs[0].log
+
+
+def refusal(*flags: object, world_size: int = 1) -> str:
+    """The error that a run ends with, which is the same on all ranks."""
+    (error,) = {run.error for run in pretrain(*flags, world_size=world_size)}
+    return error
+
+
 def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
     log, error = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):

@@ -89,9 +89,7 @@ def test_names_choose_benchmarks_once_each_in_their_order():
     assert [one.name for one in chosen(known, ["c", "a", "c"])] == ["c", "a"]
 
 
-def test_unknown_names_are_one_error_with_those_that_are_near(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_unknown_names_are_one_error_with_those_that_are_near(capsys: pytest.CaptureFixture[str]):
     assert command.main(["host_adm", "fsdp_step", "step", "qqq"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'host_adm' (near: host_adam)" in line
