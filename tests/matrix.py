@@ -26,13 +26,9 @@ CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 FAST_TESTS = ROOT / "tests" / "fast_tests.txt"
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 
-SIDE_BY_SIDE = [
-    "--numprocesses",
-    "2",
-    "--dist",
-    "loadfile",
-    "--no-loadscope-reorder",
-]  # as the Makefile's
+SIDE_BY_SIDE = (
+    "--numprocesses 2 --dist loadfile --no-loadscope-reorder".split()
+)  # as the Makefile's
 
 # torch decides which triton it runs with; its CPU builds leave that open.
 FOLLOWS_TORCH = ("torch", "triton")

@@ -24,22 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from tests.fuzzing.harness import Outcome, Worker
 from tests.fuzzing.variants import Intact, Variant, variants
 
-TARGETS = [
-    "run",
-    "run without verification",
-    "torch_dcp",
-    "torch_dcp without verification",
-    "torch_dcp weights",
-    "tool",
-    "tool on torch_dcp",
-    "pt",
-    "safetensors",
-    "weights",
-    "data set",
-    "tokenizer",
-    "settings",
-    "events",
-]
+TARGETS = (
+    "run, run without verification, torch_dcp, torch_dcp without verification, "
+    "torch_dcp weights, tool, tool on torch_dcp, pt, safetensors, weights, data set, "
+    "tokenizer, settings, events"
+).split(", ")
 MOST_BYTES = 128 << 20  # of memory in use; of address space it is `harness.MAX_BYTES`
 QUIET = settings(
     derandomize=True,

@@ -91,16 +91,7 @@ class Job:
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's, without what a torchrun that the tests may run under has set."""
-    launchers = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "SLURM_",
-    )
+    launchers = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ SLURM_".split())
     own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     # torchrun's own log, with its times.
     return {**own, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", **variables}
