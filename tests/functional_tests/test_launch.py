@@ -24,16 +24,14 @@ from tests.functional_tests.helpers.runs import (
     TIMEOUT,
     TORCHRUN,
     environment,
+    execute,
     losses,
     train,
 )
 
 
 def run(launcher: list[str], *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "pretrain_gpt.py", *flags]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
+    return execute([*launcher, "pretrain_gpt.py", *flags])
 
 
 def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):

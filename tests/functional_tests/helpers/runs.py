@@ -6,8 +6,9 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,16 @@ def environment() -> dict[str, str]:
     """This process's, without the ranks of a torchrun that the tests may run under."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+
+
+def execute(
+    command: Sequence[str], timeout: float = TIMEOUT, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end; in the repository, unless a test says otherwise."""
+    env = {**environment(), **variables}
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 class Run(NamedTuple):
