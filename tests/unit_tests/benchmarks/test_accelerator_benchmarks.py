@@ -65,13 +65,6 @@ def test_gpu_step_trains_the_same_model_on_every_side(kind: str) -> None:
     lanes = result.facts["lanes_seconds_a_step"]
     assert lanes["device"] == lanes["FSDP2 offloaded"] == {}
     assert lanes["offloaded 0.8"]["host"] > 0
-    names = {ratio.name for ratio in result.ratios}
-    assert {
-        "step, offloaded 0.8 / device",
-        "peak memory, offloaded 0.8 / device",
-        "step, FSDP2 offloaded / offloaded 0.8",
-        "step, offloaded 1: planned / measured",
-    } <= names
     peaks = {one.side: one.median for one in result.measurements if one.group == "peak memory"}
     if kind == "sim":
         assert peaks["offloaded 1"] < peaks["offloaded 0.8"] < peaks["device"]
