@@ -17,7 +17,7 @@ from megatron.core.options import ConfigError
 from megatron_hybrid import convert_hf, generate
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
-from tests.functional_tests.helpers.runs import losses
+from tests.functional_tests.helpers.runs import losses_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vlm_runs import (
     OFFLOADED,
@@ -42,10 +42,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, save: Path, *others: object, world_size: int = 2) -> dict[int, float]:
     """A run that saves; returns its losses."""
-    metrics = save / "metrics.jsonl"
-    saving = ["--save", save, "--metrics-jsonl", metrics, "--ckpt-format", "fsdp_dtensor"]
-    run_ranks(world_size, run, flags(folder, *saving, *others))
-    return losses(metrics)
+    saving = ["--save", save, "--ckpt-format", "fsdp_dtensor"]
+    return losses_of(flags(folder, *saving, *others), save, world_size, pretrain_vlm)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -95,6 +96,24 @@ def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tupl
         except (CheckpointError, ConfigError, ExitError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return error, log.getvalue()
+
+
+def logged(argv: list[str], program: ModuleType = pretrain_gpt) -> str:
+    """A run on this rank; returns its log."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        program.run(argv)
+    return log.getvalue()
+
+
+def losses_of(
+    argv: Sequence[object], folder: Path, world_size: int, program: ModuleType = pretrain_gpt
+) -> dict[int, float]:
+    """The losses of a run by iteration; a directory gets its metrics."""
+    metrics = folder / "metrics.jsonl"
+    words = [str(word) for word in (*argv, "--metrics-jsonl", metrics)]
+    run_ranks(world_size, logged, words, program)
+    return losses(metrics)
 
 
 def losses(path: Path) -> dict[int, float]:
