@@ -1,4 +1,4 @@
-"""What loading a run's checkpoint honours, and what it refuses: whole runs of `pretrain_gpt.py`, on
+"""What loading a run's checkpoint honours, and what it rejects: whole runs of `pretrain_gpt.py`, on
 one rank.
 """
 
@@ -213,7 +213,7 @@ def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(
 ):
     root = request.getfixturevalue(name)
     frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
-    # From the folder of checkpoints, and from the checkpoint's own.
+    # From the directory of checkpoints, and from the checkpoint's own.
     train("--load", root, *frozen, "--save", tmp_path / "one", world_size=2)
     train("--load", root / "iter_0000001", *frozen, "--save", tmp_path / "other")
     expected = {
@@ -288,12 +288,12 @@ def test_a_run_of_ours_that_has_lost_its_state_is_damaged_all_the_same(tmp_path)
 
 
 def test_a_checkpoint_that_is_named_itself_is_the_one_that_is_loaded(saved, tmp_path):
-    """A folder without checkpoints means a fresh start; one that is a checkpoint has none in it."""
+    """A directory without checkpoints means a fresh start, but not one that is a checkpoint."""
     train("--load", saved / "iter_0000002", "--save", tmp_path / "again")
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
     told = refusal("--load", saved / "iter_0000002", "--ckpt-step", 2)
     assert told.startswith("ConfigError: --ckpt-step: expected a folder of checkpoints")
-    # Beside newer ones it is no place to go on from, as with --ckpt-step.
+    # Beside newer ones it is no place to continue from, as with --ckpt-step.
     assert "beyond iteration 2" in refusal("--load", saved / "iter_0000002", "--save", saved)
     shutil.copytree(saved, tmp_path / "damaged")
     (tmp_path / "damaged" / "iter_0000004" / "__0_0.distcp").write_bytes(b"")

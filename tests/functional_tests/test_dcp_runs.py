@@ -1,4 +1,4 @@
-"""Runs that begin with what an FSDP2 program has saved, and resume from what they save."""
+"""Runs that start with what an FSDP2 program has saved, and resume from what they save."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: what they say, and
-how they go on.
+how they continue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tests.functional_tests.helpers.runs import (
     flip_last_weight,
     pretrain,
     published,
-    refusal,
     train,
     trained,
 )
@@ -72,9 +71,9 @@ def test_where_all_checkpoints_are_damaged_there_is_an_error_and_no_fresh_start(
 def test_a_step_that_is_asked_for_and_damaged_is_an_error_though_others_are_whole(saved, tmp_path):
     root = shutil.copytree(saved, tmp_path / "saved")
     flip_last_weight(root / "iter_0000003", 0)
-    told = refusal("--load", root, "--ckpt-step", 3, world_size=2)
-    assert told.startswith(f"CheckpointError: Expected a checkpoint in {root}")
-    assert f"{root}/iter_0000003/__0_0.distcp" in told
+    for run in pretrain("--load", root, "--ckpt-step", 3, world_size=2):
+        assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root}")
+        assert f"{root}/iter_0000003/__0_0.distcp" in run.error
     # Whoever asks for it gets what is there.
     train("--load", root, "--ckpt-step", 3, "--no-verify-checkpoint", world_size=2)
 
@@ -133,7 +132,7 @@ def test_a_last_state_that_cannot_be_saved_is_the_runs_error(tmp_path, flags):
 
 
 def _block_first_save(patch: pytest.MonkeyPatch) -> None:
-    """The first save has read all that it writes, so that the training can go on, and ends once
+    """The first save has read all that it writes, so that the training can continue, and ends once
     another is due.
     """
     was_due, real_write, real_skip = threading.Event(), LocalStore.write, Saver.skip

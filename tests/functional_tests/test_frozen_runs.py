@@ -34,7 +34,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(shapes: Path, save: Path, *others: object) -> str:
-    """A run that resumes if its folder has a checkpoint. Returns the first rank's log."""
+    """A run that resumes if its directory has a checkpoint. Returns the first rank's log."""
     return run_ranks(2, run, flags(shapes, "--bf16", "--save", save, *others))[0]
 
 

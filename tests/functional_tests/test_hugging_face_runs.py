@@ -48,7 +48,7 @@ def run(argv: list[str], begun: str | None = None) -> str:
     """A run on this rank; returns its log.
 
     Args:
-        begun: a folder to save the weights in that the run begins with, in fp32.
+        begun: a directory to save the weights in that the run starts with, in fp32.
     """
     log, load = io.StringIO(), Resumer.load
 
@@ -135,7 +135,7 @@ def test_checkpoints_of_a_run_open_in_transformers_as_they_stand(transformers, f
         True,  # the last one of a run has it in any case
     ]
 
-    # What an export would make of it: the folder's tokenizer and generation config, too.
+    # What an export would make of it: the directory's tokenizer and generation config, too.
     assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     hf = runs / checkpoint_name(3) / "hf"
     assert digests(hf) == digests(out)
@@ -219,12 +219,12 @@ def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
         (runs / f"iter_000000{iteration}").rename(tmp_path / f"iter_000000{iteration}")
     (runs / "latest_checkpointed_iteration.txt").unlink()
 
-    # A relaunch before there is a checkpoint begins in the same way.
+    # A relaunch before there is a checkpoint starts in the same way.
     again = [*argv, "--metrics-jsonl", str(tmp_path / "again.jsonl")]
     assert f"loaded weights from {moved}" in run_ranks(2, run, again)[0]
     assert losses(tmp_path / "again.jsonl") == losses(tmp_path / "whole.jsonl")
 
-    # One that resumes needs no weights of the folder, on another number of ranks either.
+    # One that resumes needs no weights of the directory, on another number of ranks either.
     (moved / WEIGHTS_FILE).unlink()
     (runs / "iter_0000003").rename(tmp_path / "lost")
     (runs / "latest_checkpointed_iteration.txt").write_text("2\n")
@@ -246,7 +246,7 @@ def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
 
 
 def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, monkeypatch):
-    """From any folder, and relative paths are those of the run. The folder's config.json and
+    """From any directory, and relative paths are those of the run. The directory's config.json and
     weights may be gone; its tokenizer is the run's.
     """
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"

@@ -94,7 +94,7 @@ def train(argv: list[str]) -> Outcome:
 
 @pytest.fixture
 def work() -> Iterator[Path]:
-    """A folder without blanks in its path, which a script that quotes nothing cannot name."""
+    """A directory without blanks in its path, which a script that quotes nothing cannot name."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

@@ -70,7 +70,7 @@ def test_a_prepared_page_opens_without_errors_and_follows_the_pointer(tmp_path):
     page = tmp_path / "report.html"
     run_status.main([str(run.folder), "--html", str(page)])
 
-    # The policy refuses a script of the test, which is the only error.
+    # The policy rejects a script of the test, which is the only error.
     text = page.read_text().replace("</body>", f"<script>{HOVER}</script></body>")
     page.write_text(text)
     document, console = opened(page, tmp_path / "browser")

@@ -82,7 +82,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
 
 
 def preprocess_chats(lines: Path, tokenizer: Path, folder: Path) -> str:
-    """Writes files of conversations in a folder. Returns their prefix."""
+    """Writes files of conversations in a directory. Returns their prefix."""
     argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
     argv += ["--tokenizer-model", tokenizer, "--workers", 2]
     with contextlib.redirect_stdout(io.StringIO()):

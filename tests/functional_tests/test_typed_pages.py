@@ -34,13 +34,13 @@ class Shell:
     def __init__(self, terminal: Terminal, scripts: Path) -> None:
         """
         Args:
-            scripts: a folder for what is typed.
+            scripts: a directory for what is typed.
         """
         self._terminal = terminal
         self._scripts = scripts
         self._numbers = itertools.count(1)
         self._end = ""  # what is printed when the block typed last is over
-        self._start = 0  # where its output begins
+        self._start = 0  # where its output starts
         # No prompts and no echo: what is read back is what commands print.
         self._type("PS1= PS2=; stty -echo")
         self._type(f'trap \'echo "{FAILED[:2]}""{FAILED[2:]} $BASH_COMMAND"\' ERR')
@@ -79,7 +79,7 @@ class Shell:
 
 
 class Desk:
-    """Two terminals in one folder, and what was left running in the first."""
+    """Two terminals in one directory, and what was left running in the first."""
 
     def __init__(self, first: Shell, second: Shell) -> None:
         self._first = first

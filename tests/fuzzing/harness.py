@@ -114,7 +114,7 @@ class Outcome:
 
 
 class Worker:
-    """The process, and the folder that it reads in."""
+    """The process, and the directory that it reads in."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Worker:
         self._warm: set[str] = set()  # targets that this process has read once
 
     def make(self, target: str) -> dict[str, bytes]:
-        """The intact files of a target, by their paths in its folder."""
+        """The intact files of a target, by their paths in its directory."""
         if target not in self._intact:
             folder = self._emptied(target)
             request = {"action": "make", "target": target, "folder": str(folder)}
@@ -154,7 +154,7 @@ class Worker:
         return self._values[target]
 
     def read(self, target: str, files: Files) -> Outcome:
-        """Has the process read a folder of these files."""
+        """Has the process read a directory of these files."""
         self._warm_up(target)
         return self._read(target, files, "read")
 

@@ -47,7 +47,7 @@ _PROGRAMS = [
 
 
 def program(draw: st.DrawFn, content: bytes) -> bytes:
-    """A pickle with something else where an opcode begins, or with opcodes moved."""
+    """A pickle with something else where an opcode starts, or with opcodes moved."""
     try:
         begins = [place for _, _, place in pickletools.genops(content) if place is not None]
     except Exception:  # it has been damaged before

@@ -123,7 +123,7 @@ class Net(nn.Module):
 
 
 class Run(Target):
-    """`--load` of a folder of checkpoints."""
+    """`--load` of a directory of checkpoints."""
 
     errors = (CheckpointError, ConfigError)
 

@@ -1,8 +1,8 @@
-"""Hostile files, wherever a load or a data set reads one: each is refused by name, or loaded.
+"""Hostile files, wherever a load or a data set reads one: each is rejected by name, or loaded.
 
 An example ends in an error that the reader names, or in a load. It takes bounded time and memory,
-runs nothing, changes nothing outside of its folder, and an error leaves model and optimizer as they
-were. What is loaded are the same bits wherever a checksum covers them:
+runs nothing, changes nothing outside of its directory, and an error leaves model and optimizer as
+they were. What is loaded are the same bits wherever a checksum covers them:
 
     run         all of it, unless somebody has computed the digests anew
     torch_dcp   the data, which has the CRC-32 of torch.save; `.metadata` and train state have none

@@ -41,7 +41,7 @@ _FORBIDDEN = tuple(
         "socket. subprocess. sys.setprofile sys.settrace urllib. webbrowser."
     ).split()
 )
-# Allowed in the example's own folder alone.
+# Allowed in the example's own directory alone.
 _CHANGES = tuple(
     ("os.link os.mkdir os.remove os.rename os.rmdir os.symlink os.truncate os.utime").split()
 )
@@ -191,7 +191,7 @@ def read(
     logged = _Warnings()
     logging.getLogger("megatron").addHandler(logged)
     out, err = io.StringIO(), io.StringIO()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, begun = _status_bytes("VmRSS"), time.monotonic()
 
     outcome: dict[str, Any] = {"error": None, "message": "", "causes": [], "value": None}

@@ -160,7 +160,7 @@ def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
 
 
 def blob_span(folder: Path, tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
-    """Where the blob of a chunk, or plain data, begins in its file and where it ends."""
+    """Where the blob of a chunk, or plain data, starts in its file and where it ends."""
     if tensor.key in read_index(folder).plain:
         return chunk.offset, chunk.offset + tensor.nbytes
     begin, nbytes = blob_place(tensor, chunk)

@@ -131,7 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def begin_texts(folder: Path, token: int = 3) -> int:
-    """Has the tokenizer of a folder put a token before every text, as Llama's does. Returns it."""
+    """Has the tokenizer of a directory start every text with a token, as Llama's. Returns it."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     name = backend.id_to_token(token)
     backend.post_processor = processors.TemplateProcessing(

@@ -119,7 +119,7 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def random_delays(seed: int) -> Iterator[None]:
-    """While open, what runs beside the host begins after random pauses: work on lanes, and on a
+    """While open, what runs beside the host starts after random pauses: work on lanes, and on a
     device's streams.
     """
     with ExitStack() as stack:

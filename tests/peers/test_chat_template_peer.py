@@ -206,7 +206,7 @@ BY_HAND: dict[tuple[str, str], list[str]] = {
 
 
 class Peer:
-    """A folder with a tokenizer, and what transformers makes of the conversations with it."""
+    """A directory with a tokenizer, and what transformers makes of the conversations with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -33,7 +33,7 @@ class Script(NamedTuple):
     """A block of Python."""
 
     page: str
-    line: int  # that the block begins behind
+    line: int  # that the block starts behind
     text: str
 
     @property

@@ -86,7 +86,7 @@ class Environment:
         pip("--python", self.python, *arguments)
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """From an empty folder, with no other path of Python's."""
+        """From an empty directory, with no other path of Python's."""
         return subprocess.run(
             list(map(str, command)),
             capture_output=True,

@@ -25,7 +25,7 @@ def script(path: Path, content: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Path:
-    """A machine with nothing but what a test puts into the folder, which is its PATH."""
+    """A machine with nothing but what a test puts into the directory, which is its PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

@@ -1,8 +1,8 @@
 """Jobs of `pretrain_gpt.py` that are started as a user starts them, disturbed, and looked at from
 outside.
 
-A job has a folder: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with all
-that it printed.
+A job has a directory: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with
+all that it printed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def torchrun(*flags: str, num_ranks: int = 2) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job leaves in its folder, while it runs and after."""
+    """What a job leaves in its directory, while it runs and after."""
 
     folder: Path
 

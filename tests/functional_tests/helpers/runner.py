@@ -1,7 +1,7 @@
 """Runs the recipes in `test_cases/`: whole runs of `pretrain_gpt.py`, held against golden losses
 and each other.
 
-A recipe is a folder with `config.yaml` (below) and `golden.json`: for each world size (dropout
+A recipe is a directory with `config.yaml` (below) and `golden.json`: for each world size (dropout
 draws other masks on other ranks) the losses by iteration and the evaluations at the end.
 
     kind: resume            # regular | resume | reshard | offload-parity
@@ -48,7 +48,7 @@ RUN_TIMEOUT = 300.0  # seconds
 
 @dataclass(frozen=True)
 class Recipe:
-    """A test case as its folder describes it."""
+    """A test case as its directory describes it."""
 
     name: str
     kind: str
