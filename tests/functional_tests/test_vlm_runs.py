@@ -306,6 +306,6 @@ def test_settings_that_do_not_fit_are_one_clear_error(shapes: Path) -> None:
     def refusals() -> list[str]:
         return [refusal(program.run, argv) for program, argv in runs]
 
-    expected = [*REFUSED.values(), "trained by pretrain_gpt.py", "pretrain_vlm.py trains it"]
+    expected = [*REFUSED.values(), "trained by pretrain_gpt.py", "which pretrain_vlm.py trains"]
     for told, part in zip(run_ranks(1, refusals)[0], expected, strict=True):
         assert part in told
