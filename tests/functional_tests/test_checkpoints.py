@@ -1,4 +1,4 @@
-"""What loading a run's checkpoint honours, and what it rejects: whole runs of `pretrain_gpt.py`, on
+"""Which flags loading a checkpoint honours and rejects: whole runs of `pretrain_gpt.py`, on
 one rank.
 """
 
@@ -336,7 +336,7 @@ def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
         told = refusal("--load", copy)
         assert told.startswith("CheckpointError: ")
         assert "train_state.json" in told
-    # What is replaced by this run's own, or not asked for, need not be right.
+    # Values that this run replaces or does not request may be wrong.
     state_file.write_text(json.dumps(whole | {"schedule": {"peak": "1e-2"}}))
     train("--load", copy, "--override-opt-param-scheduler", "--train-iters", 5)
     state_file.write_text("[")

@@ -1,4 +1,4 @@
-"""Runs that start with what an FSDP2 program has saved, and resume from what they save."""
+"""Runs that start from a checkpoint of an FSDP2 program, and resume from their checkpoints."""
 
 from __future__ import annotations
 

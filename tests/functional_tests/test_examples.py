@@ -21,7 +21,7 @@ def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True), "it learns, and goes on from what it has loaded"
+    assert losses == sorted(losses, reverse=True), "it learns, and continues from its checkpoint"
     assert (tmp_path / "weights" / WEIGHTS_FILE).exists()
     assert (tmp_path / "step" / "published.json").exists()
 

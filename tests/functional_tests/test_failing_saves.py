@@ -1,4 +1,4 @@
-"""Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: what they say, and
+"""Runs of `pretrain_gpt.py` whose checkpoints are damaged, or cannot be saved: their messages, and
 how they continue.
 """
 
@@ -74,7 +74,7 @@ def test_a_step_that_is_asked_for_and_damaged_is_an_error_though_others_are_whol
     for run in pretrain("--load", root, "--ckpt-step", 3, world_size=2):
         assert run.error.startswith(f"CheckpointError: Expected a checkpoint in {root}")
         assert f"{root}/iter_0000003/__0_0.distcp" in run.error
-    # Whoever asks for it gets what is there.
+    # With the flag, the damaged checkpoint is loaded.
     train("--load", root, "--ckpt-step", 3, "--no-verify-checkpoint", world_size=2)
 
 

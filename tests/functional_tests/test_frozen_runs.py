@@ -39,7 +39,7 @@ def train(shapes: Path, save: Path, *others: object) -> str:
 
 
 def loaded(shapes: Path, folder: Path, *others: object) -> dict[str, torch.Tensor]:
-    """What a run has loaded, before its first step."""
+    """The tensors that a run has loaded, before its first step."""
     run_ranks(2, save_what_is_loaded, flags(shapes, "--bf16", *others), str(folder))
     return tensors_of(folder, "loaded")
 

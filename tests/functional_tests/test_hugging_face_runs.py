@@ -69,7 +69,7 @@ def flags(folder: Path, *others: object) -> list[str]:
 
 
 def cross_entropy(transformers: Any, folder: Path) -> float:
-    """What the library computes of a run's first global batch."""
+    """The library's loss for a run's first global batch."""
     config = parse_config(flags(folder), world_size=1)
     tokens = build_tokenizer(config.tokenizer).vocab_size
     data = build_gpt_datasets(config.data, (4, 0, 0), tokens, config.training.seed).train
@@ -135,7 +135,7 @@ def test_checkpoints_of_a_run_open_in_transformers_as_they_stand(transformers, f
         True,  # the last one of a run has it in any case
     ]
 
-    # What an export would make of it: the directory's tokenizer and generation config, too.
+    # As an export writes it: the directory's tokenizer and generation config, too.
     assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     hf = runs / checkpoint_name(3) / "hf"
     assert digests(hf) == digests(out)

@@ -117,7 +117,7 @@ PLACES = {
 
 
 def interrupted(place: Callable[..., None], *flags: str, again: bool = False) -> tuple[int, str]:
-    """Types Ctrl-C when a run has come to a place. Returns (exit code, what was printed).
+    """Types Ctrl-C when a run has come to a place. Returns (exit code, output).
 
     Args:
         again: whether it is typed until the run ends.

@@ -1,4 +1,4 @@
-"""Runs of a tiny mixture of experts: what they report, and that they resume to the bit."""
+"""Runs of a tiny mixture of experts: their reports, and that they resume to the bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DENSE = {"loss", "grad_norm", "learning_rate", "iteration", "consumed_samples", 
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Of the training steps, without what is measured."""
+    """Of the training steps, without measurements."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: value for name, value in record.items() if name not in MEASURED}

@@ -1,4 +1,4 @@
-"""Runs that are told to leave: SIGUSR1, a grace period, and what is saved in it."""
+"""Runs that are told to leave: SIGUSR1, a grace period, and the save in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def preempt(job: Job, launcher: list[str], *flags: str) -> int:
 
 
 def end_of(job: Job) -> dict:
-    """The one event that says how a run has ended."""
+    """The exit event of a run."""
     (end,) = job.events("exit")
     return end
 
@@ -61,6 +61,8 @@ def test_a_run_whose_grace_period_is_over_leaves_without_saving_and_says_so(tmp_
     assert preempt(job, ALONE, "--exit-signal-grace-seconds", "0.001") == 76
     end = end_of(job)
     assert (end["code"], end["name"]) == (76, "PREEMPTED_UNSAVED")
+    (received,) = job.events("signal")
+    assert (received["signal"], received["rank"]) == ("SIGUSR1", 0)
     assert re.search(r"grace-seconds 0\.001|the 0\.001 s after SIGUSR1 are over", end["reason"])
     assert end["iteration"] not in [event["iteration"] for event in job.events("save_published")]
     assert end["reason"] in job.log
@@ -82,10 +84,6 @@ def test_a_save_is_held_against_the_grace_period_by_what_saves_have_taken(
         assert ("a save takes longer than the rest" in reason) == (code == 76)
     received = rf"{number.name} was received by rank 1 .* time of a save: {save_seconds} s"
     assert re.search(received, outcomes[1][2])
-    (event,) = job.events("signal")
-    assert (event["signal"], event["rank"]) == (number.name, 1)
-    end = end_of(job)
-    assert (end["code"], end["reason"]) == (code, outcomes[0][1])
     assert latest_iteration(open_store(job.saved)) == newest
     assert '"eval"' not in (tmp_path / "metrics.jsonl").read_text(), "it does not evaluate first"
 

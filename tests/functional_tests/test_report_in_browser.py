@@ -37,7 +37,7 @@ svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width
 
 
 def opened(page: Path, home: Path) -> tuple[str, list[str]]:
-    """(the document after its script has run, what was written to the console)."""
+    """(the document after its script has run, the lines of the console)."""
     command = [str(BROWSER), *QUIET, f"--user-data-dir={home}", "--dump-dom", f"file://{page}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr

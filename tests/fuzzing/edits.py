@@ -28,7 +28,7 @@ def _edited(draw: st.DrawFn, content: bytes) -> bytes:
     """One change of a few bytes or a range."""
     size = len(content)
     at = draw(st.integers(0, max(0, size - 1)))
-    # Headers and ends of files say more than what lies between them.
+    # Headers and ends of files matter more than the bytes between them.
     at = pick(draw, [at, at % 64, max(0, size - 1 - at % 256)])
     length = min(draw(_LENGTHS), size - at)
     kind = pick(
@@ -65,7 +65,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
-# Text of numbers and words: JSON and what is like it.
+# Text of numbers and words, such as JSON.
 
 _VALUES = [
     *("null", "true", "false", '""', "[]", "{}", "0", "-1", "1", "2", "3", "7", "0.5", "-0.0"),

@@ -1,4 +1,4 @@
-"""Reads prepared files in a process of its own, and says what has come of it.
+"""Reads prepared files in a separate process, and returns the outcome.
 
     worker = Worker(folder)
     files = worker.make("run")                                # intact ones, as bytes by name
@@ -37,7 +37,7 @@ _MOMENT = 1_700_000_000
 
 
 class Place(Enum):
-    """What stands in the place of a file instead of one."""
+    """A replacement of a file."""
 
     MISSING = "no file"
     NOTHING = "nothing"
@@ -53,16 +53,16 @@ Files: TypeAlias = Mapping[str, bytes | Place]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has come of one example.
+    """The outcome of one example.
 
     Attributes:
-        value: what was loaded; None if an error was raised.
+        value: the loaded value; None if an error was raised.
         error: the kind of error; None for a value.
         is_expected: whether it is an error that the target may raise.
         message, causes, where: of the error.
-        events: what the process has done besides computing, and must not.
-        warnings, out, err: what was logged and printed.
-        is_touched: whether what a load works on is no longer what it was.
+        events: forbidden system calls of the process.
+        warnings, out, err: log and output.
+        is_touched: whether the state that a load changes has changed.
         death: how the process ended, if it did.
     """
 
@@ -82,7 +82,7 @@ class Outcome:
     death: str | None = None
 
     def problems(self) -> list[str]:
-        """What no file may bring about, whatever is in it."""
+        """Effects that no file may have, with any content."""
         found = [f"the process did {event}" for event in self.events]
         if self.death is not None:
             found.append(self.death)
@@ -133,7 +133,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._intact: dict[str, dict[str, bytes]] = {}  # by target
-        self._values: dict[str, Any] = {}  # what is loaded of them
+        self._values: dict[str, Any] = {}  # the value of each
         self._warm: set[str] = set()  # targets that this process has read once
 
     def make(self, target: str) -> dict[str, bytes]:
@@ -149,7 +149,7 @@ class Worker:
         return dict(self._intact[target])
 
     def value(self, target: str) -> Any:
-        """What is loaded of the intact files."""
+        """The value loaded from the intact files."""
         self._warm_up(target)
         return self._values[target]
 
@@ -159,7 +159,7 @@ class Worker:
         return self._read(target, files, "read")
 
     def _warm_up(self, target: str) -> None:
-        """Has a new process read what is intact, twice: it imports what it needs."""
+        """Has a new process read the intact files, twice, so that it imports all it needs."""
         if target in self._warm:
             return
         files = self.make(target)

@@ -78,7 +78,7 @@ _JUNK: list[Any] = [
 
 
 def metadata(draw: st.DrawFn, content: bytes) -> bytes:
-    """DCP's metadata with something else in a field: what is announced, where it lies."""
+    """DCP's metadata with another value in a field: sizes, dtypes, offsets."""
     found = pickle.loads(content)
     for _ in range(pick(draw, [1, 1, 2])):
         if found.state_dict_metadata and found.storage_data:

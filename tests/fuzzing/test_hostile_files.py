@@ -2,7 +2,7 @@
 
 An example ends in an error that the reader names, or in a load. It takes bounded time and memory,
 runs nothing, changes nothing outside of its directory, and an error leaves model and optimizer as
-they were. What is loaded are the same bits wherever a checksum covers them:
+they were. The loaded bits are the same wherever a checksum covers them:
 
     run         all of it, unless somebody has computed the digests anew
     torch_dcp   the data, which has the CRC-32 of torch.save; `.metadata` and train state have none
@@ -47,7 +47,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 def problems(worker: Worker, target: str, variant: Variant, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome."""
+    """The errors in an outcome."""
     found = outcome.problems()
     if outcome.nbytes > MOST_BYTES:
         found.append(f"it took {outcome.nbytes >> 20} MiB")
@@ -68,7 +68,7 @@ def _is_read_into_place(target: str, variant: Variant) -> bool:
 
 
 def _differences(worker: Worker, target: str, variant: Variant, outcome: Outcome) -> list[str]:
-    """Whether what was loaded may differ from what was saved."""
+    """Whether the loaded state may differ from the saved one."""
     intact, value = worker.value(target), outcome.value
     if value == intact:
         return []

@@ -154,7 +154,7 @@ def read_manifest(folder: Path, rank: int) -> Manifest:
 
 
 def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
-    """What a rank has written, in the order of its file."""
+    """The chunks that a rank has written, in the order of its file."""
     chunks = read_index(folder).chunks_by_rank[rank]
     return sorted(chunks, key=lambda each: each[1].offset)
 
@@ -183,5 +183,5 @@ def install_param_groups(
     names: Mapping[torch.Tensor, Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
 ) -> None:
-    """What a load does with saved parameter groups, whether or not it does something in between."""
+    """Installs saved parameter groups as a load does."""
     install_options(optimizer, match_param_groups(optimizer, names, saved))

@@ -29,7 +29,7 @@ _SIZES = {
 
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-# What the config of each says besides the sizes. The first word is the library's name of its class.
+# The config of each without the sizes. The first word is the library's name of its class.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "llama, tied": {"tie_word_embeddings": True},

@@ -27,7 +27,7 @@ from tests.peers.helpers.peer_runs import run_with_peers
 pytestmark = pytest.mark.peer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-# Special tokens of all families: what the answers of unmarked templates end with among them.
+# Special tokens of all families, including those that end the answers of unmarked templates.
 CONTROL = [
     *("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>"),
     *("<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|start_header_id|>"),

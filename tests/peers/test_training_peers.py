@@ -27,7 +27,7 @@ def of_sides(sides: Sequence[Side], **settings: Any) -> dict[str, Case]:
 
 
 def of_settings(settings: Mapping[str, Settings]) -> dict[str, Case]:
-    """What a program may choose besides the engine and the optimizer."""
+    """Settings of a program besides the engine and the optimizer."""
     return {name: (side(*HALF, **own), side(*REFERENCE, **own)) for name, own in settings.items()}
 
 

@@ -63,7 +63,7 @@ def scripts_in(page: str, text: str) -> list[Script]:
 
 
 def run(script: Script, folder: Path) -> None:
-    """AssertionError, with what it printed, unless the script succeeds on all its ranks."""
+    """AssertionError with the output unless the script succeeds on all its ranks."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     count = script.num_ranks

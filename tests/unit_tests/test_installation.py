@@ -1,6 +1,4 @@
-"""The wheel, and what becomes of it beside a megatron-core: real installations by pip, without a
-network.
-"""
+"""The wheel, alone and with a megatron-core: real installations by pip, without a network."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def megatron_core(folder: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment of its own, which has nothing but what is installed here."""
+    """A separate virtual environment without other packages."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, symlinks=True)
@@ -208,7 +206,7 @@ def run_alone(statement: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(statement: str) -> str:
-    """The last line of what a program without packages writes to stderr."""
+    """The last line on stderr of a program without packages."""
     return run_alone(statement).stderr.rstrip("\n").rpartition("\n")[2]
 
 

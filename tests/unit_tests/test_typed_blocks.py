@@ -1,4 +1,4 @@
-"""What a page of typed commands says, and how loosely its output is compared."""
+"""The blocks of a page of typed commands, and the loose comparison of its output."""
 
 from __future__ import annotations
 

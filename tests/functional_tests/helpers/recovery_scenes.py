@@ -51,7 +51,7 @@ def torchrun(*flags: str, num_ranks: int = 2) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job leaves in its directory, while it runs and after."""
+    """The output of a job in its directory, during and after the run."""
 
     folder: Path
 

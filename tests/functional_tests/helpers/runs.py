@@ -1,4 +1,4 @@
-"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, what they leave."""
+"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, their output."""
 
 from __future__ import annotations
 

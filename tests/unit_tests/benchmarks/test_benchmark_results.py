@@ -1,4 +1,4 @@
-"""benchmarks/helpers: what a benchmark found, how it is timed and handed over."""
+"""benchmarks/helpers: results of a benchmark, its timing, its output."""
 
 from __future__ import annotations
 
