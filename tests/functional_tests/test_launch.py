@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,22 +86,13 @@ LONG = "--train-iters 100000 --log-interval 1 --eval-iters 0 --exit-signal-handl
 
 
 @contextmanager
-def running(launcher: list[str], *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in the background that has shown that it trains, or saved, whichever `--save-interval`
-    asks for.
-    """
-    sign = "saved checkpoint" if "--save-interval" in flags else "| lm loss"
-    command = [*launcher, "pretrain_gpt.py", *SETTINGS, *flags]
+def running(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A run on two ranks in the background that has shown that it trains."""
+    command = [*TORCHRUN, "pretrain_gpt.py", *SETTINGS, *flags]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
     ) as process:
-        deadline = time.monotonic() + TIMEOUT
-        for line in process.stdout:
-            assert time.monotonic() < deadline
-            if sign in line:
-                break
-        else:
-            pytest.fail("the run ended before it trained")
+        assert any("| lm loss" in line for line in process.stdout), "it ended before it trained"
         yield process
         process.kill()
 
@@ -114,37 +103,12 @@ def test_sigterm_to_everybody_leaves_the_ranks_their_data_workers_and_saves(tmp_
     loaders included.
     """
     flags = [*LONG, "--num-workers", "2", "--save", str(tmp_path)]
-    with running(TORCHRUN, *flags) as process:
+    with running(*flags) as process:
         assert all(len(_children(worker)) >= 2 for worker in _children(process.pid))
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=TIMEOUT)
     assert "SIGTERM was received" in rest
     assert latest_iteration(open_store(tmp_path)) > 0
-
-
-@pytest.mark.wide  # test_recovery.py does the same, restarted by torchrun
-def test_a_rank_that_is_killed_costs_no_more_than_the_iterations_since_the_last_checkpoint(
-    tmp_path,
-):
-    """The run is killed, started again by the same command, and its losses are the uninterrupted
-    run's.
-    """
-    flags = "--train-iters 30 --lr-decay-iters 30 --eval-iters 0 --save-interval 10".split()
-    whole = tmp_path / "whole.jsonl"
-    saving = ["--save", str(tmp_path / "whole"), "--metrics-jsonl", str(whole)]
-    assert run(TORCHRUN, *SETTINGS, *flags, *saving).returncode == 0
-    killed = tmp_path / "killed.jsonl"
-    saved = str(tmp_path / "run")
-    same = [*flags, "--save", saved, "--load", saved, "--metrics-jsonl", str(killed)]
-    with running(TORCHRUN, *same) as process:
-        os.kill(_children(process.pid)[0], signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT)
-    assert process.returncode != 0
-    done = run(TORCHRUN, *SETTINGS, *same)
-    assert done.returncode == 0, done.stderr
-    assert "loaded checkpoint" in done.stdout
-    assert losses(killed) == losses(whole)
-    assert len(losses(whole)) == 30
 
 
 def _children(pid: int) -> list[int]:

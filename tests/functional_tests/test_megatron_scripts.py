@@ -151,8 +151,9 @@ def arguments_of(script: Path) -> list[str]:
     return [line.strip("'") for line in lines[lines.index("pretrain_gpt.py") + 1 :]]
 
 
-@pytest.mark.parametrize("form", [as_array, as_quoted_elements, as_string])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "form"), zip(SCRIPTS, [as_array, as_quoted_elements, as_string], strict=True)
+)
 def test_a_rewritten_script_means_what_the_message_asks_for(script, form, work, capsys):
     flags = flags_of(script, work)
     tokenizer = str(work / "tokenizer.json")

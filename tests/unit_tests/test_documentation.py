@@ -162,16 +162,3 @@ def test_blocks_share_nothing_and_errors_have_their_line(tmp_path: Path) -> None
     run(first, tmp_path)
     with pytest.raises(AssertionError, match=r'(?s)"docs/some\.md", line 15.*NameError'):
         run(second, tmp_path)
-
-
-def test_a_script_has_no_process_group_but_the_ranks_of_its_command(tmp_path: Path) -> None:
-    lines = (
-        "# torchrun --nproc-per-node 2 script.py",
-        "import os, torch.distributed as dist",
-        "assert not dist.is_initialized()",
-        "assert os.environ['WORLD_SIZE'] == '2'",
-        "open('rank' + os.environ['RANK'], 'w').close()",
-    )
-    run(Script("docs/some.md", 0, "\n".join(lines)), tmp_path)
-    assert (tmp_path / "rank0").exists()
-    assert (tmp_path / "rank1").exists()

@@ -96,7 +96,3 @@ def test_without_an_accelerator_a_full_run_of_them_is_refused(
     monkeypatch.setattr(command, "machine", lambda: {"accelerator": None})
     assert command.main([name]) == 2
     assert name in capsys.readouterr().err
-
-
-def test_the_benchmarks_that_need_an_accelerator_are_these() -> None:
-    assert NAMES == ["gpu_step", "lanes"]
