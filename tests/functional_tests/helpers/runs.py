@@ -37,17 +37,18 @@ SETTINGS = [
 ]
 
 
-def environment() -> dict[str, str]:
-    """This process's, without the ranks of a torchrun that the tests may run under."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, without the variables of a torchrun that the tests may run under."""
+    launchers = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ SLURM_".split())
+    own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return {**own, "OMP_NUM_THREADS": "1", **variables}
 
 
 def execute(
     command: Sequence[str], timeout: float = TIMEOUT, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end; in the repository, unless a test says otherwise."""
-    env = {**environment(), **variables}
+    env = environment(**variables)
     return subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
     )
