@@ -26,13 +26,9 @@ CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 FAST_TESTS = ROOT / "tests" / "fast_tests.txt"
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 
-SIDE_BY_SIDE = [
-    "--numprocesses",
-    "2",
-    "--dist",
-    "loadfile",
-    "--no-loadscope-reorder",
-]  # as the Makefile's
+SIDE_BY_SIDE = (
+    "--numprocesses 2 --dist loadfile --no-loadscope-reorder".split()
+)  # as the Makefile's
 
 # torch decides which triton it runs with; its CPU builds leave that open.
 FOLLOWS_TORCH = ("torch", "triton")
@@ -128,15 +124,8 @@ def install(pair: Pair, python: str, folder: Path) -> Path:
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     constraints_path = folder / "constraints.txt"
     constraints_path.write_text(constraints)
-    command = [
-        str(environment_python),
-        *PIP,
-        "install",
-        "--constraint",
-        str(constraints_path),
-        "--editable",
-        ".[dev]",
-    ]
+    install_us = ["install", "--constraint", str(constraints_path), "--editable", ".[dev]"]
+    command = [str(environment_python), *PIP, *install_us]
     subprocess.run(command, cwd=ROOT, check=True)
     stamp.write_text(made_from)
     return environment_python
@@ -166,9 +155,7 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
         check=False,
     )
     if result.returncode:
-        last_line = (
-            result.stderr.strip().splitlines() or [f"Python ended with {result.returncode}"]
-        )[-1]
+        *_, last_line = ["no message", *result.stderr.strip().splitlines()]
         return False, f"torch could not be imported, {last_line}"
     described = result.stdout.strip()
     if not described.startswith(pair.torch):

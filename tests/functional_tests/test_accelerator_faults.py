@@ -54,9 +54,7 @@ class Fault(NamedTuple):
 HANGS = (int(ExitCode.HANG), int(ExitCode.HANG))
 FAULTS = {
     "killed in backward": Fault(
-        "kill:rank=1,step=3,at=backward",
-        (int(ExitCode.LOST_RANK), -signal.SIGKILL),
-        EventKind.LOST,
+        "kill:rank=1,step=3,at=backward", (int(ExitCode.LOST_RANK), -signal.SIGKILL), EventKind.LOST
     ),
     "hangs in forward": Fault("hang:rank=1,step=4,at=forward", HANGS, EventKind.HANG),
     "hangs in evaluation": Fault("hang:rank=1,step=3,at=evaluate", HANGS, EventKind.HANG),

@@ -1,4 +1,4 @@
-"""Runs that begin with what an FSDP2 program has saved, and resume from what they save."""
+"""Runs that start from a checkpoint of an FSDP2 program, and resume from their checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hybrid.checkpoint import command as checkpoint
-from tests.functional_tests.helpers.runs import losses, pretrain, published
+from tests.functional_tests.helpers.runs import losses, published, refusal, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.titan_llama import Sizes, own, trained_llama, windows_of
 
@@ -38,16 +38,11 @@ def test_a_run_begins_with_the_folder_once_and_then_goes_on_with_its_own_checkpo
 ):
     begins = [*MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE]
     whole, parts, runs = (tmp_path / name for name in ("whole.jsonl", "parts.jsonl", "runs"))
-    first = pretrain(*begins, "--metrics-jsonl", whole, world_size=2)[0]
-    assert not first.error
-    assert f"{LOADED} {saved}" in first.log
+    assert f"{LOADED} {saved}" in train(*begins, "--metrics-jsonl", whole, world_size=2)
 
     again = [*begins, "--save", runs, "--save-interval", 2, "--metrics-jsonl", parts]
-    stopped = pretrain(*again, "--exit-interval", 2, world_size=2)[0]
-    assert LOADED in stopped.log
-    resumed = pretrain(*again, world_size=2)[0]
-    assert not resumed.error
-    assert LOADED not in resumed.log
+    assert LOADED in train(*again, "--exit-interval", 2, world_size=2)
+    assert LOADED not in train(*again, world_size=2)
     assert published(runs) == ["iter_0000002", "iter_0000004"]
     assert losses(parts) == losses(whole)
 
@@ -58,22 +53,19 @@ def test_an_imported_checkpoint_is_loaded_as_any_with_its_moments(saved, tmp_pat
     argv = ["import", str(saved), str(root), "--dcp-key-map", str(TABLE), *heads]
     assert checkpoint.main(argv) == 0
 
-    pretrain(
-        *MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE, "--metrics-jsonl", direct, world_size=2
-    )
-    run = pretrain(*MODEL, "--load", root, "--metrics-jsonl", imported, world_size=2)[0]
-    assert not run.error
-    assert "this run begins after iteration 0 and 0 samples" in run.log
+    begins = [*MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE]
+    train(*begins, "--metrics-jsonl", direct, world_size=2)
+    train(*MODEL, "--load", root, "--metrics-jsonl", imported, world_size=2)
     assert losses(imported) == losses(direct)
 
     # Weights alone take other first steps.
     alone = tmp_path / "c.jsonl"
-    pretrain(*MODEL, "--load", root, "--finetune", "--metrics-jsonl", alone, world_size=2)
+    train(*MODEL, "--load", root, "--finetune", "--metrics-jsonl", alone, world_size=2)
     assert losses(alone)[1] == losses(direct)[1]
     assert losses(alone)[2] != losses(direct)[2]
 
 
 def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):
     flags = [*MODEL, "--make-vocab-size-divisible-by", "8"]
-    run = pretrain(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)[0]
-    assert "vocabulary has 31 rows and this model's 32, which --vocab-size" in run.error
+    told = refusal(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)
+    assert "vocabulary has 31 rows and this model's 32, which --vocab-size" in told

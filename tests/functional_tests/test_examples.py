@@ -4,56 +4,34 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.training.checkpoint.hf_layout import WEIGHTS_FILE
-from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
+from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, execute
 from tests.helpers.doc_commands import bash_blocks
 
 
 def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
-    command = [
-        *TORCHRUN,
-        "examples/train_hugging_face.py",
-        "--output",
-        str(tmp_path),
-        "--steps",
-        "3",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    arguments = ["--output", str(tmp_path), "--steps", "3"]
+    command = [sys.executable, "examples/train_hugging_face.py", *arguments]
+    done = execute(command, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True), "it learns, and goes on from what it has loaded"
+    assert losses == sorted(losses, reverse=True), "it learns, and continues from its checkpoint"
     assert (tmp_path / "weights" / WEIGHTS_FILE).exists()
     assert (tmp_path / "step" / "published.json").exists()
 
 
 @pytest.mark.wide
 def test_the_proxy_goes_from_its_pictures_to_its_accuracy_in_one_command(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "examples/qwen3_5_vl_proxy/run.py"),
-            *("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")),
-            *("--pictures", "200", "--iterations", "32", "--questions", "4"),
-        ],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=2 * TIMEOUT,
-    )
+    command = [sys.executable, "examples/qwen3_5_vl_proxy/run.py"]
+    command += ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")]
+    command += "--pictures 200 --iterations 32 --questions 4".split()
+    done = execute(command, 2 * TIMEOUT)
     assert done.returncode == 0, done.stderr
     for iteration in (10, 12):
         assert f"resumed at iteration {iteration}: the losses are those" in done.stdout
@@ -69,14 +47,8 @@ def test_the_commands_for_fine_tuning_run_as_they_stand(tmp_path):
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     blocks = bash_blocks(ROOT / "docs" / "fine-tuning.md")
     assert len(blocks) == 8
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
-        cwd=tmp_path,
-        env={**environment(), "PYTHONPATH": str(tmp_path), "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=2 * TIMEOUT,
-    )
+    bash = ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)]
+    done = execute(bash, 2 * TIMEOUT, tmp_path, PYTHONPATH=str(tmp_path), PATH=path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"lm loss: (\d+\.\d+E[+-]\d+)", done.stdout)]
     assert len(losses) == 6, "two of each training that logs, and its validation"

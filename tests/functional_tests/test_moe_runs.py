@@ -1,4 +1,4 @@
-"""Runs of a tiny mixture of experts: what they report, and that they resume to the bit."""
+"""Runs of a tiny mixture of experts: their reports, and that they resume to the bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.spec import Balancing, ModelSpec, MoeSpec
 from megatron.training.arguments import parse_config
 from megatron.training.engines import ModuleEngine, build_engine
 from megatron_hybrid.pretrain_gpt import forward_step_of
-from tests.functional_tests.helpers.runs import SETTINGS, pretrain
+from tests.functional_tests.helpers.runs import SETTINGS, losses, train
 from tests.helpers.ranks import on_ranks, run_ranks
 
 MOE = [
@@ -39,7 +39,7 @@ DENSE = {"loss", "grad_norm", "learning_rate", "iteration", "consumed_samples", 
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Of the training steps, without what is measured."""
+    """Of the training steps, without measurements."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: value for name, value in record.items() if name not in MEASURED}
@@ -51,8 +51,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_a_run_reports_losses_and_loads_and_resumes_with_its_expert_biases(tmp_path: Path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     logged = [*MOE, "--moe-per-layer-logging", "--log-interval", "1", "--log-format", "long"]
-    (run, _) = pretrain(*logged, "--metrics-jsonl", whole, world_size=2)
-    assert run.error == ""
+    log = train(*logged, "--metrics-jsonl", whole, world_size=2)
 
     found = records(whole)
     assert len(found) == 4
@@ -63,20 +62,18 @@ def test_a_run_reports_losses_and_loads_and_resumes_with_its_expert_biases(tmp_p
         assert record["expert_load_cv_max"] == max(record["expert_load_cv_by_layer"])
         assert record["busiest_expert"] == max(map(max, record["expert_load"])) / (CHOICES / 4)
     last = found[-1]
-    assert f"| balance loss: {last['balance_loss']:.6E} | z loss: " in run.log
-    assert f"| expert load cv: {last['expert_load_cv']:.3f} (max " in run.log
+    assert f"| balance loss: {last['balance_loss']:.6E} | z loss: " in log
+    assert f"| expert load cv: {last['expert_load_cv']:.3f} (max " in log
 
     save = ["--save", tmp_path / "checkpoints", "--save-interval", "2", "--metrics-jsonl", parts]
     for stop in ("--exit-interval 2".split(), []):
-        (run, _) = pretrain(*logged, *save, *stop, world_size=2)
-        assert run.error == ""
-    assert "; this run begins after iteration 2 and 8 samples" in run.log
+        log = train(*logged, *save, *stop, world_size=2)
+    assert "iteration 2 and 8 samples" in log
     assert records(parts) == found
 
 
 def test_a_dense_run_reports_none_of_it(tmp_path: Path):
-    (run,) = pretrain("--metrics-jsonl", tmp_path / "dense.jsonl")
-    assert run.error == ""
+    train("--metrics-jsonl", tmp_path / "dense.jsonl")
     for record in records(tmp_path / "dense.jsonl"):
         assert set(record) == {*DENSE, "skipped_iterations", "nan_iterations"}
 
@@ -84,7 +81,7 @@ def test_a_dense_run_reports_none_of_it(tmp_path: Path):
 def test_a_loss_that_is_made_nan_on_one_rank_is_a_step_that_is_skipped(tmp_path: Path):
     metrics = tmp_path / "metrics.jsonl"
     inject = ["--inject", "nan:step=2,rank=1", "--metrics-jsonl", metrics]
-    assert [run.error for run in pretrain(*MOE, *inject, world_size=2)] == ["", ""]
+    train(*MOE, *inject, world_size=2)
     assert [record["skipped_iterations"] for record in records(metrics)] == [0, 1, 1, 1]
 
 
@@ -155,3 +152,27 @@ def test_every_engine_counts_the_same_loads_and_moves_the_same_biases(
         assert own_biases == biases
         assert len(own_losses) == 4, "of each step the loss and the z loss"
         assert own_losses == pytest.approx(losses, rel=1e-5)
+
+
+DIVIDED = (
+    "--num-experts 4 --ffn-hidden-size 8 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --optimizer-cpu-offload "
+    "--optimizer-offload-fraction 0.5 --expert-model-parallel-size"
+).split()
+
+
+def test_a_run_with_divided_experts_resumes_with_experts_divided_otherwise(tmp_path: Path) -> None:
+    whole, begun, save = (tmp_path / name for name in ("whole", "begun", "checkpoints"))
+    log = train(*DIVIDED, 2, "--metrics-jsonl", whole, world_size=2)
+    assert "decoder.layers.0.mlp.experts" in log, "a separate group in the offload plan"
+    expected = losses(whole)
+    assert len(expected) == 4
+
+    stops = ["--save", save, "--exit-interval", 2, "--metrics-jsonl", begun]
+    train(*DIVIDED, 2, *stops, world_size=2)
+    assert losses(begun) == {k: expected[k] for k in (1, 2)}
+    for world_size in (2, 1):
+        resumed = tmp_path / f"resumed on {world_size}"
+        train(*DIVIDED, 1, "--load", save, "--metrics-jsonl", resumed, world_size=world_size)
+        rest = {k: expected[k] for k in (3, 4)}
+        assert losses(resumed) == pytest.approx(rest, rel=0, abs=1e-6)

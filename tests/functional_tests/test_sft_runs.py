@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-import pretrain_gpt
 from megatron.core.datasets.builder import build_answer_datasets
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.training.arguments import parse_config
 from megatron_hybrid import generate, preprocess_data
-from tests.functional_tests.helpers.runs import losses
+from tests.functional_tests.helpers.runs import logged, losses_of
 from tests.helpers.hf_models import begin_texts
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
@@ -83,7 +82,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
 
 
 def preprocess_chats(lines: Path, tokenizer: Path, folder: Path) -> str:
-    """Writes files of conversations in a folder. Returns their prefix."""
+    """Writes files of conversations in a directory. Returns their prefix."""
     argv = ["--chat", "--input", lines, "--output-prefix", folder / "out"]
     argv += ["--tokenizer-model", tokenizer, "--workers", 2]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -96,19 +95,9 @@ def flags(chats: Chats, *others: object) -> list[str]:
     return [str(word) for word in (*MODEL, *TRAINING, *data, *others)]
 
 
-def run(argv: list[str]) -> str:
-    """A run on this rank; returns its log."""
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log):
-        pretrain_gpt.run(argv)
-    return log.getvalue()
-
-
 def train(chats: Chats, folder: Path, *others: object, world_size: int = 1) -> dict[int, float]:
     """The loss of each iteration."""
-    metrics = folder / "metrics.jsonl"
-    run_ranks(world_size, run, flags(chats, "--metrics-jsonl", metrics, *others))
-    return losses(metrics)
+    return losses_of(flags(chats, *others), folder, world_size)
 
 
 def by_hand(chats: Chats) -> dict[tuple[int, ...], list[bool]]:
@@ -223,7 +212,7 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
         flags_of_one = flags(one, "--train-iters", 1, "--skip-train")
         if is_text:
             flags_of_one.remove("--sft")
-        return run_ranks(1, run, flags_of_one)[0]
+        return run_ranks(1, logged, flags_of_one)[0]
 
     other, again = (begun._replace(prefix=tmp_path / name) for name in ("other", "again"))
     assert "texts start with" not in log_of(chats, is_text=True)

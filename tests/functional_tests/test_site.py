@@ -45,7 +45,7 @@ validation: {{links: {{not_found: warn, anchors: warn, unrecognized_links: warn}
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """mkdocs, in a folder that has a mkdocs.yml."""
+    """mkdocs, in a directory that has a mkdocs.yml."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=folder,

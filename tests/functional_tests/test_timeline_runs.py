@@ -73,7 +73,7 @@ def test_a_run_records_all_rows_of_all_ranks_and_a_resumed_one_beside_it(
         assert own.begin < other.end
         assert other.begin < own.end
 
-    # A start that makes iteration 3 again, and has no update under way when it begins.
+    # A start that makes iteration 3 again, and has no update in progress when it starts.
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
     for later in (tmp_path / "run").glob("iter_0000004"):
         later.rename(tmp_path / "aside")

@@ -1,6 +1,6 @@
 """The README and the tutorial, typed command by command in a fresh clone, as `make test-docs` does.
 
-What is cloned is the last commit of this checkout. Each page gets a clone and an environment of its
+The clone has the last commit of this checkout. Each page gets a clone and an environment of its
 own, which take a few minutes and downloads from the package index.
 """
 
@@ -34,14 +34,14 @@ class Shell:
     def __init__(self, terminal: Terminal, scripts: Path) -> None:
         """
         Args:
-            scripts: a folder for what is typed.
+            scripts: a directory for the scripts.
         """
         self._terminal = terminal
         self._scripts = scripts
         self._numbers = itertools.count(1)
-        self._end = ""  # what is printed when the block typed last is over
-        self._start = 0  # where its output begins
-        # No prompts and no echo: what is read back is what commands print.
+        self._end = ""  # printed at the end of the block typed last
+        self._start = 0  # where its output starts
+        # No prompts and no echo: only the output of commands is read back.
         self._type("PS1= PS2=; stty -echo")
         self._type(f'trap \'echo "{FAILED[:2]}""{FAILED[2:]} $BASH_COMMAND"\' ERR')
 
@@ -71,7 +71,7 @@ class Shell:
 
     @property
     def output(self) -> str:
-        """What the block has printed so far."""
+        """The output of the block so far."""
         return self._terminal.text[self._start :]
 
     def _type(self, line: str) -> None:
@@ -79,7 +79,7 @@ class Shell:
 
 
 class Desk:
-    """Two terminals in one folder, and what was left running in the first."""
+    """Two terminals in one directory, of which the first may have a running command."""
 
     def __init__(self, first: Shell, second: Shell) -> None:
         self._first = first
@@ -87,7 +87,7 @@ class Desk:
         self._is_running = False
 
     def type(self, block: Typed) -> None:
-        """Types a block and compares what it prints with what the page shows."""
+        """Types a block and compares its output with the page."""
         shell = self._second if block.is_second else self._first
         if not block.is_second:
             self.finish()
@@ -106,7 +106,7 @@ class Desk:
         self._compare(block, shell)
 
     def finish(self) -> None:
-        """Waits for what was left running."""
+        """Waits for the command that was left running."""
         if self._is_running:
             self._first.finish()
             self._is_running = False
@@ -144,7 +144,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def _environment() -> Mapping[str, str]:
-    """What a person's shell has: no traces of this process's Python and of its tests."""
+    """The environment of a user's shell, without variables of this process's Python and tests."""
     kept = ("HOME", "LANG", "LC_ALL", "PATH", "USER", "TMPDIR")
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     own = {name: os.environ[name] for name in kept if name in os.environ}

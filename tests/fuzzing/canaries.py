@@ -83,7 +83,7 @@ def _write(path: Path) -> object:
 
 
 def _look(path: Path) -> object:
-    """What kind of file it is, in the words of `harness.Place`."""
+    """The kind of a file, in the words of `harness.Place`."""
     if not os.path.lexists(path):
         return "no file"
     mode = path.lstat().st_mode

@@ -1,4 +1,4 @@
-"""Reads prepared files in a process of its own, and says what has come of it.
+"""Reads prepared files in a separate process, and returns the outcome.
 
     worker = Worker(folder)
     files = worker.make("run")                                # intact ones, as bytes by name
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 MAX_SECONDS = 120.0  # of one example, on a machine that does other things as well
 MAX_BYTES = 512 << 20  # of address space that one example may take
-_GRACE_SECONDS = 60.0  # for a process that raises TooLateError and answers
+GRACE_SECONDS = 60.0  # for a process that raises TooLateError and answers
 _START_SECONDS = 300.0  # importing torch on a busy machine, and making the files
 _MOST_MESSAGE = 20_000  # characters
 
@@ -37,7 +37,7 @@ _MOMENT = 1_700_000_000
 
 
 class Place(Enum):
-    """What stands in the place of a file instead of one."""
+    """A replacement of a file."""
 
     MISSING = "no file"
     NOTHING = "nothing"
@@ -53,16 +53,16 @@ Files: TypeAlias = Mapping[str, bytes | Place]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has come of one example.
+    """The outcome of one example.
 
     Attributes:
-        value: what was loaded; None if an error was raised.
+        value: the loaded value; None if an error was raised.
         error: the kind of error; None for a value.
         is_expected: whether it is an error that the target may raise.
         message, causes, where: of the error.
-        events: what the process has done besides computing, and must not.
-        warnings, out, err: what was logged and printed.
-        is_touched: whether what a load works on is no longer what it was.
+        events: forbidden system calls of the process.
+        warnings, out, err: log and output.
+        is_touched: whether the state that a load changes has changed.
         death: how the process ended, if it did.
     """
 
@@ -82,7 +82,7 @@ class Outcome:
     death: str | None = None
 
     def problems(self) -> list[str]:
-        """What no file may bring about, whatever is in it."""
+        """Effects that no file may have, with any content."""
         found = [f"the process did {event}" for event in self.events]
         if self.death is not None:
             found.append(self.death)
@@ -114,7 +114,7 @@ class Outcome:
 
 
 class Worker:
-    """The process, and the folder that it reads in."""
+    """The process, and the directory that it reads in."""
 
     def __init__(
         self,
@@ -123,19 +123,21 @@ class Worker:
         *,
         seconds: float = MAX_SECONDS,
         nbytes: int = MAX_BYTES,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._folder = folder
         self._module = module
         self._seconds = seconds
         self._nbytes = nbytes
+        self._grace_seconds = grace_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._intact: dict[str, dict[str, bytes]] = {}  # by target
-        self._values: dict[str, Any] = {}  # what is loaded of them
+        self._values: dict[str, Any] = {}  # the value of each
         self._warm: set[str] = set()  # targets that this process has read once
 
     def make(self, target: str) -> dict[str, bytes]:
-        """The intact files of a target, by their paths in its folder."""
+        """The intact files of a target, by their paths in its directory."""
         if target not in self._intact:
             folder = self._emptied(target)
             request = {"action": "make", "target": target, "folder": str(folder)}
@@ -147,17 +149,17 @@ class Worker:
         return dict(self._intact[target])
 
     def value(self, target: str) -> Any:
-        """What is loaded of the intact files."""
+        """The value loaded from the intact files."""
         self._warm_up(target)
         return self._values[target]
 
     def read(self, target: str, files: Files) -> Outcome:
-        """Has the process read a folder of these files."""
+        """Has the process read a directory of these files."""
         self._warm_up(target)
         return self._read(target, files, "read")
 
     def _warm_up(self, target: str) -> None:
-        """Has a new process read what is intact, twice: it imports what it needs."""
+        """Has a new process read the intact files, twice, so that it imports all it needs."""
         if target in self._warm:
             return
         files = self.make(target)
@@ -174,7 +176,7 @@ class Worker:
         limits = {"seconds": self._seconds, "nbytes": self._nbytes}
         # The process has the same limit, but a library that loops does not hear of it.
         request = {"action": action, "target": target, "folder": str(folder), **limits}
-        death, answer = self._ask(request, self._seconds + _GRACE_SECONDS)
+        death, answer = self._ask(request, self._seconds + self._grace_seconds)
         if death is not None:
             return Outcome(death=f"{death} {self._said()}")
         return Outcome(**answer)

@@ -29,50 +29,25 @@ _PROGRAMS = [
     _global("os", "system") + b"(X\x04\x00\x00\x00truetR",
     _global("posix", "mkdir") + b"(X\x06\x00\x00\x00canarytR",
     _global("builtins", "exec") + b"(X\x04\x00\x00\x001+11tR",
-    _global("builtins", "eval") + b"(X\x01\x00\x00\x001tR",
-    _global("builtins", "bytearray") + b"(J\xff\xff\xff\x7ftR",
-    _global("torch", "empty") + b"(J\xff\xff\xff\x7ftR",
-    _global("torch._utils", "_rebuild_tensor_v2") + b"(NK\x00(t(tI00\n}tR",
     _global("torch.serialization", "load") + b"(X\x01\x00\x00\x00xtR",
     _global("importlib", "import_module") + b"(X\x0b\x00\x00\x00antigravitytR",
     _global("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81",
-    _global("torch.distributed.device_mesh", "DeviceMesh") + b"(X\x03\x00\x00\x00cpu](K\x00etR",
     _global("collections", "OrderedDict") + b")R",
     _global("torch", "Size") + b"(" + b"J\xff\xff\xff\x7f" * 20 + b"t\x85R",
-    _global("_codecs", "encode") + b"(X\x01\x00\x00\x00xX\x06\x00\x00\x00rot_13tR",
     b"(S'os'\ni__main__\nSystem\n",
-    b"r\xff\xff\xff\x7f",  # LONG_BINPUT
-    b"j\xff\xff\xff\x7f",  # LONG_BINGET
     b"X\xff\xff\xff\xff",  # BINUNICODE of 4 GiB
-    b"\x8d" + (2**62).to_bytes(8, "little"),  # BINUNICODE8
-    b"\x8e" + (2**40).to_bytes(8, "little"),  # BINBYTES8
-    b"\x96" + (2**40).to_bytes(8, "little"),  # BYTEARRAY8
-    b"\x95" + (2**63).to_bytes(8, "little"),  # FRAME
-    b"\x8b" + (2**31 - 1).to_bytes(4, "little"),  # LONG4
-    b"\x8a\xff" + b"\x7f" * 255,  # LONG1 of 255 bytes
     b"L" + b"9" * 5000 + b"L\n",
-    b"I" + b"9" * 5000 + b"\n",
-    b"(" * 5000,
     b"]" * 5000 + b"a" * 4999,
-    b"]\x94h\x00a",
-    b"].\x94",
-    b")" + b"\x85" * 5000,
-    b"]q\x00" + b"h\x00h\x00\x86q\x00" * 40,
-    b"}q\x00(" + b"h\x00" * 2 + b"u",
+    b"]\x94h\x00a",  # a list that contains itself
     b"K\x00Q",
-    b"0" * 10,
-    b"\x82\x01",  # EXT1
     b"N",
-    b"\x88",
-    b"G\x7f\xf8\x00\x00\x00\x00\x00\x00",
     b"\x80\xff",
-    b".",
     b"",
 ]
 
 
 def program(draw: st.DrawFn, content: bytes) -> bytes:
-    """A pickle with something else where an opcode begins, or with opcodes moved."""
+    """A pickle with something else where an opcode starts, or with opcodes moved."""
     try:
         begins = [place for _, _, place in pickletools.genops(content) if place is not None]
     except Exception:  # it has been damaged before
@@ -95,52 +70,15 @@ def program(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 _JUNK: list[Any] = [
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1,
-        2**31,
-        2**40,
-        2**62,
-        2**63,
-        2**100,
-        0.5,
-        float("nan"),
-        "",
-        "x",
-        "../../etc/passwd",
-        "/dev/zero",
-    ),
-    *(
-        (),
-        [],
-        {},
-        (0,),
-        (-1, 2),
-        (2**40, 2**40),
-        torch.Size((2**31, 2**31)),
-        torch.Size(()),
-        [[[[]]]],
-        "\x1b[31m\n",
-    ),
-    *(
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "published.json",
-        "." * 300,
-        "a." * 100_000,
-        "\0",
-        torch.float64,
-        torch.int8,
-        {"a": (1,)},
-    ),
+    *(None, True, 0, -1, 2**31, 2**40, 2**62, 2**100, 0.5, float("nan"), "", "../../etc/passwd"),
+    *((), [], {}, (0,), (-1, 2), (2**40, 2**40), torch.Size((2**31, 2**31)), torch.Size(())),
+    *("/dev/zero", "__0_0.distcp", "published.json", "." * 300, "\0", "\x1b[31m\n"),
+    *(torch.float64, torch.int8, [[[[]]]], {"a": (1,)}),
 ]
 
 
 def metadata(draw: st.DrawFn, content: bytes) -> bytes:
-    """DCP's metadata with something else in a field: what is announced, where it lies."""
+    """DCP's metadata with another value in a field: sizes, dtypes, offsets."""
     found = pickle.loads(content)
     for _ in range(pick(draw, [1, 1, 2])):
         if found.state_dict_metadata and found.storage_data:

@@ -1,4 +1,4 @@
-"""What the worker's process is asked to make and to read."""
+"""Files that the worker's process makes and reads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Target:
         self.name = name
 
     def prepare(self) -> None:
-        """What the process needs, once."""
+        """Prepares the process, once."""
 
     def make(self, folder: Path) -> None:
         """The intact files."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forgets what the example before has loaded."""
+        """Forgets the state that the previous example has loaded."""
 
     def read(self, folder: Path) -> Any:
-        """Loads, and returns what has been loaded as a few words of JSON."""
+        """Loads, and returns a summary of the loaded value in JSON."""
         raise NotImplementedError
 
     def left(self) -> str:
-        """What a load works on, as it is now: after an error it has to be what it was."""
+        """A digest of the state that a load changes: after an error it must be as before."""
         return ""

@@ -1,7 +1,7 @@
-"""What is read from prepared files, as runs and tools read it. In the worker's process.
+"""Prepared files as runs and tools read them. In the worker's process.
 
 A target makes its intact files with the code that a run makes them with, and reads them through the
-entrance that a run uses. What it gives back stands for the bits that have been loaded.
+entrance that a run uses. Its result is a digest of the loaded bits.
 """
 
 from __future__ import annotations
@@ -72,11 +72,9 @@ ITERATION = 3
 NAME = checkpoint_name(ITERATION)
 CPU = Device("cpu")
 SCHEDULE = LRScheduleConfig(
-    lr=1e-2,
-    lr_decay_style="cosine",
-    use_checkpoint_opt_param_scheduler=True,
+    lr=1e-2, lr_decay_style="cosine", use_checkpoint_opt_param_scheduler=True
 )
-POISON = 7.0  # what every number is before a load
+POISON = 7.0  # every number before a load
 
 
 def start() -> None:
@@ -125,7 +123,7 @@ class Net(nn.Module):
 
 
 class Run(Target):
-    """`--load` of a folder of checkpoints."""
+    """`--load` of a directory of checkpoints."""
 
     errors = (CheckpointError, ConfigError)
 
@@ -407,7 +405,7 @@ class Settings(Target):
         return {"values": digest(config.values())}
 
 
-# What a run says of itself.
+# Status files of a run.
 
 
 class Events(Target):
@@ -463,7 +461,7 @@ class Events(Target):
 
 
 def _scripts_of_page(folder: Path) -> int:
-    """The page is made; what a file says adds no element to it that executes."""
+    """Writes the page; the content of files adds no element that executes."""
     found = run_status.run_status(folder, now=1_800_000_000.0)
     if found is None:
         return 0

@@ -1,8 +1,8 @@
-"""Hostile files, wherever a load or a data set reads one: each is refused by name, or loaded.
+"""Hostile files, wherever a load or a data set reads one: each is rejected by name, or loaded.
 
 An example ends in an error that the reader names, or in a load. It takes bounded time and memory,
-runs nothing, changes nothing outside of its folder, and an error leaves model and optimizer as they
-were. What is loaded are the same bits wherever a checksum covers them:
+runs nothing, changes nothing outside of its directory, and an error leaves model and optimizer as
+they were. The loaded bits are the same wherever a checksum covers them:
 
     run         all of it, unless somebody has computed the digests anew
     torch_dcp   the data, which has the CRC-32 of torch.save; `.metadata` and train state have none
@@ -24,22 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from tests.fuzzing.harness import Outcome, Worker
 from tests.fuzzing.variants import Intact, Variant, variants
 
-TARGETS = [
-    "run",
-    "run without verification",
-    "torch_dcp",
-    "torch_dcp without verification",
-    "torch_dcp weights",
-    "tool",
-    "tool on torch_dcp",
-    "pt",
-    "safetensors",
-    "weights",
-    "data set",
-    "tokenizer",
-    "settings",
-    "events",
-]
+TARGETS = (
+    "run, run without verification, torch_dcp, torch_dcp without verification, "
+    "torch_dcp weights, tool, tool on torch_dcp, pt, safetensors, weights, data set, "
+    "tokenizer, settings, events"
+).split(", ")
 MOST_BYTES = 128 << 20  # of memory in use; of address space it is `harness.MAX_BYTES`
 QUIET = settings(
     derandomize=True,
@@ -58,7 +47,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 def problems(worker: Worker, target: str, variant: Variant, outcome: Outcome) -> list[str]:
-    """What is wrong with an outcome."""
+    """The errors in an outcome."""
     found = outcome.problems()
     if outcome.nbytes > MOST_BYTES:
         found.append(f"it took {outcome.nbytes >> 20} MiB")
@@ -79,7 +68,7 @@ def _is_read_into_place(target: str, variant: Variant) -> bool:
 
 
 def _differences(worker: Worker, target: str, variant: Variant, outcome: Outcome) -> list[str]:
-    """Whether what was loaded may differ from what was saved."""
+    """Whether the loaded state may differ from the saved one."""
     intact, value = worker.value(target), outcome.value
     if value == intact:
         return []

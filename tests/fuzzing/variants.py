@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the files of a target, of which one or two are not what was written."""
+"""Hypothesis strategies for the files of a target, of which one or two have been changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Mutation: TypeAlias = Callable[[st.DrawFn, bytes], bytes]
 
 @dataclass(frozen=True)
 class Variant:
-    """Files in the place of the intact ones.
+    """Replacements of the intact files.
 
     Attributes:
         files: all of them.
@@ -84,7 +84,7 @@ _BY_ENDING: dict[str, list[Mutation]] = {
 
 
 class Intact:
-    """The files of a target. Hypothesis writes down what it is given, and this is short."""
+    """The files of a target. Hypothesis prints its arguments, and this is short."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
@@ -92,12 +92,12 @@ class Intact:
 
 @st.composite
 def variants(draw: st.DrawFn, intact: Intact) -> Variant:
-    """Files of which one or two are not what was written."""
+    """Files of which one or two have been changed."""
     files: dict[str, bytes | Place] = dict(intact.files)
     marker = next((name for name in files if name.endswith(MARKER_FILE)), None)
     described = next((name for name in files if name.endswith(METADATA_FILE)), None)
 
-    # Where no manifest says what is in the data, an entry may be put in another's place.
+    # Without a manifest of the data, an entry may be replaced by another.
     if marker is None and described is not None and pick(draw, [True, False, False]):
         data = described.replace(METADATA_FILE, data_file(0))
         both = exchanged(draw, intact.files[described], intact.files[data])
@@ -120,7 +120,7 @@ def variants(draw: st.DrawFn, intact: Intact) -> Variant:
 
 
 def _changed(draw: st.DrawFn, name: str, content: bytes) -> tuple[bytes | Place, str]:
-    """What stands in the place of a file, and how that was made."""
+    """The replacement of a file, and how it was made."""
     kinds = next((kinds for ending, kinds in _BY_ENDING.items() if name.endswith(ending)), [])
     kind = pick(draw, ["place", *["damage"] * 3, *["prepare"] * 4])
     if kind == "place":
@@ -144,7 +144,7 @@ def sealed(files: Files, marker: str, changed: Sequence[str]) -> dict[str, bytes
     if isinstance(data, bytes) and isinstance(content, bytes) and manifest_name not in changed:
         try:
             planned = Index.from_bytes(content, None, "")
-        except Exception:  # which is what is tested elsewhere
+        except Exception:  # tested elsewhere
             planned = None
         if planned is not None:
             found[manifest_name] = manifest_for(planned, 0, data).to_bytes()

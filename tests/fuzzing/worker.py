@@ -4,8 +4,8 @@
 
 `harness.Worker` starts it.
 
-Everything is imported and every target is warm before the limits are set, so that what an example
-allocates, opens or imports is its own doing.
+Everything is imported and every target is warm before the limits are set, so that only the example
+allocates, opens or imports.
 """
 
 from __future__ import annotations
@@ -32,51 +32,18 @@ from typing import Any
 
 from tests.fuzzing.target import Target
 
-# What no load does. By their beginnings: "os.exec" is also "os.execve".
-_FORBIDDEN = (
-    "compile",
-    "code.__new__",
-    "cpython.run_",
-    "ctypes.",
-    "ensurepip.",
-    "exec",
-    "ftplib.",
-    "http.",
-    "import",
-    "marshal.",
-    "os.chmod",
-    "os.chown",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.kill",
-    "os.posix_spawn",
-    "os.putenv",
-    "os.spawn",
-    "os.startfile",
-    "os.system",
-    "pickle.find_class",
-    "pty.spawn",
-    "shutil.",
-    "signal.pthread_kill",
-    "smtplib.",
-    "socket.",
-    "subprocess.",
-    "sys.setprofile",
-    "sys.settrace",
-    "urllib.",
-    "webbrowser.",
+# Calls that no load makes, by their prefixes: "os.exec" is also "os.execve".
+_FORBIDDEN = tuple(
+    (
+        "compile code.__new__ cpython.run_ ctypes. ensurepip. exec ftplib. http. import marshal. "
+        "os.chmod os.chown os.exec os.fork os.forkpty os.kill os.posix_spawn os.putenv os.spawn "
+        "os.startfile os.system pickle.find_class pty.spawn shutil. signal.pthread_kill smtplib. "
+        "socket. subprocess. sys.setprofile sys.settrace urllib. webbrowser."
+    ).split()
 )
-# Allowed in the example's own folder alone.
-_CHANGES = (
-    "os.link",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.symlink",
-    "os.truncate",
-    "os.utime",
+# Allowed in the example's own directory alone.
+_CHANGES = tuple(
+    ("os.link os.mkdir os.remove os.rename os.rmdir os.symlink os.truncate os.utime").split()
 )
 # Where interpreter and libraries look by themselves: sources for a traceback, the time zone.
 _READABLE = (
@@ -87,10 +54,10 @@ _READABLE = (
 
 
 class Watch:
-    """Notes what an example does besides computing. A hook cannot be taken away: it is switched.
+    """Records the system calls of an example. A hook cannot be removed: it is switched.
 
     Python itself compiles and runs text when it is asked for type hints or makes a named tuple.
-    What it runs for intact files it may run again: the same text, and no other.
+    Text that it runs for intact files may run again, and no other.
     """
 
     def __init__(self) -> None:
@@ -135,7 +102,7 @@ class Watch:
         if event == "open":
             return _is_strange_open(args, folder)
         if event.startswith(_CHANGES):
-            # What is renamed or removed is a link itself, and not what it leads to.
+            # Renaming and removing change a link itself, not its target.
             paths = (os.fsdecode(arg) for arg in args if isinstance(arg, str | bytes))
             return not all(_is_inside(str(Path(path).parent), folder) for path in paths)
         if event == "socket.gethostname" or (event == "os.kill" and args[1] == 0):
@@ -216,21 +183,15 @@ class _Warnings(logging.Handler):
 
 
 def read(
-    target: Target,
-    folder: Path,
-    seconds: float,
-    nbytes: int,
-    watch: Watch,
-    *,
-    is_intact: bool,
+    target: Target, folder: Path, seconds: float, nbytes: int, watch: Watch, *, is_intact: bool
 ) -> dict[str, Any]:
-    """One example: what has come of it, as `harness.Outcome` has it."""
+    """One example: the fields of its `harness.Outcome`."""
     target.reset()
     left = target.left()
     logged = _Warnings()
     logging.getLogger("megatron").addHandler(logged)
     out, err = io.StringIO(), io.StringIO()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, begun = _status_bytes("VmRSS"), time.monotonic()
 
     outcome: dict[str, Any] = {"error": None, "message": "", "causes": [], "value": None}

@@ -154,13 +154,13 @@ def read_manifest(folder: Path, rank: int) -> Manifest:
 
 
 def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
-    """What a rank has written, in the order of its file."""
+    """The chunks that a rank has written, in the order of its file."""
     chunks = read_index(folder).chunks_by_rank[rank]
     return sorted(chunks, key=lambda each: each[1].offset)
 
 
 def blob_span(folder: Path, tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
-    """Where the blob of a chunk, or plain data, begins in its file and where it ends."""
+    """Where the blob of a chunk, or plain data, starts in its file and where it ends."""
     if tensor.key in read_index(folder).plain:
         return chunk.offset, chunk.offset + tensor.nbytes
     begin, nbytes = blob_place(tensor, chunk)
@@ -183,5 +183,5 @@ def install_param_groups(
     names: Mapping[torch.Tensor, Sequence[str]],
     saved: Sequence[Mapping[str, Any]],
 ) -> None:
-    """What a load does with saved parameter groups, whether or not it does something in between."""
+    """Installs saved parameter groups as a load does."""
     install_options(optimizer, match_param_groups(optimizer, names, saved))

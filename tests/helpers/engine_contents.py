@@ -1,4 +1,4 @@
-"""What an engine holds, every tensor whole: to compare trainings bit by bit."""
+"""The tensors of an engine, unsharded, to compare trainings bit by bit."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def batches(step: int, rank: int) -> list[Batch]:
 
 
 class Reference(NamedTuple):
-    """What a training without sharding comes to."""
+    """The result of a training without sharding."""
 
     losses: list[float]
     norms: list[float]

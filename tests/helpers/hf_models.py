@@ -28,106 +28,69 @@ _SIZES = {
 
 
 _FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+_HEADS = {"head_dim": 8}
+_DELTA_NET = {
+    **_HEADS,
+    "layer_types": [_LINEAR, _FULL],
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_CHOICE = {"num_experts_per_tok": 2}
+_EXPERTS = {**_CHOICE, "moe_intermediate_size": 12}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 8}
 
-# What the config of each says besides the sizes. The first word is the library's name of its class.
+# The config of each without the sizes. The first word is the library's name of its class.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False},
-    "llama, tied": {"tie_word_embeddings": True},
-    "llama, with biases": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": False,
-    },
-    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": _UNTIED,
+    "llama, tied": _TIED,
+    "llama, with biases": {**_UNTIED, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {**_HEADS, **_TIED},
     # Queries and gates alternate in one tensor, and the sections of a convolution's follow others.
-    "qwen3_5_text": {
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-        "layer_types": [_LINEAR, _FULL],
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
+    "qwen3_5_text": {**_DELTA_NET, **_UNTIED},
     "qwen3_moe": {
-        "head_dim": 8,
-        "tie_word_embeddings": False,
+        **_HEADS,
+        **_UNTIED,
+        **_EXPERTS,
         "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
-    "qwen3_next": {
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-        "layer_types": [_LINEAR, _FULL],
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 8,
-    },
-    "qwen3_5_moe_text": {
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-        "layer_types": [_LINEAR, _FULL],
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 8,
-    },
-    "olmoe": {
-        "tie_word_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": False,
-    },
-    # Keys and values alternate in one tensor, a latent lies before the rotary key in another, and
+    "qwen3_next": {**_DELTA_NET, **_UNTIED, **_SHARED_EXPERT, "num_experts": 6},
+    "qwen3_5_moe_text": {**_DELTA_NET, **_TIED, **_SHARED_EXPERT, "num_experts": 4},
+    "olmoe": {**_UNTIED, **_CHOICE, "num_experts": 4, "norm_topk_prob": False},
+    # Keys and values alternate in one tensor, a latent comes before the rotary key in another, and
     # biases of experts are buffers.
     "deepseek_v3": {
+        **_UNTIED,
+        **_EXPERTS,
         "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
         "q_lora_rank": 10,
         "kv_lora_rank": 14,
         "qk_nope_head_dim": 6,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
         "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
         "n_group": 3,
         "topk_group": 2,
-        "moe_intermediate_size": 12,
         "first_k_dense_replace": 1,
     },
     "glm4_moe": {
-        "head_dim": 8,
+        **_HEADS,
+        **_UNTIED,
+        **_EXPERTS,
         "attention_bias": True,
         "use_qk_norm": True,
-        "tie_word_embeddings": False,
         "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
     },
     # All experts' matrices are one tensor, whose rows are input channels.
-    "gpt_oss": {
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 5,
-    },
+    "gpt_oss": {**_HEADS, **_UNTIED, **_CHOICE, "num_local_experts": 4, "sliding_window": 5},
     "gemma3_text": {
-        "head_dim": 8,
+        **_HEADS,
+        **_TIED,
         "query_pre_attn_scalar": 10,
-        "tie_word_embeddings": True,
         "sliding_window": 5,
         "layer_types": [_WINDOWED, _FULL],
     },
@@ -135,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def begin_texts(folder: Path, token: int = 3) -> int:
-    """Has the tokenizer of a folder put a token before every text, as Llama's does. Returns it."""
+    """Has the tokenizer of a directory start every text with a token, as Llama's. Returns it."""
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     name = backend.id_to_token(token)
     backend.post_processor = processors.TemplateProcessing(

@@ -85,7 +85,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "megatron_hybrid.checkpoint.audit": ("Audit",),
     "megatron_hybrid.checkpoint.comparison": ("KeyComparison", "compare"),
 }
-# Classes that programs get from functions and pass on: what they may use of them.
+# Classes that programs get from functions and pass on, and their public members.
 NEVER_CONSTRUCTED = ("FsdpContext", "FsdpModule")
 SHOWN_MEMBERS: dict[str, tuple[str, ...]] = {
     "FsdpContext": ("device",),

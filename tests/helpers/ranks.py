@@ -83,7 +83,7 @@ def run_ranks(
 def on_ranks(
     world_size: int, *, timeout: float = DEFAULT_TIMEOUT, device: str = "cpu"
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of what every rank of a process group of `world_size` is to do.
+    """Makes a test that every rank of a process group of `world_size` runs.
 
     The test's parameters and fixtures are sent to the ranks, so they must be picklable.
     """
@@ -119,8 +119,8 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def random_delays(seed: int) -> Iterator[None]:
-    """While open, what runs beside the host begins after random pauses: work on lanes, and on a
-    device's streams.
+    """While open, asynchronous work starts after random pauses: on lanes, and on a device's
+    streams.
     """
     with ExitStack() as stack:
         stack.enter_context(delays(seed))
@@ -139,7 +139,7 @@ _rank_device = [torch.device("cpu")]
 
 _LAST_WORDS = 5.0  # seconds, for a rank that has closed its pipe
 
-_TIDY = b"tidy"  # what a pool tells its ranks when all of them have answered
+_TIDY = b"tidy"  # sent to the ranks when all of them have returned
 
 
 class _Pool:
@@ -212,7 +212,7 @@ class _Pool:
 
 
 def _send_by_value(value: Any) -> None:
-    """Has what is defined beside a test's function travel by value: ranks cannot import test files.
+    """Sends definitions of a test file by value: ranks cannot import test files.
 
     A helper calls `run_ranks` with functions of its own, and hands on those that tests give it.
     Helpers are imported under their whole name, which ranks can do, too.
@@ -223,7 +223,7 @@ def _send_by_value(value: Any) -> None:
 
 
 def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection) -> None:
-    """A rank's life: join the group, then run what comes."""
+    """Joins the group, then runs the jobs of the pool."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -232,7 +232,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
     )
     torch.set_num_threads(1)
     faulthandler.enable()  # a crash in C says where Python was, on all threads
-    # What was imported before the fork is no garbage; looking through it would copy its memory.
+    # Modules imported before the fork are no garbage; scanning them would copy their memory.
     gc.freeze()
     backend = "gloo" if device == "cpu" else _start_device(device, rank, world_size)
     dist.init_process_group(

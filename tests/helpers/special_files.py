@@ -1,4 +1,4 @@
-"""What stands in the place of a file and must not be opened, or not be read to its end."""
+"""Replacements of a file that must not be opened, or not be read to the end."""
 
 from __future__ import annotations
 

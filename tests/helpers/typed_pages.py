@@ -1,4 +1,4 @@
-"""Pages whose commands a test types, and how a page says what is typed where and when.
+"""Pages whose commands a test types, and the titles that control the typing.
 
 A block of bash is typed into the first terminal and must succeed, unless its title says otherwise:
 
@@ -44,7 +44,7 @@ class Printed(NamedTuple):
 
 
 class Typed(NamedTuple):
-    """A block of commands, and what the page shows below it."""
+    """A block of commands, and the output that the page shows below it."""
 
     line: int  # of its fence
     commands: str

@@ -56,7 +56,7 @@ def load_example(name: str) -> Any:
 
 
 def draw_shapes(folder: Path, num_train: int, num_held_out: int = 0) -> Path:
-    """Draws and preprocesses pictures. Returns the folder, which has a `tokenizer`, too."""
+    """Draws and preprocesses pictures. Returns the directory, which has a `tokenizer`, too."""
     shapes = load_example("shapes")
     shapes.write_tokenizer(folder / "tokenizer")
     shapes.write_pictures(folder, "train", num_train, seed=0)
@@ -76,7 +76,7 @@ def data_flags(folder: Path) -> list[str]:
 
 
 def flags(folder: Path, *others: object) -> list[str]:
-    """Those of a small model on the pictures of a folder."""
+    """Those of a small model on the pictures of a directory."""
     return [*data_flags(folder), *TOWER, *DECODER, *TRAINING, *map(str, others)]
 
 

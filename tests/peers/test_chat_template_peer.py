@@ -9,8 +9,6 @@ be those of transformers; answers of the published ones must be those that their
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,12 @@ from megatron.training.conversations import (
     parse_picture_conversation,
 )
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
-from tests.peers.helpers.peer_runs import PYTHON, ROOT, TIMEOUT
+from tests.peers.helpers.peer_runs import run_with_peers
 
 pytestmark = pytest.mark.peer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-# Special tokens of all families: what the answers of unmarked templates end with among them.
+# Special tokens of all families, including those that end the answers of unmarked templates.
 CONTROL = [
     *("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>"),
     *("<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|start_header_id|>"),
@@ -161,46 +159,16 @@ _ARGUMENTS = (
     "<arg_key>b</arg_key>\n<arg_value>größe</arg_value>\n</tool_call>"
 )
 BY_HAND: dict[tuple[str, str], list[str]] = {
-    ("qwen3", "one turn"): [_THOUGHT + "It is one.<|im_end|>"],
-    ("qwen3", "two turns"): [
-        "It is one.<|im_end|>",
-        _THOUGHT + " Two, I think.\n<|im_end|>",
-    ],
-    ("qwen3", "thinking"): [
-        "It is one.<|im_end|>",
-        "<think>\nI count again.\n</think>\n\nTwo.<|im_end|>",
-    ],
-    ("qwen3", "inline thinking"): [
-        "It is one.<|im_end|>",
-        "<think>\nI count again.\n</think>\n\nTwo.<|im_end|>",
-    ],
-    ("qwen3_5_think", "one turn"): ["\n</think>\n\nIt is one.<|im_end|>"],
-    ("qwen3_5_think", "two turns"): [
-        "It is one.<|im_end|>",
-        "\n</think>\n\nTwo, I think.<|im_end|>",
-    ],
+    ("qwen3", "two turns"): ["It is one.<|im_end|>", _THOUGHT + " Two, I think.\n<|im_end|>"],
     ("qwen3_5_think", "thinking"): [
         "It is one.<|im_end|>",
         "I count again.\n</think>\n\nTwo.<|im_end|>",
     ],
-    ("qwen3_5_think", "inline thinking"): [
-        "It is one.<|im_end|>",
-        "I count again.\n</think>\n\nTwo.<|im_end|>",
-    ],
-    ("qwen3_5_nothink", "two turns"): ["It is one.<|im_end|>", "Two, I think.<|im_end|>"],
     ("qwen3_5_nothink", "thinking"): [
         "It is one.<|im_end|>",
         "I count again.\n</think>\n\nTwo.<|im_end|>",
     ],
-    ("glm4moe", "two turns"): [
-        "\n<think></think>\nIt is one.<|user|>",
-        "\n<think></think>\nTwo, I think.",
-    ],
     ("glm4moe", "thinking"): [
-        "\n<think></think>\nIt is one.<|user|>",
-        "\n<think>I count again.</think>\nTwo.",
-    ],
-    ("glm4moe", "inline thinking"): [
         "\n<think></think>\nIt is one.<|user|>",
         "\n<think>I count again.</think>\nTwo.",
     ],
@@ -238,11 +206,9 @@ BY_HAND: dict[tuple[str, str], list[str]] = {
 
 
 class Peer:
-    """A folder with a tokenizer, and what transformers makes of the conversations with it."""
+    """A directory with a tokenizer, and what transformers makes of the conversations with it."""
 
     def __init__(self, folder: Path) -> None:
-        if not PYTHON.exists():
-            pytest.fail(f"{PYTHON} is missing: make .venv-peers/trainers/.installed")
         self.folder = folder
         file = train_bpe([json.dumps(CONVERSATIONS)] * 4, 600, folder / "tokenizer.json")
         content = json.loads(file.read_text())
@@ -253,18 +219,8 @@ class Peer:
         (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
         requests, answers = folder / "requests.json", folder / "answers.json"
         requests.write_text(json.dumps({**CONVERSATIONS, "pictures": PICTURES}))
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-        arguments = ["-m", "tests.peers.helpers.chat_template_job", file, requests, answers]
-        ran = subprocess.run(
-            [str(PYTHON), *map(str, arguments)],
-            cwd=folder,
-            env=inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT,
-        )
-        assert ran.returncode == 0, ran.stderr[-20_000:]
+        job = ["-m", "tests.peers.helpers.chat_template_job", file, requests, answers]
+        run_with_peers(job, folder)
         self.found: dict[str, Any] = json.loads(answers.read_text())
 
     def tokenizer(self, template: str) -> PictureTokenizer:

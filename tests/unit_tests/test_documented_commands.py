@@ -60,20 +60,6 @@ def test_no_document_starts_a_program_in_another_way(kind: str) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("a script of tools/", "`tools/generate.py --load runs/x` samples"),
-        ("a module of tools/", "python -m tools.checkpoint list runs/x"),
-        ("the distribution's name", "run `megatron-hybrid checkpoint list`"),
-        ("a training script by python", "$ python pretrain_vlm.py --config x.yaml"),
-        ("torchrun", "torchrun --nnodes 2 \\\n    --rdzv-id 7 \\\n    pretrain_gpt.py --lr 1"),
-    ],
-)
-def test_each_other_spelling_would_be_found(kind: str, text: str) -> None:
-    assert re.search(OTHER_SPELLINGS[kind], text)
-
-
 def test_commands_fit_the_page() -> None:
     long = [
         f"{path.name}: {line}"

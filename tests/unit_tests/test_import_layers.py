@@ -18,11 +18,7 @@ ROOMS: list[tuple[set[str], str]] = [
     ({"megatron.core"}, "devices, lanes, memory, files, process groups"),
     ({"megatron.core.transformer"}, "layers, ignorant of sharding"),
     (
-        {
-            "megatron.core.models",
-            "megatron.core.compiled_layers",
-            "megatron.core.layer_execution",
-        },
+        {"megatron.core.models", "megatron.core.compiled_layers", "megatron.core.layer_execution"},
         "models, their Hugging Face families, and how their layers are executed",
     ),
     ({"megatron.core.datasets"}, "token files and samples"),

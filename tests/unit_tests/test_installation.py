@@ -1,6 +1,4 @@
-"""The wheel, and what becomes of it beside a megatron-core: real installations by pip, without a
-network.
-"""
+"""The wheel, alone and with a megatron-core: real installations by pip, without a network."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def megatron_core(folder: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment of its own, which has nothing but what is installed here."""
+    """A separate virtual environment without other packages."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, symlinks=True)
@@ -86,7 +84,7 @@ class Environment:
         pip("--python", self.python, *arguments)
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """From an empty folder, with no other path of Python's."""
+        """From an empty directory, with no other path of Python's."""
         return subprocess.run(
             list(map(str, command)),
             capture_output=True,
@@ -153,38 +151,29 @@ def test_megatron_core_after_us_is_one_clear_line_at_every_import(
     assert environment.error_of("import megatron.training") == ""
 
 
-def test_megatron_core_before_us_is_the_same_line(
-    wheel: Path, environment: Environment, tmp_path: Path
-) -> None:
-    environment.pip("install", "--no-deps", "--no-index", megatron_core(tmp_path))
-    environment.pip("install", "--no-deps", "--no-index", wheel)
-    assert "theirs" not in (environment.packages / "megatron/core/__init__.py").read_text()
-    line = environment.error_of("import megatron.core")
-    assert "got files of megatron-core too" in line
-
-
-def test_a_package_of_another_path_is_one_line_of_the_command(
-    wheel: Path, environment: Environment, tmp_path: Path
-) -> None:
+def test_a_package_of_another_path_is_one_line_of_the_command(wheel: Path, tmp_path: Path) -> None:
     """As in a clone of Megatron-LM that PYTHONPATH names: no line of our `megatron` is run."""
-    environment.pip("install", "--no-deps", "--no-index", wheel)
+    package = unpacked(wheel, tmp_path / "ours", {})
     other = tmp_path / "other" / "megatron" / "training"
     other.mkdir(parents=True)
+    (other.parent / "__init__.py").touch()
+    paths = [str(tmp_path / "other"), str(package.parent)]
     statement = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'other')!r}); "
+        f"import sys; sys.path[:0] = {paths}; "
         "from megatron_hybrid.command_line import main; sys.exit(main(['status', '.']))"
     )
-    (other.parent / "__init__.py").touch()
-    line = environment.error_of(statement)
+    line = error_of(statement)
     assert line.startswith("python -m megatron_hybrid status: Expected the package megatron of")
     assert f"got that of another distribution at {other.parent}" in line
 
 
 def test_megatron_core_beside_an_editable_installation_is_one_line(
-    wheel: Path, environment: Environment, tmp_path: Path
+    wheel: Path, tmp_path: Path
 ) -> None:
     """Python finds `megatron`, a namespace, in site-packages before it asks setuptools' finder."""
-    environment.pip("install", "--no-deps", "--no-index", megatron_core(tmp_path))
+    packages = tmp_path / "site-packages"
+    with zipfile.ZipFile(megatron_core(tmp_path)) as archive:
+        archive.extractall(packages)
     package = unpacked(wheel, tmp_path / "clone", {})
     command = f"""
 import importlib.util, os, sys
@@ -199,14 +188,26 @@ class Finder:  # does what setuptools' does
                 name, folder + "/__init__.py", submodule_search_locations=[folder]
             )
         return importlib.util.spec_from_file_location(name, folder + ".py")
+sys.path.insert(0, {str(packages)!r})
 sys.meta_path.append(Finder)
 import megatron.training
 """
-    line = environment.error_of(command)
+    line = error_of(command)
     assert line.startswith(
         f"ImportError: Expected the package megatron of megatron-hybrid at {package}"
     )
-    assert f"got that of another distribution at {environment.packages / 'megatron'}" in line
+    assert f"got that of another distribution at {packages / 'megatron'}" in line
+
+
+def run_alone(statement: str) -> subprocess.CompletedProcess[str]:
+    """A program of a Python that has no packages but its own."""
+    command = [sys.executable, "-I", "-S", "-c", statement]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def error_of(statement: str) -> str:
+    """The last line on stderr of a program without packages."""
+    return run_alone(statement).stderr.rstrip("\n").rpartition("\n")[2]
 
 
 def unpacked(wheel: Path, folder: Path, files: Mapping[str, str | None]) -> Path:
@@ -260,8 +261,7 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
         f"import sys; sys.path.insert(0, {str(package.parent)!r}); import megatron; "
         "print(sorted({'csv', 'email', 'hashlib', 'importlib.metadata', 'torch'} & {*sys.modules}))"
     )
-    command = [sys.executable, "-I", "-S", "-c", statement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_alone(statement)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

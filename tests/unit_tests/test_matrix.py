@@ -25,7 +25,7 @@ def script(path: Path, content: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Path:
-    """A machine with nothing but what a test puts into the folder, which is its PATH."""
+    """A machine with nothing but what a test puts into the directory, which is its PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -47,9 +47,11 @@ def test_what_is_no_pair_of_versions_is_refused(text):
         Pair.parse(text)
 
 
-def test_an_interpreter_is_found_on_the_path(machine):
+def test_an_interpreter_is_found_on_the_path_by_its_own_version(machine):
     (machine / f"python{HERE}").symlink_to(sys.executable)
     assert find_python(HERE) == str(machine / f"python{HERE}")
+    script(machine / "python3.10", "echo 3.9")
+    assert find_python("3.10") is None
 
 
 def test_a_shim_that_refuses_to_run_is_passed_over_for_the_interpreter_that_pyenv_installed(
@@ -62,26 +64,11 @@ def test_a_shim_that_refuses_to_run_is_passed_over_for_the_interpreter_that_pyen
     assert find_python(HERE) == str(real)
 
 
-def test_an_interpreter_of_another_version_is_none(machine):
-    script(machine / "python3.10", "echo 3.9")
-    assert find_python("3.10") is None
-
-
 @pytest.mark.usefixtures("machine")
 def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allowed(capsys):
     assert matrix.main(["3.10:2.12.1"]) == 1
-    assert (
-        "Python 3.10, torch 2.12.1: not tested, no python3.10 on PATH or in pyenv"
-        in capsys.readouterr().out
-    )
+    assert "Python 3.10, torch 2.12.1: not tested" in capsys.readouterr().out
     assert matrix.main(["--allow-missing", "3.10:2.12.1"]) == 0
-
-
-def test_a_pair_that_fails_does_not_keep_the_next_from_being_tested(capsys, monkeypatch):
-    outcomes = {"2.11.0": (False, "failed"), "2.12.1": (True, "passed")}
-    monkeypatch.setattr(matrix, "outcome_of", lambda pair, _: outcomes[pair.torch])
-    assert matrix.main(["3.10:2.11.0", "3.10:2.12.1"]) == 1
-    assert "torch 2.11.0: failed\nPython 3.10, torch 2.12.1: passed" in capsys.readouterr().out
 
 
 def test_a_pair_that_cannot_import_torch_is_a_failure_of_its_own_and_the_next_one_is_tested(
@@ -96,9 +83,7 @@ def test_a_pair_that_cannot_import_torch_is_a_failure_of_its_own_and_the_next_on
     monkeypatch.setattr(matrix, "install", install)
     assert matrix.main(["--environments", str(tmp_path), f"{HERE}:2.11.0", f"{HERE}:2.12.1"]) == 1
     summary = capsys.readouterr().out.partition("=== the matrix\n")[2].splitlines()
-    assert summary[0].endswith(
-        "torch 2.11.0: torch could not be imported, ImportError: libcudart.so.13: no such file"
-    )
+    assert summary[0].endswith("ImportError: libcudart.so.13: no such file")
     assert "torch 2.12.1: passed" in summary[1]
 
 
@@ -106,10 +91,8 @@ def test_another_torch_takes_its_own_triton_and_the_tested_versions_of_the_rest(
     tested = lines_of(matrix.CONSTRAINTS)
     other = constraints_for("2.11.0").splitlines()
     assert set(other) - set(tested) == {"torch==2.11.0"}
-    assert sorted(line.partition("==")[0] for line in set(tested) - set(other)) == [
-        "torch",
-        "triton",
-    ]
+    left_out = {line.partition("==")[0] for line in set(tested) - set(other)}
+    assert left_out == {"torch", "triton"}
 
 
 def test_the_torch_that_all_tests_run_with_takes_all_tested_versions():

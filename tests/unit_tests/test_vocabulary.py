@@ -41,17 +41,7 @@ def test_the_vocabulary_is_small_and_its_rows_are_read():
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_class_of_the_vocabulary_is_defined_once(word):
+def test_a_class_of_the_vocabulary_is_defined_once_and_has_its_word_alone(word):
     assert {name: len(FILES[name]) for name in WORDS[word]} == dict.fromkeys(WORDS[word], 1)
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_no_other_class_is_named_by_the_word_alone(word):
     name = word.title().replace(" ", "")
     assert name not in FILES or name in WORDS[word]
-
-
-def test_a_name_that_is_defined_twice_is_found(tmp_path):
-    (tmp_path / "one.py").write_text("class Phase: ...")
-    (tmp_path / "two.py").write_text("class Module:\n    class Phase: ...")
-    assert files_by_class(tmp_path) == {"Phase": {"one.py", "two.py"}, "Module": {"two.py"}}

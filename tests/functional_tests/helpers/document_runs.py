@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import numpy as np
 
-import pretrain_gpt
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.functional_tests.helpers.runs import losses
-from tests.helpers.ranks import run_ranks
+from tests.functional_tests.helpers.runs import losses_of
 
 EOD = 63  # NullTokenizer's, of 63 tokens
 APART = ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"]
@@ -38,14 +34,6 @@ def write_text(prefix: Path) -> str:
     return str(prefix)
 
 
-def run(argv: list[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        pretrain_gpt.run(argv)
-
-
 def train(prefix: str, folder: Path, *flags: object, world_size: int = 2) -> dict[int, float]:
     """The loss of each iteration."""
-    metrics = folder / "metrics.jsonl"
-    argv = [*MODEL, *TRAINING, "--data-path", prefix, "--metrics-jsonl", metrics, *flags]
-    run_ranks(world_size, run, [str(word) for word in argv])
-    return losses(metrics)
+    return losses_of([*MODEL, *TRAINING, "--data-path", prefix, *flags], folder, world_size)

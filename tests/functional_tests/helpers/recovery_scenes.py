@@ -1,8 +1,8 @@
 """Jobs of `pretrain_gpt.py` that are started as a user starts them, disturbed, and looked at from
 outside.
 
-A job has a folder: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with all
-that it printed.
+A job has a directory: `saved` (its checkpoints and event log), `metrics.jsonl`, and `log.txt` with
+all that it printed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.training.health.events import read_events
+from tests.functional_tests.helpers.runs import ROOT, environment
 from tests.helpers.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 240.0  # seconds
 
 # A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault
@@ -51,7 +51,7 @@ def torchrun(*flags: str, num_ranks: int = 2) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job leaves in its folder, while it runs and after."""
+    """The output of a job in its directory, during and after the run."""
 
     folder: Path
 
@@ -89,23 +89,6 @@ class Job:
         return found
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """This process's, without what a torchrun that the tests may run under has set."""
-    launchers = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "SLURM_",
-    )
-    own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    # torchrun's own log, with its times.
-    return {**own, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", **variables}
-
-
 @contextmanager
 def started(
     job: Job, launcher: Sequence[str], *flags: str, log: str = "log.txt", **variables: str
@@ -113,9 +96,10 @@ def started(
     """A run of a job in the background; nothing of it is left when the context ends."""
     job.folder.mkdir(parents=True, exist_ok=True)
     command = [*launcher, "pretrain_gpt.py", *job.flags, *flags]
+    env = environment(LOGLEVEL="INFO", **variables)  # for the times in torchrun's log
     with (job.folder / log).open("ab") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**variables), stdout=output, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
         )
         workers: list[int] = []
         try:

@@ -1,7 +1,7 @@
 """Runs the recipes in `test_cases/`: whole runs of `pretrain_gpt.py`, held against golden losses
 and each other.
 
-A recipe is a folder with `config.yaml` (below) and `golden.json`: for each world size (dropout
+A recipe is a directory with `config.yaml` (below) and `golden.json`: for each world size (dropout
 draws other masks on other ranks) the losses by iteration and the evaluations at the end.
 
     kind: resume            # regular | resume | reshard | offload-parity
@@ -10,9 +10,9 @@ draws other masks on other ranks) the losses by iteration and the evaluations at
     agreement: 1.0e-5       # relative difference of losses allowed between world sizes
     settings: {...}         # flags of pretrain_gpt.py, without dashes
 
-What is compared: with the golden values to 1e-3 (they may come from another machine), between world
-sizes to `agreement`, and within one world size bit for bit. The data is the text of LICENSE in
-bytes, which never changes.
+Losses are compared with the golden values to 1e-3 (they may come from another machine), between
+world sizes to `agreement`, and within one world size bit for bit. The data is the text of LICENSE
+in bytes, which never changes.
 
 `python -m tests.functional_tests.helpers.runner NAME...` runs recipes by hand; with `--update` it
 writes their golden.json.
@@ -48,7 +48,7 @@ RUN_TIMEOUT = 300.0  # seconds
 
 @dataclass(frozen=True)
 class Recipe:
-    """A test case as its folder describes it."""
+    """A test case as its directory describes it."""
 
     name: str
     kind: str
@@ -308,9 +308,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, required=True, help="an empty folder for data and checkpoints"
     )
-    parser.add_argument(
-        "--update", action="store_true", help="write golden.json from what the runs give"
-    )
+    parser.add_argument("--update", action="store_true", help="write golden.json from the results")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     data_prefix = build_corpus(arguments.work)

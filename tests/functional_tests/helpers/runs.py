@@ -1,4 +1,4 @@
-"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, what they leave."""
+"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, their output."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -35,10 +37,21 @@ SETTINGS = [
 ]
 
 
-def environment() -> dict[str, str]:
-    """This process's, without the ranks of a torchrun that the tests may run under."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1"}
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, without the variables of a torchrun that the tests may run under."""
+    launchers = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ SLURM_".split())
+    own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return {**own, "OMP_NUM_THREADS": "1", **variables}
+
+
+def execute(
+    command: Sequence[str], timeout: float = TIMEOUT, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end; in the repository, unless a test says otherwise."""
+    env = environment(**variables)
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 class Run(NamedTuple):
@@ -62,6 +75,19 @@ def pretrain(
     return [Run(*answer) for answer in answers]
 
 
+def train(*flags: object, world_size: int = 1) -> str:
+    """A run that ends well; returns the first rank's log."""
+    runs = pretrain(*flags, world_size=world_size)
+    assert [run.error for run in runs] == [""] * world_size
+    return runs[0].log
+
+
+def refusal(*flags: object, world_size: int = 1) -> str:
+    """The error that a run ends with, which is the same on all ranks."""
+    (error,) = {run.error for run in pretrain(*flags, world_size=world_size)}
+    return error
+
+
 def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
     log, error = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(log):
@@ -71,6 +97,24 @@ def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tupl
         except (CheckpointError, ConfigError, ExitError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return error, log.getvalue()
+
+
+def logged(argv: list[str], program: ModuleType = pretrain_gpt) -> str:
+    """A run on this rank; returns its log."""
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        program.run(argv)
+    return log.getvalue()
+
+
+def losses_of(
+    argv: Sequence[object], folder: Path, world_size: int, program: ModuleType = pretrain_gpt
+) -> dict[int, float]:
+    """The losses of a run by iteration; a directory gets its metrics."""
+    metrics = folder / "metrics.jsonl"
+    words = [str(word) for word in (*argv, "--metrics-jsonl", metrics)]
+    run_ranks(world_size, logged, words, program)
+    return losses(metrics)
 
 
 def losses(path: Path) -> dict[int, float]:

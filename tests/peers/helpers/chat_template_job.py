@@ -20,7 +20,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def template_folder() -> Path:
-    """The folder of TRL's templates, without importing TRL."""
+    """The directory of TRL's templates, without importing TRL."""
     spec = importlib.util.find_spec("trl")
     assert spec is not None, "the environment has it"
     assert spec.submodule_search_locations is not None, "it is a package"

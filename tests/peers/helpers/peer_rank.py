@@ -1,4 +1,4 @@
-"""What the jobs share on their ranks: a tiny Llama, its batches, optimizers and engines."""
+"""Shared by the jobs on their ranks: a tiny Llama, its batches, optimizers and engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINES: dict[str, Callable[..., Any]] = {"FSDP2": fsdp2.fully_shard, "ours": fu
 
 
 def serve(train: Callable[..., list[float]]) -> None:
-    """Calls `train` for each of the runs in `runs.json`; writes what it returns, or its error."""
+    """Calls `train` for each of the runs in `runs.json`; writes the result, or the error."""
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     outcomes = {}

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,6 @@ class PeerRuns:
 
     def __init__(self, job: str, cases: Mapping[str, Case]) -> None:
         """Runs `train(**settings)` of the job for each run of `cases`."""
-        if not PYTHON.exists():
-            pytest.fail(f"{PYTHON} is missing: make .venv-peers/trainers/.installed")
         runs = {_key(run): run for case in cases.values() for run in case}
         with tempfile.TemporaryDirectory() as directory:
             _launch(job, runs, Path(directory))
@@ -58,23 +56,23 @@ def _key(run: Settings) -> str:
 
 def _launch(job: str, runs: Mapping[str, Settings], directory: Path) -> None:
     (directory / "runs.json").write_text(json.dumps(runs))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    job_of_rank = ["-m", f"tests.peers.helpers.{job}", directory]
+    run_with_peers([*launcher, *job_of_rank], directory, TOKENIZERS_PARALLELISM="false")
+
+
+def run_with_peers(arguments: Sequence[object], directory: Path, **variables: str) -> None:
+    """Runs the Python of the training loops' environment in a directory, to success."""
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: make .venv-peers/trainers/.installed")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-    environment = inherited | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(directory / "hf"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    launcher = [str(PYTHON), "-m", "torch.distributed.run", "--standalone"]
-    ranks = [f"--nproc-per-node={NUM_RANKS}", "-m", f"tests.peers.helpers.{job}", str(directory)]
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "hf")}
     ran = subprocess.run(
-        [*launcher, *ranks],
+        [str(PYTHON), *map(str, arguments)],
         cwd=directory,
-        env=environment,
+        env={**inherited, **own, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        check=False,
         timeout=TIMEOUT,
     )
     assert ran.returncode == 0, ran.stderr[-20_000:]

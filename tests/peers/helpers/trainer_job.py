@@ -62,7 +62,7 @@ def run_trainers(
     **options: Any,
 ) -> list[float]:
     """Losses and norms of each step; with `is_resumed`, of a run up to a checkpoint and of one that
-    goes on there.
+    continues there.
     """
     forget_accelerators()
     directory = common_directory()

@@ -65,13 +65,6 @@ def test_gpu_step_trains_the_same_model_on_every_side(kind: str) -> None:
     lanes = result.facts["lanes_seconds_a_step"]
     assert lanes["device"] == lanes["FSDP2 offloaded"] == {}
     assert lanes["offloaded 0.8"]["host"] > 0
-    names = {ratio.name for ratio in result.ratios}
-    assert {
-        "step, offloaded 0.8 / device",
-        "peak memory, offloaded 0.8 / device",
-        "step, FSDP2 offloaded / offloaded 0.8",
-        "step, offloaded 1: planned / measured",
-    } <= names
     peaks = {one.side: one.median for one in result.measurements if one.group == "peak memory"}
     if kind == "sim":
         assert peaks["offloaded 1"] < peaks["offloaded 0.8"] < peaks["device"]
@@ -103,7 +96,3 @@ def test_without_an_accelerator_a_full_run_of_them_is_refused(
     monkeypatch.setattr(command, "machine", lambda: {"accelerator": None})
     assert command.main([name]) == 2
     assert name in capsys.readouterr().err
-
-
-def test_the_benchmarks_that_need_an_accelerator_are_these() -> None:
-    assert NAMES == ["gpu_step", "lanes"]

@@ -1,4 +1,4 @@
-"""benchmarks/helpers: what a benchmark found, how it is timed and handed over."""
+"""benchmarks/helpers: results of a benchmark, its timing, its output."""
 
 from __future__ import annotations
 
@@ -38,12 +38,9 @@ def test_a_side_is_told_by_its_median_its_spread_and_every_round():
     assert told["quartiles"] == [1.5, 2.5]
 
 
-def test_the_fastest_of_rates_is_the_largest():
+def test_the_fastest_of_rates_is_the_largest_and_one_value_is_its_own_quartiles():
     rates = Measurement("", "ours", "tokens/s", (10.0, 30.0, 20.0))
     assert (rates.fastest, rates.slowest) == (30.0, 10.0)
-
-
-def test_one_value_is_its_own_quartiles_and_no_value_is_refused():
     assert Measurement("", "ours", "ms", (7.0,)).quartiles == (7.0, 7.0)
     with pytest.raises(ValueError, match="Expected at least one value"):
         Measurement("save", "ours", "ms", ())

@@ -95,8 +95,6 @@ def test_the_others_run_when_one_fails_or_dies(fakes: dict[str, Benchmark], tmp_
     names = sorted(path.name for path in (tmp_path / "results").iterdir())
     assert names == ["a_good.json", "e_of_a_peer.json", "f_good.json"], "the others leave no file"
     assert len(told) == 2 * len(fakes)
-    assert told[0] == "[1/6] a_good ..."
-    assert told[1].startswith("[1/6] a_good done after ")
 
 
 def test_a_result_file_says_what_was_measured_where_and_of_which_code(
@@ -113,13 +111,6 @@ def test_a_result_file_says_what_was_measured_where_and_of_which_code(
     assert datetime.fromisoformat(content["date"]).tzinfo is not None
     assert content["versions"]["python"].startswith("3.")
     assert 0 < content["seconds"] < 120
-    assert set(content) == {
-        *("schema", "benchmark", "mode", "date", "commit", "is_dirty", "command", "machine"),
-        *("versions", "settings", "measurements", "ratios", "not_run", "facts", "seconds"),
-    }
-
-
-def test_quick_runs_have_the_quick_command_line(fakes: dict[str, Benchmark], tmp_path: Path):
     (outcome,), _ = run_all({"a_good": fakes["a_good"]}, tmp_path, mode="quick")
     assert outcome.result is not None
     assert outcome.result.measurements[0].values == (1.0, 1.0, 1.0)
