@@ -215,7 +215,7 @@ def fixed_axis(
     num_steps: int = _NUM_STEPS,
     least_step: float = 0.0,
 ) -> Axis:
-    """A linear axis with exactly these ends, and ticks at multiples of a round step."""
+    """A linear axis from `low` to `high`, with ticks at multiples of a round step."""
     step = max(least_step, _round_step(high - low, num_steps))
     return Axis(low, high, start, end, _multiples(low, high, step))
 

@@ -33,7 +33,7 @@ class SharedFile:
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
         """
         Args:
-            nbytes: of the whole file, which the first rank makes; None: it is there already.
+            nbytes: size of the file, which is created if missing; None: the file exists already.
         """
         self._path = path
         # Not for reading, too: then an NFS client may fetch a page before it writes a part of it,

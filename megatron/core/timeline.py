@@ -203,7 +203,7 @@ class Timeline:
             self._whole = None
 
     def _date_notes(self) -> None:
-        # Finished work is read only once: a save may keep one slice open for many iterations.
+        # Only unfinished notes are queried again: a save may stay open for many iterations.
         for _ in range(len(self._notes)):
             note = self._notes.popleft()
             dated = note.dated()

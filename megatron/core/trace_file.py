@@ -6,9 +6,9 @@
            ├ gather    [layers.0][layers.1]
            └ reduce                              [layers.1][layers.0]
 
-The process is the rank, a thread is a row, and each slice is a complete event ("X"). All ranks of a
-recording count microseconds from one moment by their machines' wall clocks, so their files can be
-laid side by side.
+In the trace, a rank is a process, a row is a thread, and a slice is a complete event ("X").
+Timestamps are microseconds since a moment that is the same for all ranks, by the wall clock of
+each machine, so the files of a recording can be merged.
 """
 
 from __future__ import annotations

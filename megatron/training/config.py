@@ -1,4 +1,4 @@
-"""The configuration of a run: the owners' configs side by side, and what must hold between them."""
+"""`RunConfig`: the configs of all packages, and the checks that involve several of them."""
 
 from __future__ import annotations
 

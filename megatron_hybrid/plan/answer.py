@@ -193,8 +193,9 @@ def _fits(run: PlannedRun, limits: Limits, fraction: float | None) -> bool:
 
 
 def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
-    """Returns the smallest fraction that fits. A larger one needs less on the device."""
+    """Returns the smallest fraction that fits, or None."""
     fractions, most = run.fractions, limits.device
+    # Device memory decreases as the fraction grows.
     number = 0
     if most is not None:
         number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)
@@ -204,8 +205,9 @@ def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
 
 
 def _largest_hidden(run: PlannedRun, limits: Limits, machine: Machine) -> float | None:
-    """Returns the largest hidden fraction. A larger one has a longer pass in host memory."""
+    """Returns the largest fraction whose offloading is hidden, or None."""
 
+    # Host memory and the time of the host pass increase with the fraction.
     def is_too_much(fraction: float) -> bool:
         needs = _needs(run, fraction).host
         fits = limits.host is None or needs <= limits.host

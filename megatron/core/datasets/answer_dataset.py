@@ -111,13 +111,13 @@ class AnswerDataset(NumberedDataset):
     Args:
         files: of the conversations.
         documents: the split, as a range of sequences.
-        num_samples: rows that will be asked for.
-        seq_length: tokens of a row.
+        num_samples: number of rows.
+        seq_length: tokens per row.
         seed: decides which documents share a row, and the order of rows.
         filler: the token that fills up rows.
-        vocab_size: token ids from there on are rejected when met.
-        is_cut: whether conversations that are too long lose their end. Conversations that lose all
-            answers are left out.
+        vocab_size: larger or equal token ids are rejected when they are read.
+        is_cut: whether conversations longer than a row are truncated. Those that lose all their
+            answers are dropped.
 
     Raises:
         ConfigError: for conversations longer than a row, or none at all.

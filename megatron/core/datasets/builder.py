@@ -105,8 +105,8 @@ def build_image_text_datasets(
         filler: the token that fills up rows.
 
     Raises:
-        ConfigError: for text without images; for samples that are too long, or a split without any.
-        IndexedDatasetError: files that cannot be used.
+        ConfigError: for data without images, samples longer than a row, or a split without samples.
+        IndexedDatasetError: for unusable files.
     """
     if config.mock_data:
         raise ConfigError("--mock-data: expected --data-path with images, got made-up text.")

@@ -234,8 +234,7 @@ def _open_again(
 
 
 class IndexedDatasetBuilder:
-    """Writes a `.bin/.idx` pair document by document, in memory that does not grow with their
-    number.
+    """Streams documents into a `.bin/.idx` pair; memory is independent of their number.
 
     Tokens and lengths go to temporary files next to the target. `finalize()` gives them their
     names; until then a reader finds the earlier files or none. As a context manager it finalizes at
@@ -380,10 +379,10 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def complete(self) -> None:
-        """Writes all that is left, still under temporary names; no more can be added.
+        """Flushes all data to the temporary files. Nothing can be added afterwards.
 
-        A full disk shows here at the latest, so writers of several files complete them all before
-        they finalize the first.
+        A full disk raises here at the latest, so a program that writes several data sets completes
+        all of them before it finalizes the first.
 
         Raises:
             RuntimeError: the builder was finalized or aborted before.

@@ -9,10 +9,9 @@ the store:
               renamed as well, to `<name>.<token>.deleting`. So a publish that races with a sweep
               finds all of its draft, or no draft.
     remote    Object stores cannot rename a directory. The files have their final names from the
-    start,
-              and the marker alone makes them a checkpoint: it is written last and deleted first,
-              `.metadata` right after it. Two runs must not save into one remote folder: a sweep by
-              one may come between the steps of the other.
+              start, and the marker alone makes them a checkpoint: it is written last and deleted
+              first, `.metadata` right after it. Two runs must not save into one remote folder: a
+              sweep by one may come between the steps of the other.
 
 In a remote directory, a sign that this class created it is written first and deleted last. A sweep
 does not touch a directory without one: it may be another program's checkpoint, which has no marker

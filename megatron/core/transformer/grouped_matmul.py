@@ -51,8 +51,8 @@ def grouped_matmul(
         [tokens, out].
 
     Raises:
-        ValueError: shapes that do not fit; dtypes that differ where autocast does not make them
-            one; counts that do not add up to the tokens, where the host has the counts.
+        ValueError: for mismatched shapes; for different dtypes, unless autocast casts them; for
+            counts that do not add up to the tokens, where they are copied to the host anyway.
     """
     _check_shapes(tokens, matrices, counts, biases)
     dtype = _autocast_dtype(tokens)

@@ -99,8 +99,7 @@ class TransformerLayer(nn.Module):
         the body again.
         """
         if self.recomputes_all and self.training and torch.is_grad_enabled():
-            # Inside forward, so the hooks that gather and release this module's weights are not
-            # rerun.
+            # Inside forward, so that recomputation does not run this module's FSDP hooks again.
             recomputed: LayerOutput = checkpoint(
                 self._body, hidden, rotary, documents, use_reentrant=False
             )

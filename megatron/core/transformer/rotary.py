@@ -26,9 +26,8 @@ from megatron.core.transformer.spec import (
 class RotaryAngles:
     """The cosines and sines of every position's angles, times YaRN's attention factor.
 
-    Not a tuple: a wrapper that casts the floating point tensors it finds among a module's inputs to
-    the compute dtype (mixed precision of FSDP) looks into tuples, and angles in bf16 are equal for
-    neighbouring positions.
+    Not a tuple: mixed precision of FSDP casts the floating-point inputs of a module to the compute
+    dtype, also those in tuples, and in bf16 neighbouring positions would have equal angles.
     """
 
     cos: Tensor  # [seq, rotary_dim / 2] fp32, or [batch, seq, rotary_dim / 2]

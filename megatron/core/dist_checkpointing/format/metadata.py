@@ -436,7 +436,7 @@ class _RecordReader:
         return tuple(found)
 
     def _fields(self, record: Any, kind: type) -> dict[str, Any]:
-        """The fields of a record of `kind`, if its class has them."""
+        """Returns the fields of a record, after checking that it is a valid `kind`."""
         if type(record) is not _RECORDS[kind]:
             fail(f"a {kind.__name__}", f"a {type(record).__name__}", self._source)
 

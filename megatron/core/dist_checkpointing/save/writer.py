@@ -191,10 +191,10 @@ class RankWriter:
         self._digests: dict[tuple[str, int], tuple[str, ...]] = {}  # of chunks, by their places
 
     def write_group(self, number: int) -> Event:
-        """Waits for updates of the group's unit in flight, and writes its chunks.
+        """Waits for pending updates of the group's unit, and writes the group's chunks.
 
         Returns:
-            Done when its memory has been read, or never will be.
+            An event that completes once the group's memory is no longer read.
         """
         if self.failure is None:
             try:
@@ -204,7 +204,7 @@ class RankWriter:
         return ThreadEvent.done()
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Writes plain data, brings the file to disk, and writes the manifest.
+        """Writes plain data, syncs the file to disk, and writes the manifest.
 
         Args:
             meanwhile: called while the disk is still writing. Its errors fail the save.

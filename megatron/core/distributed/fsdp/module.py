@@ -270,8 +270,8 @@ class FsdpModule(Fsdp2Methods):
         self._fsdp_held_versions = self._fsdp_full_versions()
 
     def _fsdp_rest(self, frees: bool = True) -> None:
-        """Comes to rest from any activity, with sharded parameters and, unless told otherwise, no
-        full weights.
+        """Returns to rest from any activity: puts the sharded parameters into the module and, with
+        `frees`, frees the full weights.
 
         RuntimeError, at rest, if full weights were written to while they were held.
         """

@@ -30,7 +30,7 @@ class Images:
 
     Attributes:
         patches: [patches, channels * frames * rows * columns], floating point.
-        grids: of each image; numbers of the host.
+        grids: one per image, as Python integers.
     """
 
     patches: Tensor

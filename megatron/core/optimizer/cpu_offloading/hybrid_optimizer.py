@@ -422,9 +422,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return self._sides.host_side.masters() | self._sides.device_side.masters()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """`reload_parameters`: the values of 16-bit parameters are copied to their main weights.
+        """Copies the values of 16-bit parameters to their main weights, on both sides.
 
-        For both sides, for example after a checkpoint's weights were loaded into the model.
+        For example after loading a checkpoint's weights into the model. An alias of
+        `reload_parameters` with megatron-core's name.
         """
         self.reload_parameters()
 
