@@ -65,7 +65,7 @@ class ParsedCommandLine(NamedTuple):
         if self.without_effect:
             flags = printable(", ".join(map(str, self.without_effect)), limit=4000)
             logger.info(
-                "no effect here (accepted; may be deleted; docs/coming-from.md has the reasons): %s",
+                "no effect here (accepted; may be deleted; reasons: docs/coming-from.md): %s",
                 flags,
             )
 
