@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_earlier_files_alone(tmp_path, monkeypatch, capsys, k
     written = IndexedDatasetBuilder._write_index
 
     def fail_for_the_later_one(self: IndexedDatasetBuilder) -> None:
-        if self.prefix.endswith(("out_title_document", "out_chat_document")):
+        if self.prefix.endswith(("out_text_document", "out_chat_document")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written(self)
 
@@ -312,7 +312,7 @@ def test_a_long_text_is_an_error_and_a_long_binary_file_is_skipped(tmp_path, mon
     os.truncate(tmp_path / "in" / "film", 1 << 40)
     _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "out", *BYTES)
     assert "; 1 files skipped" in capsys.readouterr().out
-    (tmp_path / "in" / "b.txt").write_text("x" * 999 + "é")
+    (tmp_path / "in" / "b.txt").write_text("x" * 1000 + "é")
     _preprocess("--input", tmp_path / "in", "--output-prefix", tmp_path / "new", *BYTES, code=1)
     assert "b.txt: expected at most 1000 bytes, got more." in capsys.readouterr().err
 
