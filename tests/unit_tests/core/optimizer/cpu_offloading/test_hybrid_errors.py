@@ -47,6 +47,7 @@ def test_options_of_a_group_that_neither_side_would_honour_are_refused_before_an
     *first, last = model.parameters()
     groups = [{"params": first}, {"params": [last]}]
     optimizer = HybridDeviceOptimizer(groups, fraction, AdamW, AdamW, lr=0.1)
+    optimizer.init_state()
     backward(model)
     before = weights(model)
     group = optimizer.param_groups[1]
@@ -59,9 +60,10 @@ def test_options_of_a_group_that_neither_side_would_honour_are_refused_before_an
         if not was_there:
             del group[name]
         assert same(weights(model), before)
-        assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+        assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
     optimizer.step()
     assert not same(weights(model), before)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
 
 # Failures of lanes, and rejected arguments
