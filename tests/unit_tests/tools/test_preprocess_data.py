@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit_tests.tools.helpers.stopping_tokenizers import KilledTokenizer
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import input_files, preprocess_data, sample_lines
 from tests.helpers.hf_models import begin_texts
+from tests.unit_tests.tools.helpers.stopping_tokenizers import KilledTokenizer
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
