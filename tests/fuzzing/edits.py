@@ -17,9 +17,8 @@ def pick(draw: st.DrawFn, choices: Sequence[T]) -> T:
 
 
 _INTEGERS = [
-    *(0, 1, 2, 7, 8, 255),
-    *(2**bits for bits in (31, 40, 62, 63)),
-    *(2**bits - 1 for bits in (16, 31, 63, 64)),
+    *(0, 1, 2, 7, 8, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1),
+    *(2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1),
 ]
 _LENGTHS = st.one_of(st.integers(0, 16), st.integers(0, 5000))
 

@@ -95,7 +95,7 @@ class Outcome:
         texts = [self.message, *self.warnings, self.err]
         for sign in (
             "MemoryError",
-            "allocate memory",
+            "can't allocate memory",  # of torch; a map of a file may be refused
             "RecursionError",
             "maximum recursion",
             "Traceback",
