@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.policy import OffloadPolicy
+from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer

@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.units import expert_units, sharding_units
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (

@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.placement import Flat, Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "DBuffer",

@@ -17,7 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from megatron.core.distributed.fsdp.nested_tensors import cast_floats
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 
 # Arguments of FSDP2 that are not here, with what to do instead.
 _INSTEAD = {

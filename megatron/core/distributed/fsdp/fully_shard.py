@@ -55,7 +55,7 @@ from megatron.core.distributed.fsdp.parameter_grouping import (
 )
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.materialize import draw_parameters

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy, known, main_dtype
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, known, main_dtype
 
 
 def has_own_main(

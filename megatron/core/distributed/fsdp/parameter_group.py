@@ -38,7 +38,7 @@ from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradie
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
-from megatron.core.distributed.fsdp.policy import (
+from megatron.core.distributed.fsdp.precision import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     known,

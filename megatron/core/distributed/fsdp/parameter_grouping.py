@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
 from megatron.core.fp32_module import Fp32Module
 
 IsSharded = Callable[[nn.Module], bool]

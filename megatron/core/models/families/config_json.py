@@ -21,6 +21,7 @@ from megatron.core.models.families.dense import (
     STABLELM,
     STARCODER2,
 )
+from megatron.core.models.families.family import Family
 from megatron.core.models.families.fields import num_heads_of
 from megatron.core.models.families.mixtures import (
     DEEPSEEK_V3,
@@ -33,7 +34,6 @@ from megatron.core.models.families.mixtures import (
 )
 from megatron.core.models.families.quantization import refuse_quantized_config
 from megatron.core.models.families.spec_differences import KIND_FLAGS, Difference, spec_differences
-from megatron.core.models.families.table import Family
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec

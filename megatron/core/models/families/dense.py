@@ -8,6 +8,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.models.families.family import (
+    ATTENTION,
+    PLAIN_MLP,
+    QK_NORMS,
+    Family,
+)
 from megatron.core.models.families.fields import (
     ALL_BIASES,
     NO_BIASES,
@@ -36,12 +42,6 @@ from megatron.core.models.families.layer_fields import (
 )
 from megatron.core.models.families.rope import Rope, RopeByKind
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.families.table import (
-    ATTENTION,
-    PLAIN_MLP,
-    QK_NORMS,
-    Family,
-)
 from megatron.core.transformer.spec import Activation, AttentionSpec, GatedDeltaNetSpec
 
 _LLAMA_FIELDS = (

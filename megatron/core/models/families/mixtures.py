@@ -13,6 +13,13 @@ from megatron.core.models.families.dense import (
     GATED_ATTENTION_HARMLESS,
     GATED_ATTENTION_OPTIONS,
 )
+from megatron.core.models.families.family import (
+    ATTENTION,
+    QK_NORMS,
+    SHARED_EXPERTS,
+    ExpertMatrix,
+    Family,
+)
 from megatron.core.models.families.fields import (
     ALL_BIASES,
     NO_BIASES,
@@ -49,13 +56,6 @@ from megatron.core.models.families.layer_fields import (
 )
 from megatron.core.models.families.rope import LATENT_SIZES, LatentRope, Rope
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.families.table import (
-    ATTENTION,
-    QK_NORMS,
-    SHARED_EXPERTS,
-    ExpertMatrix,
-    Family,
-)
 from megatron.core.transformer.spec import (
     Activation,
     GatedDeltaNetSpec,

@@ -19,11 +19,11 @@ from megatron.core.models.families.config_json import (
     write_config,
 )
 from megatron.core.models.families.dense import QWEN3_5, QWEN3_VL
+from megatron.core.models.families.family import Family
 from megatron.core.models.families.fields import ACTIVATIONS
 from megatron.core.models.families.mixtures import QWEN3_5_MOE
 from megatron.core.models.families.quantization import refuse_quantized_config
 from megatron.core.models.families.row_map import RowMap
-from megatron.core.models.families.table import Family
 from megatron.core.models.multimodal.vision_config import OF_PICTURES, VisionConfig, sections_of
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.config import TransformerConfig

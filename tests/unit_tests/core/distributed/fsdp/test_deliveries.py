@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard,
 from megatron.core.distributed.fsdp.collective_history import Kind
 from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.policy import OffloadPolicy
+from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
 from tests.helpers.ranks import on_ranks, run_ranks
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.policy import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
 
 
 def test_open_dtypes_are_those_of_the_compute_weights():
