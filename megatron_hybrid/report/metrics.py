@@ -19,6 +19,7 @@ from megatron.training.health.jsonl import MOST_LINE_BYTES, parse_object
 
 TRAIN = "train"  # the kind of a step's record
 
+_MOST_BYTES = 4 * 2**30  # of a file: metrics of ten million iterations
 _MOST_ITERATION = 2**52  # a float holds every integer up to this
 _MOST_VALUE = 1e100  # squares of larger values would overflow
 
@@ -61,10 +62,12 @@ class MetricsReader:
         """Reads the new lines, or all lines of another or a shorter file.
 
         Damaged lines and implausible numbers are skipped. OSError for a file that is missing,
-        unreadable or irregular.
+        unreadable, irregular or too large.
         """
         with io.BufferedReader(open_regular(path, "a regular file of JSON lines")) as stream:
             stat = os.fstat(stream.fileno())
+            if stat.st_size > _MOST_BYTES:
+                raise OSError(f"expected at most {_MOST_BYTES} bytes, got {stat.st_size}")
             file = (stat.st_dev, stat.st_ino)
             if file != self._file or stat.st_size < self._offset:
                 self._start(file)
