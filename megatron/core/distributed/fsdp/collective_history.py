@@ -12,6 +12,11 @@ loops the comparison is made by norms of gradients, by `GradScaler`, or by the h
 (`optimizer_hooks.py`), whichever comes first. It costs an all-reduce of three integers for each
 process group and, on an accelerator, a wait of the host for the backward.
 
+[Note: steps] Before a comparison, the hook on optimizers records which parameters are about to be
+updated (READY), so that ranks which step other optimizers, or lack other gradients, are told before
+the update. After it, a STEP is recorded. STEP entries alone do not cause a comparison, or each of
+several optimizers would cost one; a second step of the same parameters does, before its update.
+
 [Note: replicas] Ranks of a process group must do the same; other ranks need not. One replica of
 HSDP may run one more forward. Each process group therefore has a separate history. A gradient that
 is NaN on one replica reaches the others, so a disagreement must, too: each comparison passes on the
@@ -23,6 +28,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import weakref
+import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -49,7 +55,8 @@ class Kind(enum.IntEnum):
     GATHER = 1  # weights
     REDUCE = 2  # gradients
     EXCHANGE = 3  # tokens travel to the ranks that compute with the weights
-    STEP = 4  # an optimizer updates the weights; without communication
+    READY = 4  # an optimizer is about to update the weights; without communication
+    STEP = 5  # it has updated them
 
 
 class RecordedGroup(Protocol):
@@ -76,8 +83,8 @@ class CollectiveHistory:
     Attributes:
         device: device of the tensors that the process group sends.
         groups: parameter groups by number, which is the second integer of their entries.
-        entries: at most the first 65536.
-        has_entries: always False in a process group of one rank.
+        entries: at most the first 65536; none in a process group of one rank.
+        is_pending: whether an entry other than STEP requires a comparison.
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
@@ -89,12 +96,15 @@ class CollectiveHistory:
 
     def add(self, *entry: int) -> None:
         """Records a collective that is being issued."""
-        if len(self._ranks) == 1:
+        if not self.is_shared:
             return
         # Padded to one length: otherwise the same numbers, divided into other entries, would have
         # the same digest.
         self._hash.update(array("q", _padded(entry)).tobytes())
-        self.has_entries = True
+        if entry[0] == Kind.STEP:
+            self._stepped.add(entry[1])
+        else:
+            self.is_pending = True
         if len(self.entries) < _MOST_ENTRIES:
             self.entries.append(entry)
 
@@ -102,7 +112,17 @@ class CollectiveHistory:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self.entries: list[tuple[int, ...]] = []
-        self.has_entries = False
+        self._stepped = set[int]()
+        self.is_pending = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the process group has other ranks."""
+        return len(self._ranks) > 1
+
+    def needs_comparison(self, number: int) -> bool:
+        """Whether ranks must compare before parameter group `number` is updated."""
+        return self.is_pending or number in self._stepped
 
     @property
     def digest(self) -> int:
@@ -181,7 +201,10 @@ class CollectiveHistory:
             return f"exchanged {'gradients of ' if details[0] else ''}tokens for {module}"
         if kind == Kind.STEP:
             return f"stepped an optimizer over {module}"
-        return f"reduced the gradients of {module}{_describe_reduction(details, group.names)}"
+        shown = _describe_gradients(details, group.names)
+        if kind == Kind.READY:
+            return f"is about to update {module}{shown}"
+        return f"reduced the gradients of {module}{shown}"
 
     def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, name: str) -> None:
         with issuing(f"all-reduce of {name}", tensor):
@@ -209,12 +232,15 @@ def histories_over(mesh: DeviceMesh) -> list[CollectiveHistory]:
 
 def is_any_uncompared() -> bool:
     """Whether this process has entries that ranks have not compared."""
-    return any(history.has_entries for history in _histories.values())
+    return any(history.entries for history in list(_histories.values()))
 
 
-def compare(meshes: Iterable[DeviceMesh]) -> None:
-    """Compares the histories over the axes of some meshes since the last comparison, if any have
-    entries. All ranks call it together.
+def compare(meshes: Iterable[DeviceMesh], *, of_all: bool = False) -> None:
+    """Compares the histories over the axes of some meshes since the last comparison. All ranks call
+    it together.
+
+    Args:
+        of_all: also compare histories that are not pending.
 
     Raises:
         RuntimeError: on all ranks of the meshes, if some differ, with the first difference. The
@@ -223,7 +249,9 @@ def compare(meshes: Iterable[DeviceMesh]) -> None:
     histories = dict.fromkeys(
         history for mesh in dict.fromkeys(meshes) for history in histories_over(mesh)
     )
-    pending = [history for history in histories if history.has_entries]
+    pending = [
+        history for history in histories if history.is_pending or (of_all and history.is_shared)
+    ]
     if not pending:
         return
 
@@ -257,25 +285,28 @@ def compare(meshes: Iterable[DeviceMesh]) -> None:
             history.forget()
 
 
-def reduction_details(received: Collection[int], num_kept: int) -> list[int]:
-    """The rest of a reduction's entry, after its kind and group.
+def gradient_details(received: Collection[int], kept: Collection[int] = ()) -> list[int]:
+    """The rest of the entry of a reduction, or of an update, after its kind and group.
 
     Parameters beyond the number that an entry has room for share bits with earlier ones: a
     difference is still noticed, unless two cancel out, but the parameter is not named.
 
     Args:
         received: the parameters that have a gradient here.
-        num_kept: the number of parameters whose gradients are added to earlier ones.
+        kept: the parameters whose gradients are added to earlier ones. The entry has their number
+            and a checksum.
     """
     mask = 0
     for index in received:
         mask ^= 1 << index % (_MASK_BITS * _MASK_WORDS)
     words = [mask >> _MASK_BITS * word & (1 << _MASK_BITS) - 1 for word in range(_MASK_WORDS)]
-    return [num_kept, *words]
+    checksum = zlib.crc32(array("q", sorted(kept)).tobytes()) if kept else 0
+    return [len(kept) << 32 | checksum, *words]
 
 
-def _describe_reduction(details: Sequence[int], names: Sequence[str]) -> str:
-    num_kept, *words = details
+def _describe_gradients(details: Sequence[int], names: Sequence[str]) -> str:
+    kept, *words = details
+    num_kept = kept >> 32
     mask = sum(bits << _MASK_BITS * word for word, bits in enumerate(words))
     without = [
         name

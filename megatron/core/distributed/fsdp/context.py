@@ -375,7 +375,7 @@ class FsdpContext:
         Norms of gradients and every optimizer's step do it for the parameters that they read. Call
         it yourself where weights are updated in another way.
         """
-        compare(group.mesh for group in _alive(self._groups))
+        compare((group.mesh for group in _alive(self._groups)), of_all=True)
 
     @property
     def histories(self) -> list[CollectiveHistory]:

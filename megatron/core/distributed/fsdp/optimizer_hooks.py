@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.fsdp.collective_history import compare, is_any_uncompared
-from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
 from megatron.core.dtensors import check_whole
@@ -173,7 +173,7 @@ def _pre_step(
     _recut_states(optimizer)
     # The backward of a closure is still to come.
     return (
-        tuple(_compared(optimizer, value) for value in args),
+        (args[0], *(_compared(optimizer, value) for value in args[1:])),
         {name: _compared(optimizer, value) for name, value in kwargs.items()},
     )
 
@@ -199,7 +199,11 @@ def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
     # After `train_step`, which has compared: there is no time to look at every parameter.
     if not is_any_uncompared():
         return
-    compare(group.mesh for group in filter(None, map(group_of, _parameters(optimizer))))
+    groups = _groups(optimizer)
+    updated = {id(each) for each in _parameters(optimizer) if each.grad is not None}
+    for group in groups:
+        group.record_ready(updated)
+    compare(group.mesh for group in groups)
 
 
 def _recut_states(optimizer: torch.optim.Optimizer) -> None:
@@ -284,11 +288,16 @@ def _mark_updated(optimizer: torch.optim.Optimizer) -> None:
     """Records an optimizer's step, and marks the compute weights as stale, unless the optimizer
     delivers them itself.
     """
-    found = (group_of(parameter) for parameter in _parameters(optimizer))
-    for group in {id(group): group for group in found if group is not None}.values():
+    for group in _groups(optimizer):
         group.record_step()
         if not group.delivery.is_claimed_by(optimizer):
             group.mark_updated()
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
+    """The parameter groups of an optimizer's sharded parameters, in their order."""
+    found = (group_of(parameter) for parameter in _parameters(optimizer))
+    return list({id(group): group for group in found if group is not None}.values())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

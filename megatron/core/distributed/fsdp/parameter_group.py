@@ -15,7 +15,7 @@ import itertools
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,8 +28,8 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
 from megatron.core.distributed.fsdp.collective_history import (
     Kind,
+    gradient_details,
     histories_over,
-    reduction_details,
 )
 from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
@@ -340,6 +340,19 @@ class FsdpParameterGroup:
         """Records an exchange of tokens, or of their gradients, over the kept axes."""
         self._record([], Kind.EXCHANGE, int(is_backward))
 
+    def record_ready(self, updated: Collection[int]) -> None:
+        """Records the parameters that an optimizer is about to update, where ranks must compare
+        before it does.
+
+        Args:
+            updated: the `id` of each parameter, also of other groups.
+        """
+        sharded = enumerate(parameter.sharded for parameter in self.fsdp_parameters)
+        details = gradient_details([index for index, one in sharded if id(one) in updated])
+        for history in self.histories:
+            if history.needs_comparison(self.number):
+                history.add(Kind.READY, self.number, *details)
+
     def record_step(self) -> None:
         """Records that an optimizer has updated the main weights."""
         self._record(range(self.mesh.ndim), Kind.STEP)
@@ -354,7 +367,7 @@ class FsdpParameterGroup:
 
         work, steps = self.gradients.reduce(self._sharded, is_last)
         for step in steps:
-            details = reduction_details(step.received, len(step.kept))
+            details = gradient_details(step.received, step.kept)
             self._record(step.axes, Kind.REDUCE, *details)
         work = partial(work, self._label(Kind.REDUCE, "gradients"))
         nbytes = self.gradients.unsharded.local_buffer.nbytes

@@ -210,6 +210,20 @@ def test_a_rank_that_adds_to_the_gradients_of_an_earlier_step_is_named() -> None
         optimizer.step()
 
 
+@on_ranks(2)
+def test_ranks_that_add_to_the_gradients_of_other_parameters_are_named() -> None:
+    model = Pairs()
+    shard(model, "optim_grads")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    (model.a.first if dist.get_rank() == 0 else model.a.second).grad = None
+    clear_gradients(model.b)
+    backward(model)
+    with pytest.raises(RuntimeError, match="gradients of a and added 1 of them to earlier ones"):
+        optimizer.step()
+
+
 # Ranks that wait for each other
 
 NAMES = {
@@ -413,6 +427,19 @@ def test_a_replica_may_run_forwards_that_the_others_do_not_run() -> None:
     assert torch.equal(total / 4, weight), "replicas stay alike"
 
 
+@on_ranks(4)
+def test_a_replica_may_take_a_norm_of_weights_that_the_others_do_not_take() -> None:
+    model = Pairs()
+    shard(model, "hsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() < 2:
+            torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])
+
+
 def _skip_a_gradient_in_the_first_microbatch() -> str:
     """What replicas reduce among each other is the same."""
     model = Pairs()
@@ -552,6 +579,33 @@ def _steps(loop: str, differs: bool) -> tuple[str, bool]:
     return outcome, all(map(torch.equal, before, after))
 
 
+def _step_another_optimizer(model: Pairs) -> None:
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in (model.a, model.b)]
+    backward(model)
+    optimizers[dist.get_rank()].step()
+
+
+def _step_without_a_gradient(model: Pairs) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    if dist.get_rank() == 1:
+        model.b.second.grad = None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("step", [_step_another_optimizer, _step_without_a_gradient])
+@on_ranks(2)
+def test_ranks_that_are_about_to_update_other_weights_change_none(
+    step: Callable[[Pairs], None],
+) -> None:
+    model = Pairs()
+    shard(model, "optim_grads_params")
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="is about to update b"):
+        step(model)
+    assert all(map(torch.equal, before, (each.to_local() for each in model.parameters())))
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_step_ends_before_weights_change_when_ranks_disagree(loop):
     for outcome, is_unchanged in run_ranks(2, _steps, loop, True):
@@ -634,6 +688,6 @@ def _named_together(entries: Sequence[Sequence[tuple[int, ...]]]) -> str:
 
 
 def test_ranks_that_agree_with_each_other_are_named_together():
-    entries = [[(1, 1), (1, 7)], [(1, 1), (1, 7)], [(1, 1)], [(1, 1), (4, 8)]]
+    entries = [[(1, 1), (1, 7)], [(1, 1), (1, 7)], [(1, 1)], [(1, 1), (5, 8)]]
     for message in run_ranks(4, _named_together, entries):
         assert "ranks 0, 1 gathered 7; rank 2 did nothing more; rank 3 stepped" in message
