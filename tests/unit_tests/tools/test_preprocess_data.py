@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit_tests.tools.helpers.stopping_tokenizers import KilledTokenizer
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.training.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_hybrid import input_files, preprocess_data, sample_lines
 from tests.helpers.hf_models import begin_texts
+from tests.unit_tests.tools.helpers.stopping_tokenizers import KilledTokenizer
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -179,7 +179,8 @@ def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(tmp_path, cap
         ("--input {0}/pipe", "--input: expected existing files and directories, got"),
         ("--input {0}/none", "--input: expected files to read, got none in"),
         ("--input {0}/empty.txt", "Expected a document with text under 'text' in 1"),
-        ("--json-keys body", "a.txt: expected a text under the key 'body'"),
+        ("--json-keys body", "--json-keys: expected 'text' for the plain text"),
+        ("--json-keys text title --skip-bad-samples", "--json-keys: expected 'text' for the plain"),
         ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: expected"),
         ("--train-tokenizer", "--vocab-size: expected a number for --train-tokenizer"),
         ("--train-tokenizer --vocab-size 9", "--train-tokenizer: expected"),
@@ -189,6 +190,10 @@ def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(tmp_path, cap
             "--tokenizer-model: expected a file",
         ),
         ("--workers -3", "--workers: expected an integer >= 1, got -3"),
+        (
+            "--workers 0 --train-tokenizer --vocab-size 300 --tokenizer-type HuggingFaceTokenizer",
+            "--workers: expected an integer >= 1, got 0",
+        ),
         ("--vocab-size 256", "--vocab-size: expected at least the 257 ids"),
         ("--chat-template {0}/a.txt", "--chat-template: expected --chat"),
         ("--output-prefix {0}/a.txt/out", "error: [Errno"),
