@@ -45,6 +45,7 @@ class Line(NamedTuple):
         place: the file and the line number, for messages.
         content: the bytes; of a line that is too long, the first `_MAX_BYTES` and one more.
         folder: the directory of relative paths in the line.
+        is_strict: whether JSON with a key twice, long integers or many levels is a bad line.
         damage: the error, if the rest of the file is lost to damage.
     """
 
@@ -52,6 +53,7 @@ class Line(NamedTuple):
     content: bytes
     folder: Path
     is_document: bool = False
+    is_strict: bool = True
     damage: str = ""
 
     def record(self) -> Any:
@@ -66,7 +68,9 @@ class Line(NamedTuple):
         if self.is_document:
             return {TEXT_KEY: text}
         try:
-            return parse_json(text, allow_nan=True)
+            return parse_json(text, allow_nan=True) if self.is_strict else json.loads(text)
+        except RecursionError as error:
+            raise ValueError("expected a JSON object, got too many levels") from error
         except ValueError as error:
             raise ValueError(f"expected a JSON object, got {error}") from error
 
@@ -107,7 +111,8 @@ def is_compressed(path: Path) -> bool:
 def documents_of(files: Iterable[Path], not_text: list[Path]) -> Iterator[Line]:
     """Yields the lines of JSON lines files, and text files as a whole.
 
-    Files that are not UTF-8 text are appended to `not_text` instead.
+    Files that are not UTF-8 text are appended to `not_text` instead. Lines are not strict, since
+    only texts are taken from them.
     """
     for path in files:
         try:
@@ -117,18 +122,21 @@ def documents_of(files: Iterable[Path], not_text: list[Path]) -> Iterator[Line]:
             yield Line(str(path), b"", path.parent, damage=str(error))
             continue
         if is_lines:
-            yield from lines_of([path])
+            yield from lines_of([path], is_strict=False)
         elif content is None:
             not_text.append(path)
         else:
             yield Line(str(path), content, path.parent, is_document=True)
 
 
-def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line]:
+def lines_of(
+    files: Iterable[Path], folder: Path | None = None, *, is_strict: bool = True
+) -> Iterator[Line]:
     """Yields the lines of files, without blank ones. The last one of a damaged file has `damage`.
 
     Args:
         folder: the directory of relative paths; default: the file's directory.
+        is_strict: as in `Line`.
     """
     for path in files:
         start = path.parent if folder is None else folder
@@ -137,7 +145,7 @@ def lines_of(files: Iterable[Path], folder: Path | None = None) -> Iterator[Line
             try:
                 for number, line in enumerate(_split(stream), start=1):
                     if line.removeprefix(_BYTE_ORDER_MARK).strip():
-                        yield Line(f"{path}, line {number}", line, start)
+                        yield Line(f"{path}, line {number}", line, start, is_strict=is_strict)
             except DamagedInputError as error:
                 place = f"{path}, line {number + 1}"
                 damage = f"{error}; line {number + 1} and all later ones are lost"

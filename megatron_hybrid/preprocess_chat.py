@@ -85,7 +85,11 @@ def preprocess_chats(
         IndexedDatasetBuilder(mask_prefix(prefix), np.uint8) as mask,
         tqdm(unit=" chats", desc="tokenize", disable=is_silent) as bar,
     ):
-        for sample in make_samples(lines_of(files), maker, skipped, num_workers=num_workers):
+        # A conversation can be long: workers take a few at a time.
+        samples = make_samples(
+            lines_of(files), maker, skipped, num_workers=num_workers, chunk_lines=16
+        )
+        for sample in samples:
             bar.update()
             tokens.add_document(sample.tokens)
             mask.add_document(sample.is_answer.astype(np.uint8))

@@ -101,7 +101,6 @@ class _Totals:
     skipped: Skipped
     num_empty: list[int]  # documents without text, by key
     not_text: list[Path]  # files that are not UTF-8
-    num_bytes: int = 0
 
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py") -> int:
@@ -120,6 +119,7 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
     """
     start = time.monotonic()
     keys = arguments.json_keys
+    expect(arguments.workers >= 1, "--workers", "an integer >= 1", arguments.workers)
     if arguments.chat:
         _preprocess_chats(arguments, files)
         return
@@ -190,16 +190,11 @@ def _tokenize(
     size = sum(path.stat().st_size for path in files) if is_known else None
     is_silent = not _shows_progress()
     with tqdm(total=size, unit="B", unit_scale=True, desc="tokenize", disable=is_silent) as bar:
-
-        def read() -> Iterator[Line]:
-            for line in documents_of(files, totals.not_text):
-                bar.update(len(line.content))
-                totals.num_bytes += len(line.content)
-                yield line
-
         reader = TextReader(arguments.json_keys)
         maker = TextTokenizer(reader, tokenizer, arguments.append_eod)
-        for texts in make_samples(read(), maker, skipped, num_workers=arguments.workers):
+        lines = _documents(files, arguments.json_keys, totals.not_text)
+        for texts in make_samples(lines, maker, skipped, num_workers=arguments.workers):
+            bar.update(skipped.num_good_bytes - bar.n)
             for number, tokens in enumerate(texts):
                 if len(tokens):
                     outputs[number].add_document(tokens)
@@ -233,10 +228,21 @@ def _train_tokenizer(arguments: argparse.Namespace, files: list[Path]) -> None:
 
     # Tokenizing reports the bad lines.
     skipped = Skipped(is_allowed=arguments.skip_bad_samples)
-    lines = documents_of(files, [])
+    lines = _documents(files, arguments.json_keys, [])
     records = make_samples(lines, TextReader(arguments.json_keys), skipped)
     texts = (text for texts in records for text in texts)
     train_bpe(texts, arguments.vocab_size, arguments.tokenizer_model, progress=_shows_progress())
+
+
+def _documents(files: list[Path], keys: Sequence[str], not_text: list[Path]) -> Iterator[Line]:
+    """Yields the documents of files. InputError for a text file if other keys are wanted."""
+    for line in documents_of(files, not_text):
+        if line.is_document and list(keys) != [TEXT_KEY]:
+            raise InputError(
+                f"--json-keys: expected {TEXT_KEY!r} for the plain text {line.place}, got "
+                f"{' '.join(keys)}."
+            )
+        yield line
 
 
 def _report(totals: _Totals, outputs: Sequence[IndexedDatasetBuilder], seconds: float) -> None:
@@ -250,7 +256,7 @@ def _report(totals: _Totals, outputs: Sequence[IndexedDatasetBuilder], seconds: 
     num_bad, num_other = len(totals.skipped.reasons), len(totals.not_text)
     note = f"; {num_other} files skipped that are not UTF-8 text" if num_other else ""
     note += f"; {num_bad} bad lines skipped" if num_bad else ""
-    print(f"{totals.num_bytes} bytes tokenized in {seconds:.1f} s{note}")
+    print(f"{totals.skipped.num_good_bytes} bytes tokenized in {seconds:.1f} s{note}")
 
 
 def _shows_progress() -> bool:

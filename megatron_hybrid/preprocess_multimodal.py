@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
 from megatron.core.help_format import ProgramParser
-from megatron.core.options import ConfigError
+from megatron.core.options import ConfigError, expect
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
 from megatron.training.images import ImageProcessing, find_picture
@@ -105,9 +105,10 @@ def preprocess(
 
     Raises:
         SampleError: a bad line, or too many that are skipped.
-        ConfigError: there are no samples.
+        ConfigError: there are no samples, or no workers.
         OSError: a file cannot be read or written.
     """
+    expect(num_workers >= 1, "--workers", "an integer >= 1", num_workers)
     skipped = Skipped(is_allowed=skip_bad_samples)
     lines = lines_of(files, image_folder)
     # A sample has pictures, so that few of them are in flight.

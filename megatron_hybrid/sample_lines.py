@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron.core.log import printable
-from megatron.core.options import ConfigError
 from megatron_hybrid.endings import worker_pool
 from megatron_hybrid.input_files import Line
 
@@ -40,11 +39,17 @@ class Skipped:
 
     Args:
         is_allowed: whether bad lines are skipped; otherwise the first one is raised.
+
+    Attributes:
+        num_lines: the lines that were read.
+        num_good_bytes: the size of the lines whose samples have been made.
+        reasons: the errors of bad lines.
     """
 
     def __init__(self, *, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
         self.num_lines = 0
+        self.num_good_bytes = 0
         self.reasons: list[str] = []
 
     def add(self, error: SampleError, *, is_damage: bool = False) -> None:
@@ -87,13 +92,10 @@ def make_samples(
         chunk_lines: the most lines that a worker processes at a time.
 
     Raises:
-        ConfigError: fewer than one worker.
         SampleError: a bad line, or after the last sample, too many bad lines.
     """
-    if num_workers < 1:
-        raise ConfigError(f"--workers: expected an integer >= 1, got {num_workers}.")
-
-    whole = _without_damage(lines, skipped)
+    sizes: deque[int] = deque()  # of the lines that were read and whose samples are not made
+    whole = _without_damage(lines, skipped, sizes)
     made: Iterator[Sample | SampleError]
     if num_workers == 1:
         made = (try_to_make(maker, line) for line in whole)
@@ -101,9 +103,11 @@ def make_samples(
         made = _made_by_workers(_chunks(whole, chunk_lines), maker, num_workers)
 
     for sample in made:
+        num_bytes = sizes.popleft()
         if isinstance(sample, SampleError):
             skipped.add(sample)
         else:
+            skipped.num_good_bytes += num_bytes
             yield sample
     skipped.check()
 
@@ -117,13 +121,14 @@ def try_to_make(maker: Maker[Sample], line: Line) -> Sample | SampleError:
         return SampleError(f"{line.place}: {text}.")
 
 
-def _without_damage(lines: Iterable[Line], skipped: Skipped) -> Iterator[Line]:
+def _without_damage(lines: Iterable[Line], skipped: Skipped, sizes: deque[int]) -> Iterator[Line]:
     for line in lines:
         # A document may have several lines.
         skipped.num_lines += 1 + line.content.count(b"\n", 0, -1)
         if line.damage:
             skipped.add(SampleError(f"{line.damage}."), is_damage=True)
         else:
+            sizes.append(len(line.content))
             yield line
 
 

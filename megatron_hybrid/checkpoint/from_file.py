@@ -92,6 +92,14 @@ def publish_content(
     publish_entries(store, iteration, entries, content.plain, train_state, progress)
 
 
+def expect_no_checkpoint(store: Store) -> None:
+    """CheckpointError if there are published checkpoints."""
+    if published := published_iterations(store):
+        raise CheckpointError(
+            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
+        )
+
+
 def publish_import(
     store: Store, entries: Sequence[Entry], train_state: Mapping[str, Any], progress: Progress
 ) -> None:
@@ -101,10 +109,7 @@ def publish_import(
     Raises:
         CheckpointError: there are checkpoints already, and as `publish_entries`.
     """
-    if published := published_iterations(store):
-        raise CheckpointError(
-            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
-        )
+    expect_no_checkpoint(store)
     # Without checkpoints, drafts are from killed imports.
     store.sweep()
     is_new = store.is_rename_atomic and not os.path.lexists(store.root)

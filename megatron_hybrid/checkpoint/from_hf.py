@@ -35,7 +35,7 @@ from megatron.training.checkpoint.hf_files import WeightFiles
 from megatron.training.checkpoint.hf_weights import entries_to_load
 from megatron.training.checkpoint.run_info import FORMAT_VERSION
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
-from megatron_hybrid.checkpoint.from_file import publish_import
+from megatron_hybrid.checkpoint.from_file import expect_no_checkpoint, publish_import
 from megatron_hybrid.checkpoint.progress import progress_bar
 
 
@@ -51,6 +51,9 @@ def import_hf(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     expect_model_folder(arguments.folder)  # with the path as the user wrote it
     folder = Path(arguments.folder).resolve()
+    store = open_store(arguments.root)
+    expect_no_checkpoint(store)  # before reading large files
+
     model, config = _settings(folder, arguments)
     num_bytes = sum(weight.numel() * 4 for weight in model.parameters())
 
@@ -61,7 +64,6 @@ def import_hf(arguments: argparse.Namespace) -> dict[str, Any]:
         "config": config,
     }
 
-    store = open_store(arguments.root)
     with ExitStack() as stack:
         progress = stack.enter_context(progress_bar("import", num_bytes))
         files = WeightFiles.open(folder, stack)

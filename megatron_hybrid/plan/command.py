@@ -49,7 +49,7 @@ _FLAGS = {
         "memory of each device, e.g. 80GB (default: not checked)",
     ),
     "--gpu-reserve": (
-        quantities.size,
+        quantities.size_or_zero,
         "SIZE",
         "part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: 5 %%, "
         "but at least 2GB)",

@@ -112,11 +112,18 @@ class PlannedRun:
         model: the model on meta, with frozen parameters.
     """
 
-    def __init__(self, argv: Sequence[str], world_size: int, device_kind: str) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        world_size: int,
+        device_kind: str,
+        model: GPTModel | None = None,
+    ) -> None:
         """
         Args:
             argv: the flags of the run.
             device_kind: the kind of the planned device.
+            model: the model of a run with the same flags for it; default: a new one.
 
         Raises:
             ConfigError: as the run.
@@ -136,11 +143,7 @@ class PlannedRun:
         if not self.config.optimizer.optimizer_cpu_offload:
             self.offloaded, self.refusal = _offloaded(argv, world_size)
 
-        settings = self.config.tokenizer
-        tokenizer = build_tokenizer(settings, rows_of=self.config.checkpoint.hf_model)
-        with torch.device("meta"):
-            self.model = GPTModel(self.config.model, padded_vocab_size(settings, tokenizer))
-        freeze(self.model, split_names(self.config.training.freeze or ()), "--freeze")
+        self.model = _model_on_meta(self.config) if model is None else model
         self._memory: dict[tuple[bool, float], RunMemory] = {}
 
     @property
@@ -204,7 +207,7 @@ class PlannedRun:
         dtype = "fp32" if self.config.parallel.main_grads_dtype != "fp32" else precision
         argv = [*self._argv, "--main-grads-dtype", dtype]
         try:
-            return PlannedRun(argv, self.world_size, self.device_kind)
+            return PlannedRun(argv, self.world_size, self.device_kind, self.model)
         except ConfigError:
             return None
 
@@ -293,6 +296,14 @@ class PlannedRun:
         layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(self.model)]
         root, two = self.numel - sum(layers), _largest_two(layers)
         return InUse(root * itemsize, (root + two) * (itemsize + torch.float32.itemsize))
+
+
+def _model_on_meta(config: RunConfig) -> GPTModel:
+    tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
+    with torch.device("meta"):
+        model = GPTModel(config.model, padded_vocab_size(config.tokenizer, tokenizer))
+    freeze(model, split_names(config.training.freeze or ()), "--freeze")
+    return model
 
 
 def _offloaded(argv: Sequence[str], world_size: int) -> tuple[RunConfig | None, str]:

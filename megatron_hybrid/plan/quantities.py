@@ -16,6 +16,11 @@ _FLOPS = re.compile(_NUMBER + r"([KMGTP]?)(?:FLOP/s|FLOPS)", re.ASCII)
 
 
 def size(text: str) -> int:
+    """Parses a size in bytes. ArgumentTypeError for anything but a positive size."""
+    return int(_positive(size_or_zero(text), text))
+
+
+def size_or_zero(text: str) -> int:
     """Parses a size in bytes. ArgumentTypeError for anything but a number with a unit."""
     return int(_parsed(_BYTES, text, "a size such as 80GB or 512GiB"))
 
@@ -46,7 +51,7 @@ def _parsed(pattern: re.Pattern[str], text: str, expected: str) -> float:
 
 def _positive(value: float, text: str) -> float:
     if value == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive rate, got {text}")
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
     return value
 
 

@@ -50,33 +50,43 @@ class MetricsReader:
 
     def __init__(self, tables: Mapping[str, Sequence[str]]) -> None:
         self._tables = tables
-        self._start(None)
+        self._path: Path | None = None
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._start()
 
-    def _start(self, file: tuple[int, int] | None) -> None:
+    def _start(self) -> None:
         # A row is the number of its line, its iteration, and the values.
         self._rows = {name: array("d") for name in self._tables}
-        self._file = file  # device and inode
         self._offset = self._num_lines = 0
+        self._is_in_long_line = False
 
     def read(self, path: Path) -> None:
         """Reads the new lines, or all lines of another or a shorter file.
 
-        Damaged lines and implausible numbers are skipped. OSError for a file that is missing,
-        unreadable, irregular or too large.
+        The rows of another path are forgotten, even if this one is unreadable. Damaged lines and
+        implausible numbers are skipped. OSError for a file that is missing, unreadable, irregular
+        or too large.
         """
+        if path != self._path:
+            self._path = path
+            self._start()
         with io.BufferedReader(open_regular(path, "a regular file of JSON lines")) as stream:
             stat = os.fstat(stream.fileno())
             if stat.st_size > _MOST_BYTES:
                 raise OSError(f"expected at most {_MOST_BYTES} bytes, got {stat.st_size}")
             file = (stat.st_dev, stat.st_ino)
             if file != self._file or stat.st_size < self._offset:
-                self._start(file)
+                self._file = file
+                self._start()
             stream.seek(self._offset)
             for line in iter(lambda: stream.readline(MOST_LINE_BYTES), b""):
-                if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+                is_end = line.endswith(b"\n")
+                if not is_end and len(line) < MOST_LINE_BYTES:
                     break  # the rest of the line is not written yet
                 self._offset += len(line)
-                self._add(line)
+                if is_end and not self._is_in_long_line:
+                    self._add(line)
+                self._is_in_long_line = not is_end
 
     def _add(self, line: bytes) -> None:
         self._num_lines += 1

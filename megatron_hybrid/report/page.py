@@ -12,6 +12,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -130,9 +131,15 @@ _SECTIONS = {
     ],
 }
 _ALWAYS = ("Learning", "Speed and memory")  # without charts, these show the reason
-_TABLES: dict[str, list[str]] = {}  # the columns in charts, by table of the metrics file
-for _line in (line for charts in _SECTIONS.values() for chart in charts for line in chart.lines):
-    _TABLES.setdefault(_line.table, []).append(_line.column)
+
+
+def _columns_by_table() -> dict[str, list[str]]:
+    """Returns the columns in charts, by table of the metrics file."""
+    tables = defaultdict(list)
+    for chart in chain.from_iterable(_SECTIONS.values()):
+        for line in chart.lines:
+            tables[line.table].append(line.column)
+    return dict(tables)
 
 
 class EventRow(NamedTuple):
@@ -234,7 +241,7 @@ class RunPage:
         """
         self._folder = folder
         self._refresh_seconds = refresh_seconds
-        self._metrics = MetricsReader(_TABLES)
+        self._metrics = MetricsReader(_columns_by_table())
 
     def html(self, status: Mapping[str, Any], lines: Iterable[str], now: float) -> str:
         """Returns the page. OSError if the events cannot be read.

@@ -242,6 +242,10 @@ def test_checkpoints_that_are_there_are_left_alone(folder, tmp_path, capsys):
         line = refused(capsys, "import", folder, tmp_path / "x", "--seq-length", length)
         assert f"--seq-length: expected {expected}" in line
 
+    change_config(folder, model_type="gpt_neo")
+    line = refused(capsys, "import", folder, tmp_path / "runs")
+    assert line.endswith(", got iter_0000000."), "found before the model is read"
+
 
 def test_an_import_sweeps_what_a_killed_one_has_left(model, tmp_path):
     left = tmp_path / "runs" / "iter_0000000.0123456789abcdef.saving"

@@ -186,6 +186,17 @@ def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    "field",
+    [b'"a": 1, "a": 2', b'"id": ' + b"9" * 50, b'"tree": ' + b"[" * 40 + b"]" * 40],
+    ids=["key twice", "long integer", "many levels"],
+)
+def test_other_fields_of_a_text_may_have_any_content(tmp_path, field):
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "one", ' + field + b"}\n")
+    preprocess("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["one"]
+
+
 BAD_LINES = {
     "no JSON": b"nonsense",
     "no UTF-8": b'{"text": "caf\xe9"}',
@@ -205,6 +216,8 @@ def test_bad_lines_of_text_are_skipped_and_counted_where_that_is_wanted(tmp_path
     preprocess(*arguments, tmp_path / "out", "--skip-bad-samples")
     assert texts(tmp_path / "out") == [f"text {number}" for number in range(70)]
     told = capsys.readouterr()
+    num_bytes = sum(len(line) + 1 for line in good) - 1
+    assert f"{num_bytes} bytes tokenized" in told.out
     assert f"{len(BAD_LINES)} bad lines skipped" in told.out
     skipped = [line for line in told.err.splitlines() if line.startswith("skipped: ")]
     assert [f"in.jsonl, line {number}: " in line for number, line in enumerate(skipped, 2)] == (

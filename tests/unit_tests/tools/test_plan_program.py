@@ -18,7 +18,14 @@ from megatron.core.options import ConfigError
 from megatron_hybrid.plan.answer import Limits, answer, rows_of
 from megatron_hybrid.plan.command import main
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
-from megatron_hybrid.plan.quantities import flops, rate, shown_size, size, whole_number
+from megatron_hybrid.plan.quantities import (
+    flops,
+    rate,
+    shown_size,
+    size,
+    size_or_zero,
+    whole_number,
+)
 from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
 
@@ -225,6 +232,7 @@ def test_the_other_dtype_of_main_gradients_is_planned_as_a_run_with_it_would_be(
     found = answer(in_fp32, Limits(), MACHINE, None)
     expected = answer(in_bf16, Limits(), MACHINE, None)
     assert found.other is not None
+    assert found.other.run.model is in_fp32.model, "built once"
     assert expected.other is not None
     assert (found.other.rows, found.other.time) == (expected.rows, expected.time)
     assert (expected.other.rows, expected.other.time) == (found.rows, found.time)
@@ -277,6 +285,7 @@ def test_a_run_that_cannot_fit_is_an_error_with_the_sum(folder, capsys):
         ("--gpus 0", "--gpus"),
         ("--hf-model nowhere/there", "hf download nowhere/there"),
         ("--hf-model X --gpu-memory 80", "--gpu-memory"),
+        ("--hf-model X --host-memory 0GB", "--host-memory"),
         ("--hf-model X --link 50GB", "--link"),
         ("--hf-model X --measure-disk .", "--measure-disk"),
     ],
@@ -304,7 +313,7 @@ def test_errors_of_the_run_are_errors_of_the_plan(folder, capsys, flags, told):
         (size, "80GB", 80 * 10**9),
         (size, "512GiB", 512 * 2**30),
         (size, "1.5 TB", 1.5e12),
-        (size, "0GB", 0),
+        (size_or_zero, "0GB", 0),
         (rate, "50GB/s", 50e9),
         (rate, "1GiB/s", 2**30),
         (flops, "400TFLOP/s", 400e12),
@@ -326,9 +335,10 @@ def test_other_quantities_are_errors(parse, text):
 
 
 @pytest.mark.parametrize(
-    ("parse", "text"), [(rate, "0GB/s"), (flops, "0FLOPS"), (whole_number, "0")]
+    ("parse", "text"),
+    [(size, "0GB"), (size, "0.4B"), (rate, "0GB/s"), (flops, "0FLOPS"), (whole_number, "0")],
 )
-def test_a_rate_of_0_is_an_error(parse, text):
+def test_a_quantity_of_0_is_an_error(parse, text):
     with pytest.raises(argparse.ArgumentTypeError):
         parse(text)
 

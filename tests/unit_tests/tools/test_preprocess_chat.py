@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer
 
 from megatron.core.datasets.answer_dataset import AnswerFiles
 from megatron_hybrid import preprocess_chat, preprocess_data
-from megatron_hybrid.input_files import Line
+from megatron_hybrid.input_files import Line, lines_of
 from megatron_hybrid.sample_lines import SampleError, try_to_make
 from tests.unit_tests.tools.helpers.odd_records import odd_records
 from tests.unit_tests.training.helpers.chat_tokenizer import make_tokenizer
@@ -91,6 +92,20 @@ def test_a_bad_line_is_an_error_with_its_place_and_leaves_no_files(folder, capsy
         assert told in error
         assert error.count("\n") == 1
         assert contents(folder) == {}
+
+
+def test_workers_get_few_conversations_at_a_time(folder, monkeypatch):
+    read = 0
+
+    def counted(files: list[Path]) -> Iterator[Line]:
+        nonlocal read
+        for line in lines_of(files):
+            read += 1
+            yield line
+
+    monkeypatch.setattr(preprocess_chat, "lines_of", counted)
+    assert preprocess(folder, ["{", *map(talk, range(1000))], "--workers", 2) == 1
+    assert read < 100
 
 
 def test_bad_lines_are_skipped_and_counted_if_that_is_allowed(folder, capsys):

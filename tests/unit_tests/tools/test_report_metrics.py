@@ -84,6 +84,29 @@ def test_damaged_lines_are_skipped(path):
     assert list(read(path)) == [1, 3, 4]
 
 
+def test_the_end_of_a_line_that_is_too_long_is_no_record(path):
+    start = b"x" * MOST_LINE_BYTES
+    path.write_bytes(line(1).encode() + start)
+    reader = MetricsReader(TABLES)
+    reader.read(path)
+    with path.open("ab") as stream:
+        stream.write(line(2).encode() + line(3).encode())
+    reader.read(path)
+    assert list(losses(reader)) == [1, 3]
+    assert list(read(path)) == [1, 3]
+
+
+def test_rows_of_another_path_are_forgotten_even_if_there_is_no_file_yet(path):
+    path.write_text(line(1))
+    reader = MetricsReader(TABLES)
+    reader.read(path)
+    with pytest.raises(FileNotFoundError):
+        reader.read(path.with_name("other"))
+    assert losses(reader) == {}
+    reader.read(path)
+    assert list(losses(reader)) == [1]
+
+
 @pytest.mark.parametrize("value", [None, "1.5", [1], True, 10**400, math.nan, -math.inf])
 def test_a_value_that_is_no_finite_number_is_none(path, value):
     path.write_text(line(1, 1.5) + line(2, value))
