@@ -258,12 +258,13 @@ def test_a_sweep_leaves_directories_that_are_no_checkpoints(store):
 # A directory of the file system.
 
 
-def test_a_tracker_without_end_is_an_error_before_it_is_read(local, tmp_path):
+def test_a_tracker_of_a_gibibyte_is_an_error_before_it_is_read(local, tmp_path):
     save(local)
     with (tmp_path / "run" / TRACKER_FILE).open("wb") as tracker:
-        tracker.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match=TRACKER_FILE):
+        tracker.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match=TRACKER_FILE) as caught:
         latest_iteration(local)
+    assert isinstance(caught.value.__cause__, UnusableFileError)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
