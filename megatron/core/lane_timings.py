@@ -43,11 +43,37 @@ class LaneTimings(NamedTuple):
         return self.host_bytes / self.host if self.host_bytes and self.host else None
 
 
+class _Clocks:
+    """What makes a recorder's spans and shows them. Its steps have it, and not the recorder: in a
+    cycle, both would stay in memory until the garbage collector runs.
+    """
+
+    def __init__(self, device: Device, has_lanes: bool, clock: Callable[[], float]) -> None:
+        self._device = device
+        self.has_lanes = has_lanes
+        self._clock = clock
+        self.timeline: AnyTimeline = NO_TIMELINE
+        self.prefix = ""  # of the timeline's rows
+
+    def span(self, lane: str) -> Span:
+        """Returns a span of a lane's work."""
+        # The update's lane is a thread on any device.
+        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
+
+    def shown_wait(self, lane: str, name: str = "") -> AbstractContextManager[None]:
+        """Shows the timeline a wait of the computation for a lane.
+
+        In a span of the timeline's own: the thread that waits for the host need not be the stream
+        that computes, which may still have work.
+        """
+        return self.timeline.waiting(self.prefix + lane, name)
+
+
 class StepTimings:
     """The spans of one step: made where work is queued, filled in where it is done."""
 
-    def __init__(self, recorder: TimingRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, clocks: _Clocks) -> None:
+        self._clocks = clocks
         self._spans: list[tuple[str, Span]] = []
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
@@ -61,15 +87,15 @@ class StepTimings:
             nbytes: that it moves.
             name: of its subject.
         """
-        recorder = self._recorder
-        span = recorder.span(lane)
+        clocks = self._clocks
+        span = clocks.span(lane)
         self._spans.append((lane, span))
         self._host_bytes += nbytes if lane == HOST else 0
 
         def work_in_span() -> object:
             # Without lanes, the thread that computes does the work itself.
-            with nullcontext() if recorder.has_lanes else recorder.shown_wait(lane, name):
-                recorder.timeline.note(recorder.prefix + lane, name, span, nbytes)
+            with nullcontext() if clocks.has_lanes else clocks.shown_wait(lane, name):
+                clocks.timeline.note(clocks.prefix + lane, name, span, nbytes)
                 with span:
                     return work()
 
@@ -78,9 +104,9 @@ class StepTimings:
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
         """Around a wait for a lane's work: this thread's or, on a GPU, its current stream's."""
-        span = self._recorder.span(lane)
+        span = self._clocks.span(lane)
         self._waits.append((lane, span))
-        with self._recorder.shown_wait(lane), span:
+        with self._clocks.shown_wait(lane), span:
             yield
 
     def wait(self, updated: RelayedEvent) -> None:
@@ -135,13 +161,9 @@ class TimingRecorder:
         self, device: Device, has_lanes: bool, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Without lanes, the computation waits for all work. `clock` is in seconds."""
-        self._device = device
-        self.has_lanes = has_lanes
-        self._clock = clock
+        self._clocks = _Clocks(device, has_lanes, clock)
         self._lock = threading.Lock()
-        self.timeline: AnyTimeline = NO_TIMELINE
-        self.prefix = ""  # of the timeline's rows
-        self._coming = StepTimings(self)
+        self._coming = StepTimings(self._clocks)
         self._current: StepTimings | None = None
         self._ended: deque[StepTimings] = deque()
         self._sums: dict[str, float] = {}
@@ -153,20 +175,7 @@ class TimingRecorder:
         Args:
             prefix: of the rows' names.
         """
-        self.timeline, self.prefix = timeline, prefix
-
-    def span(self, lane: str) -> Span:
-        """Returns a span of a lane's work."""
-        # The update's lane is a thread on any device.
-        return ClockSpan(self._clock) if lane == HOST else self._device.span(self._clock)
-
-    def shown_wait(self, lane: str, name: str = "") -> AbstractContextManager[None]:
-        """Shows the timeline a wait of the computation for a lane.
-
-        In a span of the timeline's own: the thread that waits for the host need not be the stream
-        that computes, which may still have work.
-        """
-        return self.timeline.waiting(self.prefix + lane, name)
+        self._clocks.timeline, self._clocks.prefix = timeline, prefix
 
     @property
     def coming(self) -> StepTimings:
@@ -178,7 +187,7 @@ class TimingRecorder:
         """The coming step starts; no thread waits any more for the one before."""
         with self._lock:
             self._end()
-            self._current, self._coming = self._coming, StepTimings(self)
+            self._current, self._coming = self._coming, StepTimings(self._clocks)
             return self._current
 
     def end(self) -> None:
@@ -196,7 +205,7 @@ class TimingRecorder:
             timings = LaneTimings(num_steps=self._num_steps, **means)
             self._sums, self._num_steps = {}, 0
 
-        if self.has_lanes:
+        if self._clocks.has_lanes:
             return timings
         # The thread that computes has done all the work itself.
         return timings._replace(

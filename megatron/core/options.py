@@ -29,9 +29,12 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from megatron.core.log import printable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The most that a timeout may be. Waits count nanoseconds in 63 bits, and add them to the present.
 YEAR_SECONDS = 365 * 24 * 60 * 60.0
@@ -150,6 +153,24 @@ class Option:
     bare: Any = None
 
 
+class _Attributes(TypedDict, total=False):
+    """The attributes of `Option` that `option` passes on as they are."""
+
+    flag: str | None
+    off_flag: str | None
+    at_least: float | None
+    more_than: float | None
+    at_most: float | None
+    less_than: float | None
+    ceiling: float | None
+    noun: str | None
+    metavar: str | None
+    is_pattern: bool
+    overridden_by: str | None
+    may_change: bool
+    bare: Any
+
+
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
@@ -157,7 +178,7 @@ def option(
     choices: Sequence[Any] | None = None,
     requires: str | tuple[str, ...] = (),
     no_effect_unless: str | Mapping[str, Any] = MappingProxyType({}),
-    **others: Any,
+    **others: Unpack[_Attributes],
 ) -> Any:
     """Returns a dataclass field that becomes a flag.
 

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.load.checkpoint import (
     read_small,
     system_errors,
 )
-from megatron.core.dist_checkpointing.store import Store, path_of
+from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Audit:
         if marker is not None:
             return read_small(self._store, self._name, file, marker), source
         with system_errors(source):
-            return self._store.read(f"{self._name}/{file}"), source
+            return self._store.read(f"{self._name}/{file}", MOST_METADATA_BYTES), source
 
     def _path(self, file: str) -> str:
         return path_of(self._store, f"{self._name}/{file}")

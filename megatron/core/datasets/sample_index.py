@@ -199,7 +199,7 @@ class SampleIndex:
                 found = self._map()
                 if found is None:
                     self._remove_leftovers()
-                    self._build()
+                    self._build_in_turn()
                     found = self._map()
         except OSError as error:
             expected = "a folder to write the sample index to"
@@ -243,6 +243,15 @@ class SampleIndex:
         np.lib.format.write_array_header_1_0(stream, described)
         return stream.getvalue()
 
+    def _build_in_turn(self) -> None:
+        try:
+            self._build()
+        except FileNotFoundError:
+            # A process with separate locks has taken the unfinished file for what a killed build
+            # has left. It does so once, before it builds.
+            if self._map() is None:
+                self._build()
+
     def _build(self) -> None:
         begun = time.monotonic()
         with published(self.path.with_suffix(".json")) as stream:
@@ -265,14 +274,17 @@ class SampleIndex:
         )
 
     def _remove_leftovers(self) -> None:
-        """Removes what killed builds have left: files without a write for an hour."""
+        """Removes what killed builds have left: of this index, whose lock is held, and files of
+        others without a write for an hour.
+        """
         # The file system's clock, which may differ from this node's.
         lock = self.path.with_suffix(".lock")
         os.utime(lock)
         now = lock.stat().st_mtime
         for path in self.folder.glob(f"{'[0-9a-f]' * 32}.npy.*.tmp"):
             with contextlib.suppress(OSError):
-                if now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE:
+                is_own = path.name.startswith(f"{self.path.name}.")
+                if is_own or now - path.lstat().st_mtime > _SECONDS_UNTIL_STALE:
                     path.unlink()
 
 

@@ -31,7 +31,8 @@ class CheckpointDamagedError(CheckpointError):
 
 def fail(expected: str, got: str, source: str) -> NoReturn:
     """Raises the error for a wrong value in a file, which `source` names."""
-    raise CheckpointDamagedError(f"Expected {expected} in {source}, got {got}.")
+    # Without the error that was handled, whose frames keep what was read.
+    raise CheckpointDamagedError(f"Expected {expected} in {source}, got {got}.") from None
 
 
 def other_model(path: str, problems: Sequence[str]) -> CheckpointError:

@@ -49,6 +49,7 @@ from megatron.core.dist_checkpointing.format.names import (
 from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
+    UnusableFileError,
     open_regular,
     published,
     read_regular,
@@ -58,7 +59,8 @@ from megatron.core.shared_file import naming
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 36  # of a file that is read whole; no save writes more
+MOST_SMALL_BYTES = 1 << 26  # of a file that is read whole
+MOST_METADATA_BYTES = 1 << 36  # of an index, `.metadata` or a manifest; no save writes more
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -164,9 +166,9 @@ class LocalStore:
         """Bytes in a file."""
         return (self._root / path).stat().st_size
 
-    def read(self, path: str) -> bytes:
-        """The content of a small file. UnusableFileError for other kinds of files."""
-        return read_regular(self._root / path, max_bytes=_MOST_BYTES)
+    def read(self, path: str, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
+        """The content of a small file. UnusableFileError if it is larger, or no regular file."""
+        return read_regular(self._root / path, max_bytes=max_bytes)
 
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
@@ -331,8 +333,11 @@ class RemoteStore:
         self._files.invalidate_cache()
         return int(self._files.size(self._at(path)))
 
-    def read(self, path: str) -> bytes:
-        self._files.invalidate_cache()
+    def read(self, path: str, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
+        size = self.size(path)
+        if size > max_bytes:
+            message = f"Expected a file of at most {max_bytes} bytes, got {size}"
+            raise UnusableFileError(errno.EFBIG, message, path_of(self, path))
         return bytes(self._files.cat_file(self._at(path)))
 
     def read_into(

@@ -516,8 +516,12 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointDamagedError:
-    reason = printable(str(error))
-    return CheckpointDamagedError(f"Expected a whole safetensors file at {path}, got: {reason}.")
+    # The library says that metadata is incomplete where a file is truncated.
+    size = f"{path.stat().st_size} bytes, " if path.is_file() else ""
+    reason = printable(str(error) or type(error).__name__)
+    return CheckpointDamagedError(
+        f"Expected a whole safetensors file at {path}, got: {size}{reason}."
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

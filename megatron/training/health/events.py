@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.files import read_regular, reason_of, temporary_path
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
@@ -178,8 +179,12 @@ class EarlierFindings:
     def read(cls, folder: str | Path) -> EarlierFindings:
         """Reads the events since the last launch by hand.
 
-        An event without the fields that it is written with is ignored, like a torn line. A log that
-        cannot be read is a warning, like one that cannot be written.
+        A log that cannot be read is a warning, like one that cannot be written.
+
+        Raises:
+            CheckpointError: if a field of an event is missing or has another type than it is
+                written with. Without it, the run might resume from a damaged checkpoint, or from
+                one of another job.
         """
         try:
             events = read_events(folder)
@@ -194,19 +199,38 @@ class EarlierFindings:
         has_saved = False
 
         for event in events[starts[-1] if starts else 0 :]:
-            match event:
-                case {"event": EventKind.DAMAGED, "checkpoint": str(path), "reason": str(reason)}:
+            match event.get("event"), event.get("checkpoint"), event.get("reason"):
+                case EventKind.DAMAGED, str(path), str(reason):
                     damaged[path] = printable(reason, _MOST_REASON_CHARACTERS)
-                case {"event": EventKind.SAVE_PUBLISHED, "checkpoint": str(path)}:
+                case EventKind.SAVE_PUBLISHED, str(path), _:
                     damaged.pop(path, None)  # replaced by a new checkpoint
                     has_saved = True
-                case {"event": EventKind.SET_ASIDE, "checkpoint": str(path)}:
+                case EventKind.SET_ASIDE, str(path), _:
                     damaged.pop(path, None)
-                case {"event": EventKind.RESUME, "iteration": int(iteration)}:
-                    resumed.append(iteration)
+                case EventKind.DAMAGED | EventKind.SAVE_PUBLISHED | EventKind.SET_ASIDE, _, _:
+                    raise _malformed(event, "a checkpoint and a reason as text", folder)
+                case EventKind.RESUME, _, _:
+                    resumed.append(_iteration_of(event, folder))
         return cls(damaged, resumed, has_saved)
 
 
 def _is_first_start(event: dict[str, Any]) -> bool:
     """Returns whether a job was launched by hand here."""
-    return event.get("event") == EventKind.START and event.get("restart") == 0
+    restart = event.get("restart")
+    return event.get("event") == EventKind.START and type(restart) is int and restart == 0
+
+
+def _iteration_of(event: dict[str, Any], folder: str | Path) -> int:
+    iteration = event.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        raise _malformed(event, "an iteration >= 0", folder)
+    return iteration
+
+
+def _malformed(event: dict[str, Any], expected: str, folder: str | Path) -> CheckpointError:
+    got = {name: event.get(name) for name in ("checkpoint", "reason", "iteration")}
+    shown_fields = ", ".join(f"{name} {shown(value)}" for name, value in got.items())
+    return CheckpointError(
+        f"Expected {expected} in the event {event['event']!r} of {folder}/{EVENTS_FILE}, got "
+        f"{shown_fields}. A run that is launched by hand does not read it."
+    )

@@ -89,7 +89,7 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # without /proc, for this process alone
+        return socket.gethostname()
 
 
 def _stat(pid: int) -> tuple[str, str]:
@@ -99,7 +99,15 @@ def _stat(pid: int) -> tuple[str, str]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except OSError:
+        pass
+
+    try:  # some systems have no /proc
+        os.kill(pid, 0)
+    except PermissionError:
+        return "?", ""
+    except (OSError, OverflowError):
         return "", ""
+    return "?", ""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,18 @@ def done(work: Callable[[], object]) -> RelayedEvent:
     return relay(lane, lambda: lane.enqueue(work))
 
 
+def test_a_recorder_that_is_dropped_is_gone_without_the_garbage_collector():
+    gc.disable()
+    try:
+        recorder = TimingRecorder(CPU, has_lanes=True, clock=Clock())
+        recorder.begin()
+        reference = weakref.ref(recorder)
+        del recorder
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
 def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
     clock = Clock()
     recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)

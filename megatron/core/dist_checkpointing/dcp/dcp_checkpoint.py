@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
 from megatron.core.dist_checkpointing.layout.boxes import Box, BoxIndex
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
 from megatron.core.dist_checkpointing.load.checkpoint import read_train_state, system_errors
-from megatron.core.dist_checkpointing.store import Store, path_of
+from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 
 
 class TorchDcpCheckpoint:
@@ -68,7 +68,7 @@ class TorchDcpCheckpoint:
         """
         source = path_of(store, f"{name}/{METADATA_FILE}")
         with system_errors(source):
-            content = store.read(f"{name}/{METADATA_FILE}")
+            content = store.read(f"{name}/{METADATA_FILE}", MOST_METADATA_BYTES)
         index = parse_metadata(content, source)
         check_coverage(index.tensors.values(), source)
         found = cls(store, name, index, checks_crc=checks_crc)
@@ -169,13 +169,12 @@ class TorchDcpCheckpoint:
         return memory, source
 
     def _check_sizes(self) -> None:
-        limits = [(key, blob, 0, blob.nbytes) for key, blob in self._index.plain.items()]
+        limits = []
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 least, blob = tensor.chunk_nbytes(chunk), self._index.blobs[key, chunk.box.offsets]
                 limits.append((key, blob, least, least + MAX_FRAME_BYTES))
 
-        ends: dict[str, int] = {}
         for key, blob, least, most in limits:
             # The length of a transformed blob does not depend on the tensor alone.
             if not least <= blob.nbytes <= most and not blob.transforms:
@@ -183,6 +182,9 @@ class TorchDcpCheckpoint:
                     f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "
                     f"{blob.nbytes} bytes."
                 )
+
+        ends: dict[str, int] = {}
+        for blob in (*self._index.plain.values(), *(blob for _, blob, _, _ in limits)):
             ends[blob.file] = max(ends.get(blob.file, 0), blob.offset + blob.nbytes)
         # A file's size is asked for once, however many blobs it has: stores may be remote.
         for file, end in ends.items():

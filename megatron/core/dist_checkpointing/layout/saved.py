@@ -8,6 +8,21 @@ tile the tensors.
     block       256 KiB of a chunk's data; each has a digest
 
 Plain data is a tensor of bytes: the blob that `torch.save` makes of it, without a frame around it.
+
+[Note: coverage] The corners of boxes prove that they tile a tensor exactly, in one pass for any
+number of dimensions. In one dimension, write +1 at the begin of each box and -1 at its end: the sum
+from the left up to an element is the number of boxes that contain it. A box in d dimensions has 2^d
+corners, alternately +1 and -1. Corners of neighbours cancel. Exactly the corners of the tensor are
+left if and only if each element is in one chunk:
+
+    0       4     6       9          chunks [0, 4), [4, 6), [6, 9) of [0, 9)
+    +1     -1
+           +1    -1
+                 +1      -1
+    -1                   +1          the tensor's own corners, subtracted: nothing is left
+
+The first corner that is left, in the order of rows, is an element that is not in one chunk. Its sum
+plus 1 is the number of chunks that contain it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.layout.boxes import (
     row_major_strides,
 )
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
-from megatron.core.dist_checkpointing.store import Store, path_of
+from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 from megatron.core.files import UnusableFileError
 from megatron.core.json_reading import parse_json
 
@@ -423,7 +423,7 @@ def read_small(store: Store, name: str, file: str, marker: Marker) -> bytes:
     """A file whose digest is in the marker. CheckpointDamagedError if it has another."""
     source = path_of(store, f"{name}/{file}")
     with system_errors(source):
-        content = store.read(f"{name}/{file}")
+        content = store.read(f"{name}/{file}", MOST_METADATA_BYTES)
     got, written = digest(content), marker.files[file].digest
     if got != written:
         raise CheckpointDamagedError(

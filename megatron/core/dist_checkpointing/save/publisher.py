@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.save.writer import (
     release,
 )
 from megatron.core.dist_checkpointing.state.entries import Contents
-from megatron.core.dist_checkpointing.store import path_of, track
+from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, path_of, track
 from megatron.core.files import Sync
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
         for rank in sorted(missing):
             if manifest_file(rank) in names:
                 path = draft.path(manifest_file(rank))
-                content = draft.store.read(path)
+                content = draft.store.read(path, MOST_METADATA_BYTES)
                 manifest = Manifest.from_bytes(content, path)
                 # Where drafts have no separate names, an earlier save may have left it.
                 if manifest.save_id == draft.save_id:

@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFile
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
-from megatron.core.dist_checkpointing.store import Store, path_of
+from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, Lane, ThreadEvent
@@ -327,7 +327,7 @@ class RankWriter:
         except Exception as error:
             # A rename or an upload may have succeeded although it raised an error.
             try:
-                is_there = store.read(path) == content
+                is_there = store.read(path, MOST_METADATA_BYTES) == content
             except FileNotFoundError:
                 is_there = False
             if is_there:

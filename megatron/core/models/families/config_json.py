@@ -164,8 +164,8 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
 
     differences, nearest = min(candidates, key=lambda candidate: _distance(candidate[0]))
     flags = ", ".join(difference.flag for difference in differences)
-    expected = ", ".join(f"{difference.name} {difference.expected}" for difference in differences)
-    got = ", ".join(f"{difference.name} {difference.got}" for difference in differences)
+    expected = ", ".join(difference.expected_flag for difference in differences)
+    got = ", ".join(difference.got_flag for difference in differences)
     raise ConfigError(
         f"{flags}: expected a GPT that an architecture of the transformers library computes, of "
         f"which {nearest.class_name} is the nearest ({expected}), got {got}."

@@ -8,6 +8,17 @@ with an inner section per kind of layer where these differ (Gemma 3). Earlier ve
 `rope_theta`, `partial_rotary_factor` and, for layers with a window, `rope_local_base_freq` at the
 top level, and a section `rope_scaling`, whose `rope_type` was first named `type`. Both forms are
 read and written. A file whose forms contradict each other is rejected.
+
+[Note: mscale] YaRN extends the range of positions by `factor`, and makes the products of queries
+and keys larger, which sharpens the softmax over more positions. Files with multi-head latent
+attention have two weights for this, `mscale` and `mscale_all_dim`. With
+m(x) = 1 + x log(factor) / 10, they multiply
+
+    the rotated channels of queries and keys    each by m(mscale) / m(mscale_all_dim)
+    the scale of all products                   by m(mscale_all_dim)^2
+
+A weight that is zero or missing turns its part off. With one exception: if the two are not both
+given, the fraction is m(1). A spec has the two results, from which the weights are calculated.
 """
 
 from __future__ import annotations

@@ -118,6 +118,14 @@ _FLAGS = {
     "feed_forward.up_offset": "--glu-linear-offset",
     "post_norm": "--post-norm",
 }
+# Flags that turn off what the spec's value turns on.
+_OFF_FLAGS = (
+    "--untie-embeddings-and-output-weights",
+    "--disable-bias-linear",
+    "--no-rope-freq",
+    "--moe-router-no-norm-topk",
+    "--qk-layernorm-across-heads",
+)
 # The flag for each kind of scaling.
 _SCALING_FLAGS = {
     "linear": "--rotary-seq-len-interpolation-factor",
@@ -175,6 +183,37 @@ class Difference(NamedTuple):
     name: str
     expected: object
     got: object
+
+    @property
+    def expected_flag(self) -> str:
+        """The expected value as a command line gives it."""
+        return _as_given(self.flag, self.expected)
+
+    @property
+    def got_flag(self) -> str:
+        """The model's value as a command line gives it."""
+        return _as_given(self.flag, self.got)
+
+
+def _as_given(flag: str, value: object) -> str:
+    if flag in _OFF_FLAGS:
+        value = not value
+    if flag in _SCALING_FLAGS.values() and (value is None or value in _SCALING_FLAGS):
+        return _SCALING_FLAGS.get(str(value), "no scaling of rotary")
+    if flag == "--position-embedding-type":
+        value = value or "none"
+    if flag == "--window-size" and isinstance(value, int):
+        value = f"{value - 1},0"  # positions before each one
+    if flag == "--moe-layer-freq":
+        value = value != _EXPERTS  # without the flag all layers have them
+    if flag == "--multi-latent-attention":
+        value = value == _LATENT
+    if flag == "--num-experts" and isinstance(value, str):
+        value = value == _EXPERTS
+
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def spec_differences(

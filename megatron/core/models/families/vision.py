@@ -194,7 +194,7 @@ def vision_family_of(
     ):
         try:
             lines = [
-                f"{one.flag}: expected {one.name} {one.expected}, got {one.got}."
+                f"{one.flag}: expected {one.expected_flag}, got {one.got_flag}."
                 for one in differences_of(family.text, spec)
             ]
         except ConfigError as error:

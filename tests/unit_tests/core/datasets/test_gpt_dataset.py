@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,38 @@ def test_files_of_killed_builds_are_removed_after_an_hour(
     assert not old.exists()
     assert fresh.exists()
     assert other.exists()
+
+
+def test_files_of_killed_builds_of_the_same_index_are_removed_at_once(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    _build(corpus, tmp_path)
+    (index,) = tmp_path.glob("*.npy")
+    left = [index.with_name(f"{index.name}.{number}.tmp") for number in range(3)]
+    for path in left:
+        path.touch()
+    index.unlink()
+    _build(corpus, tmp_path)
+    assert index.exists()
+    assert not any(path.exists() for path in left)
+
+
+def test_an_unfinished_index_that_another_process_removes_is_built_again(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = sample_index.EpochStream.sample_starts
+    removed: list[Path] = []
+
+    def robbed(*args: Any) -> Iterator[Any]:
+        if not removed:
+            removed.extend(tmp_path.glob("*.npy.*.tmp"))
+            removed[0].unlink()
+        return starts(*args)
+
+    monkeypatch.setattr(sample_index.EpochStream, "sample_starts", robbed)
+    _build(corpus, tmp_path)
+    assert removed
+    assert len(list(tmp_path.glob("*.npy"))) == 1
 
 
 def _refuse(number: int) -> Callable[..., None]:

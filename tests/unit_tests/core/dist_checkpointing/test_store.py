@@ -12,16 +12,18 @@ import fsspec
 import pytest
 
 from megatron.core.dist_checkpointing import store as store_module
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, METADATA_FILE
 from megatron.core.dist_checkpointing.store import (
     SIGN_FILE,
+    TRACKER_FILE,
     LocalStore,
     RemoteStore,
     Store,
+    latest_iteration,
     open_store,
 )
-from megatron.core.files import published
+from megatron.core.files import UnusableFileError, published
 
 FINAL = "iter_0000010"
 PAGE = 4096
@@ -111,6 +113,14 @@ def test_a_small_file_is_read_as_it_was_written_last(store):
         assert store.size(path) == len(content)
         assert store.exists(path)
     assert store.folders() == [FINAL]
+
+
+def test_a_file_of_more_bytes_than_wanted_is_not_read(store):
+    store.make_folder(FINAL)
+    store.write(f"{FINAL}/file", b"content")
+    assert store.read(f"{FINAL}/file", 7) == b"content"
+    with pytest.raises(UnusableFileError):
+        store.read(f"{FINAL}/file", 6)
 
 
 def test_the_files_of_a_folder_are_listed_without_those_of_others(store):
@@ -246,6 +256,15 @@ def test_a_sweep_leaves_directories_that_are_no_checkpoints(store):
 
 
 # A directory of the file system.
+
+
+def test_a_tracker_of_a_gibibyte_is_an_error_before_it_is_read(local, tmp_path):
+    save(local)
+    with (tmp_path / "run" / TRACKER_FILE).open("wb") as tracker:
+        tracker.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match=TRACKER_FILE) as caught:
+        latest_iteration(local)
+    assert isinstance(caught.value.__cause__, UnusableFileError)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])

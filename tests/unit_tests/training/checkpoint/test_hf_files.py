@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.errors import (
     CheckpointNotFoundError,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.training.checkpoint import hf_files
 from megatron.training.checkpoint.hf_files import (
     CONFIG_FILE,
     WeightFiles,
@@ -166,6 +167,25 @@ def test_a_file_whose_content_differs_from_its_header_or_type_is_an_error(
         names_in(folder)
     assert len(str(error.value)) < 1000
     assert "\n" not in str(error.value)
+
+
+def test_a_truncated_file_is_an_error_with_its_size(folder: Path) -> None:
+    path = folder / WEIGHTS_FILE
+    size = path.stat().st_size - 1
+    os.truncate(path, size)
+    with pytest.raises(CheckpointDamagedError, match=rf"got: {size} bytes, \w"):
+        names_in(folder)
+
+
+def test_a_file_that_does_not_fit_in_memory_is_an_error_that_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(hf_files, "safe_open", refuse)
+    with pytest.raises(CheckpointDamagedError, match="MemoryError"):
+        names_in(folder)
 
 
 def test_json_of_unlimited_length_is_not_read(folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.health.events import (
     EVENTS_FILE,
     HEARTBEAT_FILE,
@@ -210,14 +211,32 @@ PUBLISHED = {"event": "save_published", "checkpoint": "a"}
         ([RESUME, DAMAGED, PUBLISHED], EarlierFindings({}, [4], has_saved=True)),
         ([DAMAGED, {"event": "set_aside", "checkpoint": "a"}], EarlierFindings()),
         ([PUBLISHED, RESUME, DAMAGED, RESTART, START], EarlierFindings()),
-        ([RESUME, {"event": ["damaged"]}, {"event": "resume"}, [1]], EarlierFindings({}, [4])),
+        ([RESUME, {"event": ["damaged"]}, {"event": "other"}, [1]], EarlierFindings({}, [4])),
+        ([RESUME, {"event": "start", "restart": False}], EarlierFindings({}, [4])),
     ],
 )
 def test_a_relaunch_has_the_findings_of_its_earlier_starts(tmp_path, events, findings):
-    """Since the job was last launched by hand. Incomplete lines are ignored."""
+    """Since the job was last launched by hand. Lines that are no events are ignored."""
     lines = [json.dumps(event) for event in events]
     (tmp_path / EVENTS_FILE).write_text("\n".join([*lines, "[" * 10**5, "\0"]) + "\n")
     assert EarlierFindings.read(tmp_path) == findings
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *({"event": "resume", "iteration": value} for value in (True, -5, 4.0, "4", [4], None)),
+        {"event": "resume"},
+        {"event": "damaged", "checkpoint": ["a"], "reason": "short"},
+        {"event": "damaged", "checkpoint": "a", "reason": 5},
+        {"event": "save_published", "checkpoint": True},
+        {"event": "set_aside"},
+    ],
+)
+def test_an_event_with_a_field_of_another_type_ends_a_relaunch(tmp_path, event):
+    (tmp_path / EVENTS_FILE).write_text(json.dumps(event) + "\n")
+    with pytest.raises(CheckpointError, match=EVENTS_FILE):
+        EarlierFindings.read(tmp_path)
 
 
 def test_the_reason_of_an_earlier_start_is_one_bounded_line(tmp_path):

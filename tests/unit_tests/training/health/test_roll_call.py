@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -263,6 +265,28 @@ def test_a_rank_without_others_needs_no_store():
     assert alone.hold(well(0)) is None
     assert alone.hold(stuck(0)).ranks == (0,)
     alone.close()
+
+
+@pytest.mark.parametrize("hidden", ["/proc", "/proc/sys"])
+def test_without_parts_of_proc_the_processes_of_a_host_still_see_each_other_die(
+    monkeypatch, hidden
+):
+    read_text = Path.read_text
+
+    def refusing(path: Path) -> str:
+        if path.is_relative_to(hidden):
+            raise PermissionError(path)
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", refusing)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        own = Member.of_this_process()
+        assert own.machine == socket.gethostname()
+        member = replace(own, pid=process.pid, birth=roll_call._stat(process.pid)[1])
+        assert member.silence() is Silence.SILENT
+        process.kill()
+    assert member.silence() is Silence.GONE
+    assert replace(member, pid=2**80).silence() is Silence.GONE
 
 
 def test_a_process_differs_from_a_later_one_of_its_pid():

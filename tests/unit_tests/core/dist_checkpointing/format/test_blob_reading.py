@@ -254,6 +254,12 @@ def note_call(number: int) -> None:
     CALLS.append(number)
 
 
+def test_an_error_about_an_archive_does_not_show_what_it_was_read_with():
+    with pytest.raises(CheckpointError) as caught:
+        read(b"no archive")
+    assert caught.value.__suppress_context__
+
+
 def test_functions_that_a_program_has_added_to_the_safe_globals_are_not_called():
     content = saved({"a": ONES, "b": Called(note_call)})
     with torch.serialization.safe_globals([note_call]):

@@ -98,6 +98,29 @@ def test_a_scale_written_as_a_power_is_the_same_scale() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "values", "flags"),
+    [
+        ("add_bias_linear", (True, False), ("no --disable-bias-linear", "--disable-bias-linear")),
+        (
+            "untie_embeddings_and_output_weights",
+            (True, False),
+            (
+                "--untie-embeddings-and-output-weights",
+                "no --untie-embeddings-and-output-weights",
+            ),
+        ),
+        ("window_size", (None, (127, 0)), ("no --window-size", "--window-size 127,0")),
+        ("use_rope_scaling", (True, False), ("--use-rope-scaling", "no scaling of rotary")),
+    ],
+)
+def test_a_difference_says_which_flags_give_the_two_values(
+    option: str, values: tuple[Any, Any], flags: tuple[str, str]
+) -> None:
+    differences = spec_differences(*(spec_of(**{option: value}) for value in values))
+    assert flags in [(one.expected_flag, one.got_flag) for one in differences]
+
+
+@pytest.mark.parametrize(
     ("changes", "flag", "name"),
     [
         ({"add_bias_linear": True}, "--disable-bias-linear", "feed_forward.has_bias"),
