@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_that_is_whole_is_loaded_on_all_ranks_and_the_othe
     assert trained(metrics) == [3, 4]
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
     log = "".join(run.log for run in runs)
-    named = re.findall(r"ERROR: DAMAGED: checkpoint (\S+) is passed over", log)
+    named = re.findall(r"ERROR: DAMAGED: checkpoint (.+) is passed over", log)
     assert named == [f"{root}/iter_0000004", f"{root}/iter_0000003"], "each once"
 
 

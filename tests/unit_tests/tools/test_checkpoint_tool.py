@@ -270,7 +270,7 @@ def test_convert_overwrites_nothing(root, tmp_path, run):
 )
 def test_errors_are_one_line(root, run, arguments, message):
     before = sorted(path.name for path in root.iterdir())
-    code, line = run(*arguments.format(root).split())
+    code, line = run(*(word.format(root) for word in arguments.split()))
     assert code == 2
     assert message.format(root) in line
     assert sorted(path.name for path in root.iterdir()) == before

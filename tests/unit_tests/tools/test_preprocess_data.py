@@ -205,7 +205,7 @@ def test_bad_arguments_are_one_line_and_leave_no_files(tmp_path, capsys, flags, 
     (tmp_path / "empty.txt").touch()
     (tmp_path / "a.txt").write_text("text")
     default = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out", *BYTES]
-    _preprocess(*default, *flags.format(tmp_path).split(), code=1)
+    _preprocess(*default, *(word.format(tmp_path) for word in flags.split()), code=1)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 
