@@ -127,16 +127,21 @@ def _alpha(mixer: GatedDeltaNetSpec) -> RowMap:
     return RowMap("linear_attn.in_proj_ba", heads, heads, 2 * heads)
 
 
+_GATED_MIXTURE_OPTIONS = {**GATED_ATTENTION_OPTIONS, "moe_shared_expert_gate": True}
+_GATED_MIXTURE_FIELDS = (
+    *GATED_ATTENTION_FIELDS,
+    num_experts("num_experts"),
+    *_EXPERT_FIELDS,
+    SHARED_SIZE,
+)
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     class_name="Qwen3NextForCausalLM",
-    options={**GATED_ATTENTION_OPTIONS, "moe_shared_expert_gate": True},
+    options=_GATED_MIXTURE_OPTIONS,
     fields=(
         *SIZES,
-        *GATED_ATTENTION_FIELDS,
-        num_experts("num_experts"),
-        *_EXPERT_FIELDS,
-        SHARED_SIZE,
+        *_GATED_MIXTURE_FIELDS,
         NormalizedTopK(Scores.SOFTMAX),
         SparseLayers(),
     ),
@@ -154,13 +159,10 @@ QWEN3_NEXT = Family(
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
     class_name="Qwen3_5MoeForCausalLM",
-    options={**GATED_ATTENTION_OPTIONS, "moe_shared_expert_gate": True},
+    options=_GATED_MIXTURE_OPTIONS,
     fields=(
         *SIZES_BUT_MLP,
-        *GATED_ATTENTION_FIELDS,
-        num_experts("num_experts"),
-        *_EXPERT_FIELDS,
-        SHARED_SIZE,
+        *_GATED_MIXTURE_FIELDS,
         NormalizedTopK(Scores.SOFTMAX, always=True),
     ),
     attention=GATED_ATTENTION,
