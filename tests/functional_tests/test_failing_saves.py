@@ -138,7 +138,7 @@ def _block_first_save(patch: pytest.MonkeyPatch) -> None:
     was_due, real_write, real_skip = threading.Event(), LocalStore.write, Saver.skip
 
     def write(store: LocalStore, path: str, content: bytes, sync: Sync = Sync.ALL) -> None:
-        assert was_due.wait(60), "the run waits for this save"
+        assert was_due.wait(600), "the run waits for this save"
         real_write(store, path, content, sync)
 
     def skip(saver: Saver, iteration: int) -> None:

@@ -417,7 +417,7 @@ def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_a
         was_signalled = threading.Event()
 
         def open_data(store: LocalStore, path: str) -> Any:
-            assert was_signalled.wait(60)
+            assert was_signalled.wait(600)
             return real_open(store, path)
 
         def disturb() -> None:

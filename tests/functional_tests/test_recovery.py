@@ -358,7 +358,7 @@ def lose(job: Job, goes: Popen[bytes], stays: Popen[bytes]) -> None:
     goes.kill()
     try:
         until(lambda: not is_running(orphan), "the rank of the killed launcher to end")
-        assert stays.wait(90) == 0, job.log
+        assert stays.wait(TIMEOUT) == 0, job.log
     finally:
         kill_process(orphan)
     assert job.events("resume")[-1]["world_size"] == 1

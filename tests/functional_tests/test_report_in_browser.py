@@ -39,7 +39,7 @@ svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width
 def opened(page: Path, home: Path) -> tuple[str, list[str]]:
     """(the document after its script has run, the lines of the console)."""
     command = [str(BROWSER), *QUIET, f"--user-data-dir={home}", "--dump-dom", f"file://{page}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -110,7 +110,7 @@ def test_the_pages_of_a_live_run_of_one_that_died_and_of_one_that_finished(tmp_p
     # Metrics beside the events, as by default.
     saved = tmp_path / "finished"
     command = [sys.executable, "pretrain_gpt.py", *flags, "--save", str(saved)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
     assert (saved / METRICS_FILE).exists()
     document = assert_opens(saved, tmp_path, "finished", LANES)
     assert 'http-equiv="refresh"' not in document

@@ -24,7 +24,7 @@ import pretrain_gpt
 from tests.helpers.ranks import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120.0  # seconds
+PATIENCE = 600.0  # seconds
 _FENCE = re.compile(r"^ *```(\w*)")
 _COMMAND = re.compile(r"# torchrun --nproc-per-node (\d+) script\.py$")
 

@@ -34,7 +34,7 @@ def without_paths(**others: str) -> dict[str, str]:
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     environment = without_paths(CXX="false")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,7 +91,7 @@ class Environment:
             text=True,
             env=without_paths(),
             cwd=self.packages.parents[2],
-            timeout=60,
+            timeout=600,
         )
 
     def error_of(self, statement: str) -> str:
@@ -202,7 +202,7 @@ import megatron.training
 def run_alone(statement: str) -> subprocess.CompletedProcess[str]:
     """A program of a Python that has no packages but its own."""
     command = [sys.executable, "-I", "-S", "-c", statement]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def error_of(statement: str) -> str:
@@ -307,7 +307,7 @@ def test_an_installation_does_the_main_job_from_an_empty_folder(
             text=True,
             cwd=job,
             env=without_paths(OMP_NUM_THREADS="1"),
-            timeout=300,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -27,7 +27,7 @@ from megatron.training.health.events import read_events
 from tests.functional_tests.helpers.runs import ROOT, environment
 from tests.helpers.ranks import run_ranks
 
-TIMEOUT = 240.0  # seconds
+TIMEOUT = 1800.0  # seconds
 
 # A model of 3.7 million parameters: updates and saves take tens of milliseconds, so that a fault
 # can strike in them.

@@ -23,7 +23,7 @@ from tests.helpers.checkpoints import chunks_of
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 600.0  # seconds
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # The same arguments, to the project's own launcher.
 LAUNCHER = [sys.executable, "-m", "megatron_hybrid", "launch", *TORCHRUN[3:]]

@@ -195,7 +195,7 @@ def test_a_thread_ends_when_the_last_lane_on_it_is_let_go_of():
     second.enqueue(lambda: None).wait()
     assert thread.is_alive()
     del second
-    thread.join(timeout=60)
+    thread.join(timeout=600)
     assert not thread.is_alive()
     CPU.lane("let go", is_shared=True).enqueue(lambda: None).wait()
 
@@ -240,7 +240,7 @@ if name == "failed":
 def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_by_it():
     """See [Note: the end of the program]. Each is forked, since importing torch takes seconds."""
     run = subprocess.run(
-        [sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _PROGRAMS], capture_output=True, text=True, timeout=600
     )
     results = json.loads(run.stdout)
     assert {name: status for name, (status, _) in results.items()} == {

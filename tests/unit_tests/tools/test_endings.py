@@ -69,7 +69,7 @@ def run_until_stopped(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         start_new_session=True,
     )
 
@@ -122,7 +122,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == -signal.SIGKILL
     assert "Traceback" not in done.stderr
@@ -135,7 +135,7 @@ def test_merging_that_is_stopped_leaves_its_inputs_alone(tmp_path):
     code = STOPPED.replace("._add", ".add_index").replace("== 3", "== 1")
     command = [sys.executable, "-c", code, str(int(signal.SIGTERM)), "tools/merge_datasets.py"]
     command += ["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["a.bin", "a.idx", "parts"]
 
@@ -160,7 +160,7 @@ def run_with_output(
         stdout=output,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

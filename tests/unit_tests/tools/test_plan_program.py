@@ -354,7 +354,7 @@ def test_the_script_measures_this_machine(tmp_path):
     (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
     measure = ["--gpus", "2", "--measure", "--measure-disk", str(tmp_path), "--device", "cpu"]
     done = subprocess.run(
-        [*command, *measure], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+        [*command, *measure], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     )
     found = json.loads(done.stdout)
     parts = found["step"]["parts"]

@@ -286,7 +286,7 @@ def test_an_interrupt_ends_the_run_at_once_and_leaves_no_files(tmp_path):
         capture_output=True,
         text=True,
         start_new_session=True,
-        timeout=120,
+        timeout=600,
     )
     assert (tmp_path / "seen" / "interrupted").exists()
     assert done.returncode == -signal.SIGINT, done.stderr

@@ -175,7 +175,7 @@ def _steps_while_the_disk_does_nothing(
             manager.save(1, training.contents(), {})
             stepping = threading.Thread(target=training.step, args=(2,))
             stepping.start()
-            stepping.join(60)
+            stepping.join(600)
             assert not stepping.is_alive()
             assert not root.joinpath(checkpoint_name(1)).exists()
             store.gate.set()

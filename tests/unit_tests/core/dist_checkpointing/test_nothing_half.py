@@ -319,7 +319,7 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     nursery, old, home, size, num_images
 ):
     own, images = old.operations_of_one(size), home / f"images_{size.hf_dtype}"
-    published = nursery.run(_cut_power, old.copy(size), images, size, num_images, timeout=300)
+    published = nursery.run(_cut_power, old.copy(size), images, size, num_images, timeout=600)
     assert len(published) == num_images * len(own)
     decisive = num_images * (own.index(f"rename {checkpoint_name(NEW)}") + 1)
     assert all(found == [OLD] for found in published[:decisive])
@@ -336,7 +336,7 @@ def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_n
     failing = own.index(f"rename {checkpoint_name(NEW)}") + 1
     assert own[failing] == "fsync ."
     images = home / "unsynced"
-    published = nursery.run(_cut_power, old.copy(SMALL), images, SMALL, 3, failing, timeout=300)
+    published = nursery.run(_cut_power, old.copy(SMALL), images, SMALL, 3, failing, timeout=600)
     assert [OLD] in published, "the sync had no effect"
     assert all(found in ([OLD], [OLD, NEW], [NEW]) for found in published)
 

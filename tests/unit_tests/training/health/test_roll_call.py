@@ -188,7 +188,7 @@ class HeldStore:
 
     def __getattr__(self, name: str) -> object:
         if name in self._held:
-            assert self.is_open.wait(60)
+            assert self.is_open.wait(600)
         return getattr(self._store, name)
 
 

@@ -152,7 +152,7 @@ def hold_entries_back(entries: Sequence[Entry], gate: threading.Event) -> set[st
 
 def _after(gate: threading.Event, read: Callable[[], Stored]) -> Callable[[], Stored]:
     def read_then() -> Stored:
-        assert gate.wait(60)
+        assert gate.wait(600)
         return read()
 
     return read_then

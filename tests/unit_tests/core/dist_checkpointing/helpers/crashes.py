@@ -46,7 +46,7 @@ from megatron.core import shared_file
 from megatron.core.dist_checkpointing.save import data_file
 
 PIECE_BYTES = 64 << 10  # of one write to a watched file: a multiple of the alignment of direct I/O
-DEFAULT_TIMEOUT = 60.0  # seconds
+DEFAULT_TIMEOUT = 600.0  # seconds
 KILLED = "killed"
 
 

@@ -272,7 +272,7 @@ def manager_of(root: str | Store, trained: Trained, token: str = "test") -> Chec
     """A manager that is constructed without communication."""
     store = open_store(root) if isinstance(root, str) else root
     return CheckpointManager(
-        store, DEVICE, trained.rank, trained.world_size, token, timeout_seconds=60.0
+        store, DEVICE, trained.rank, trained.world_size, token, timeout_seconds=600.0
     )
 
 

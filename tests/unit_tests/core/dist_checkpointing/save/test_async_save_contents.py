@@ -121,7 +121,7 @@ def test_a_save_during_training_has_the_values_at_its_start_under_any_delays(
     home, world_size, fraction, seeds
 ):
     root = home / f"{fraction}_{world_size}_{len(seeds)}"
-    run_ranks(world_size, _saves_values, fraction, True, root, seeds, timeout=300)
+    run_ranks(world_size, _saves_values, fraction, True, root, seeds, timeout=600)
 
 
 @pytest.mark.parametrize("fraction", [None, 1.0])

@@ -43,7 +43,7 @@ class SlowStore(LocalStore):
 
         def slow_write(spans: Sequence[memoryview]) -> None:
             self.is_writing.set()
-            assert self.gate.wait(60)
+            assert self.gate.wait(600)
             self.num_bytes += sum(span.nbytes for span in spans)
             write(spans)
 
@@ -55,11 +55,11 @@ def test_closing_aborts_a_save_on_a_slow_disk_before_all_of_it_is_written(tmp_pa
     store, model = SlowStore(tmp_path), nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
     manager = CheckpointManager(store, CPU, 0, 1, "abcd")
     manager.save(1, collect(model), {})
-    assert store.is_writing.wait(60)
+    assert store.is_writing.wait(600)
     closing = in_thread(manager.close)
     closing.join(SOON)
     store.gate.set()
-    closing.join(60)
+    closing.join(600)
     assert store.num_bytes <= 4 * 4 * 1024**2 < 48 * 1024**2, "the buffers, and one tensor"
     assert manager.num_failed == 1
     assert published_iterations(store) == []
@@ -80,7 +80,7 @@ def test_a_manager_that_is_closed_leaves_no_thread_behind(tmp_path):
     del manager
     gc.collect()
     for thread in threads:
-        thread.join(300)
+        thread.join(600)
         assert not thread.is_alive()
 
 

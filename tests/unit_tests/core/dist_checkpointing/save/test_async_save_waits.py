@@ -63,7 +63,7 @@ def _one_bucket_is_held_back(fraction: float, root: Path) -> None:
         assert not changed & held
         assert changed >= {key for key, (_, part) in before.items() if part.numel() > 1} - held
         gate.set()
-        waiting.join(60)
+        waiting.join(600)
         manager.finish()
     assert is_same(saved_parts(root, 1, before), before)
     assert not any(torch.equal(training.parts()[key][1], before[key][1]) for key in held)
@@ -98,7 +98,7 @@ def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> N
         assert not changed & held
         assert bool(changed) == (unit > 0)
         gate.set()
-        stepping.join(60)
+        stepping.join(600)
         after = training.parts()
         assert not any(torch.equal(after[key][1], before[key][1]) for key in held)
         manager.finish()
@@ -118,7 +118,7 @@ def _begins_beside_an_update(root: Path) -> None:
         real = HostAdam.run
 
         def run(*args: Any) -> Any:
-            assert updating.wait(60)
+            assert updating.wait(600)
             return real(*args)
 
         patch.setattr(HostAdam, "run", run)
@@ -152,7 +152,7 @@ def _updates_wait_for_the_disk(fraction: float | None, root: Path) -> None:
         assert updating.is_alive()
         assert manager.is_busy
         store.gate.set()
-        updating.join(60)
+        updating.join(600)
         manager.finish()
     assert is_same(saved_parts(root, 1, before), before)
     assert not is_same(training.parts(), before)

@@ -97,7 +97,7 @@ class HeldSink(MemorySink):
 
     def write(self, spans: Sequence[memoryview]) -> None:
         self.has_begun.set()
-        assert self.go_on.wait(300)
+        assert self.go_on.wait(600)
         super().write(spans)
 
 
@@ -333,7 +333,7 @@ def test_a_large_tensor_in_host_memory_is_written_in_place(pool, disk, nbytes):
     assert writer.write_tensor(tensor) == digests_of(before)
     read = writer.read_in_place()
     assert read is not None
-    assert sink.has_begun.wait(300)
+    assert sink.has_begun.wait(600)
     assert not read.is_done(), "the disk has not taken it"
     assert writer.read_in_place() is None, "nothing more since"
 

@@ -88,7 +88,7 @@ def held_host_updates() -> Iterator[threading.Event]:
     original, may_go = HostAdam.run, threading.Event()
 
     def run(kernel: HostAdam, pieces: Any) -> None:
-        may_go.wait(60)
+        may_go.wait(600)
         original(kernel, pieces)
 
     HostAdam.run = run
@@ -166,7 +166,7 @@ def test_allocating_states_waits_for_a_step_under_way() -> None:
         def step(self, closure: Any = None) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 inside.set()
-                may_go.wait(60)
+                may_go.wait(600)
             else:
                 assert may_go.is_set(), "while the lane is in it too"
             return super().step(closure)
@@ -178,7 +178,7 @@ def test_allocating_states_waits_for_a_step_under_way() -> None:
     )
     backward(model)
     optimizer.step()
-    assert inside.wait(60)
+    assert inside.wait(600)
     threading.Timer(0.1, may_go.set).start()
     optimizer.init_state()
     assert may_go.is_set()
@@ -242,7 +242,7 @@ def settled(is_so: Callable[[], bool]) -> bool:
     """Whether it becomes so: a thread ends a moment after it was told to."""
     for thread in threading.enumerate():
         if thread.name.startswith("optimizer "):
-            thread.join(10 if not is_so() else 0)
+            thread.join(60 if not is_so() else 0)
     return is_so()
 
 
