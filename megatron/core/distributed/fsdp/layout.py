@@ -75,12 +75,40 @@ class GlobalLayout:
     """Offsets of tensors in a flat buffer that can be cut between rows.
 
     `dp_size` ranks can share it, or any number that divides `dp_size`.
+
+    Raises:
+        ValueError: for a tensor that does not start at a multiple of its rows, overlaps another
+            or ends outside of its block; for blocks that are not whole alignment units; for a
+            scalar, for rows without elements, for rows that blocks do not divide.
     """
 
     tensor_shapes: tuple[tuple[int, ...], ...]
     tensor_to_offset: tuple[int, ...]  # elements, in each block
     size: int  # elements of all blocks, padding included
     num_blocks: int = 1  # see [Note: blocks]
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or self.size % (self.num_blocks * self.alignment):
+            raise ValueError(
+                f"Expected {self.num_blocks} blocks of whole units of {self.alignment} elements, "
+                f"got {self.size} elements."
+            )
+
+        end = 0
+        placed = zip(self.tensor_to_offset, self.tensor_shapes, strict=True)
+        for offset, shape in sorted(placed):
+            numel = math.prod(_block_shape(shape, self.num_blocks))
+            if offset % row_numel(shape) or (numel and offset < end):
+                raise ValueError(
+                    f"Expected {shape} at a multiple of its rows behind element {end}, got it at "
+                    f"{offset}."
+                )
+            end = max(end, offset + numel)
+        if end > self.block_numel:
+            raise ValueError(
+                f"Expected tensors within blocks of {self.block_numel} elements, got one that ends "
+                f"at {end}."
+            )
 
     @classmethod
     def build(

@@ -78,6 +78,24 @@ def test_tensors_do_not_overlap_and_every_rank_boundary_falls_between_rows(shape
             assert (boundary - offset) % row_numel(shape) == 0
 
 
+@pytest.mark.parametrize(
+    ("offsets", "size", "num_blocks"),
+    [
+        pytest.param((0, 10), 24, 1, id="overlap"),
+        pytest.param((0, 13), 24, 1, id="between rows"),
+        pytest.param((0, 18), 24, 1, id="behind the end"),
+        pytest.param((0, 12), 23, 1, id="no whole unit"),
+        pytest.param((0, 6), 12, 2, id="behind the end of a block"),
+        pytest.param((0, 12), 24, 0, id="no blocks"),
+    ],
+)
+def test_offsets_that_no_ranks_could_share_are_rejected(offsets, size, num_blocks):
+    shapes = ((6, 2), (4, 2))
+    assert GlobalLayout(shapes, (0, 12), 24) == GlobalLayout(shapes, (0, 12), 24, 1)
+    with pytest.raises(ValueError):
+        GlobalLayout(shapes, offsets, size, num_blocks)
+
+
 @settings(max_examples=300, deadline=None)
 @given(shapes=SHAPES, dp_size=st.integers(1, 5))
 def test_padding_stays_small(shapes, dp_size):
