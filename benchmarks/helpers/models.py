@@ -17,7 +17,6 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     build_optimizer,
-    offloaded_modules,
     plan_offload,
 )
 from megatron.core.transformer.config import TransformerConfig
@@ -72,7 +71,7 @@ def shard(
         data_parallel or DataParallelConfig(),
         compute_dtype=compute_dtype,
         reset_parameters=seeded_reset(model, device.torch_device, SEED),
-        offloaded=offloaded_modules(model, plan),
+        offloaded=plan.names_on_host if plan else (),
     )
     if optimizer is None:
         return None

@@ -34,7 +34,6 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
-    offloaded_modules,
     plan_offload,
 )
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
@@ -430,7 +429,7 @@ class MegatronEngine(ModuleEngine):
             compute_dtype=compute_dtype,
             reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
-            offloaded=offloaded_modules(model, plan),
+            offloaded=plan.names_on_host if plan else (),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.distributed.units import sharding_units
+from megatron.core.distributed.units import sharding_units, units_of
 from megatron.core.models.gpt.activations import ActivationBytes, Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -257,27 +258,27 @@ class PlannedRun:
         return RunMemory(states, activations, on_host, room, self._in_use(states, config))
 
     def _in_use(self, states: PlannedMemory, config: RunConfig) -> InUse:
-        if not states.groups:
+        if not states.shards.units:
             return self._tensors_in_use(config)
-        owners = {id(self.model): -1}
         layers = sharding_units(self.model)
-        for number, layer in enumerate(layers):
-            owners |= {id(module): number for module in layer.modules()}
+        owners = {
+            module: number for number, layer in enumerate(layers) for module in layer.modules()
+        }
 
         weights, gradients = [0] * len(layers), [0] * len(layers)
         root_weights = root_gradients = partial = largest = 0
-        for unit, parameters, memory in states.groups:
-            owner = owners[id(unit)]
-            partial += memory.partial_grads_nbytes
-            numel = max(parameter.numel() for parameter in parameters)
-            if memory.requires_grad:
-                largest = max(largest, numel // memory.layout.num_blocks * memory.dtype.itemsize)
-            if owner < 0:
-                root_weights += memory.whole_weights_nbytes
-                root_gradients += memory.whole_grads_nbytes
-            else:
-                weights[owner] += memory.whole_weights_nbytes
-                gradients[owner] += memory.whole_grads_nbytes
+        for unit, planned in zip(units_of(self.model), states.shards.units, strict=True):
+            for group in planned.groups:
+                partial += group.partial_grads_nbytes
+                numel = max(math.prod(parameter.shape) for parameter in group.parameters)
+                if group.requires_grad:
+                    largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
+                if unit.module is self.model:
+                    root_weights += group.whole_weights_nbytes
+                    root_gradients += group.whole_grads_nbytes
+                else:
+                    weights[owners[unit.module]] += group.whole_weights_nbytes
+                    gradients[owners[unit.module]] += group.whole_grads_nbytes
 
         of_layers = _largest_two(weights)
         if not config.parallel.megatron_fsdp_reshard_after_forward:

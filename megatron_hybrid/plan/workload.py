@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.config import OptimizerConfig
@@ -75,18 +76,18 @@ def checkpoint_nbytes(run: PlannedRun) -> int:
 
 
 def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
-    states = run.memory(fraction).states
-    if states.groups:
+    shards = run.memory(fraction).states.shards
+    if shards.units:
         return [
             _Part(
-                group.memory.optimizer_numel,
-                group.memory.is_on_host,
-                group.memory.main_dtype,
-                group.memory.grad_dtype,
-                group.memory.dtype,
+                group.optimizer_numel,
+                group.is_on_host,
+                group.main_dtype,
+                group.grad_dtype,
+                group.dtype,
             )
-            for group in states.groups
-            if group.memory.requires_grad
+            for group in shards.groups
+            if group.requires_grad
         ]
 
     plan, fp32 = run.plan(fraction), torch.float32
@@ -128,26 +129,28 @@ def _overlap(optimizer: OptimizerConfig) -> Overlap:
 
 def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
     """Returns the bytes and the numbers of this rank's collectives."""
-    states, config = run.memory(fraction).states, run.at(fraction)
+    shards, config = run.memory(fraction).states.shards, run.at(fraction)
     moved: dict[str, Any] = Counter()
-    for unit, _, memory in states.groups:
-        if not memory.is_gathered_per_use:
-            moved["gathered_once"] += memory.gathered_nbytes
-        else:
-            moved["gathered_forward"] += memory.gathered_nbytes
-            moved["collectives_forward"] += 1
-            # The root module keeps its weights between forward and backward.
-            if config.parallel.megatron_fsdp_reshard_after_forward and unit is not run.model:
-                moved["gathered_backward"] += memory.gathered_nbytes
+    for unit in shards.units:
+        # The root module keeps its weights between forward and backward.
+        reshards = config.parallel.megatron_fsdp_reshard_after_forward and unit.name != THE_MODEL
+        for group in unit.groups:
+            if not group.is_gathered:
+                moved["gathered_once"] += group.gathered_nbytes
+            else:
+                moved["gathered_forward"] += group.gathered_nbytes
+                moved["collectives_forward"] += 1
+                if reshards:
+                    moved["gathered_backward"] += group.gathered_nbytes
+                    moved["collectives_backward"] += 1
+            if group.reduced_nbytes:
+                moved["reduced"] += group.reduced_nbytes
                 moved["collectives_backward"] += 1
-        if memory.reduced_nbytes:
-            moved["reduced"] += memory.reduced_nbytes
-            moved["collectives_backward"] += 1
-        moved["reduced_once"] += memory.reduced_last_nbytes
+            moved["reduced_once"] += group.reduced_last_nbytes
     if config.parallel.expert_model_parallel_size > 1:
         moved["exchanged"] = _exchanged(run)
         moved["exchanges"] = 4 * len(run.spec.mixtures)
-    if states.groups or not config.parallel.use_torch_fsdp2:
+    if shards.units or not config.parallel.use_torch_fsdp2:
         return {**moved}
 
     # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.

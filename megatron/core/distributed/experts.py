@@ -53,6 +53,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
 from megatron.core.transformer.moe_layer import MoELayer, Sent
 from megatron.core.transformer.token_permutation import places_of
@@ -77,7 +78,7 @@ def divide_experts(
     """
     num_ranks = dist.get_world_size(group)
     mixtures = {
-        name or "the model": module
+        name or THE_MODEL: module
         for name, module in model.named_modules()
         if isinstance(module, MoELayer)
     }
@@ -106,7 +107,7 @@ class ExpertExchange:
         self,
         group: dist.ProcessGroup,
         number: int = 0,
-        names: Sequence[str] = ("the model",),
+        names: Sequence[str] = (THE_MODEL,),
         record: Callable[[bool], None] | None = None,
     ) -> None:
         """

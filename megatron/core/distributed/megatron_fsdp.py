@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.distributed.units import expert_units, sharding_units
+from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
     EXPERT_AXIS,
@@ -35,25 +35,28 @@ from megatron.core.mesh import (
 )
 
 
-class _Cut(NamedTuple):
-    """Over which mesh a module is sharded, and how."""
+class Cut(NamedTuple):
+    """How a unit is sharded.
 
-    mesh: DeviceMesh
-    placements: Placements
-
-
-class CutShape(NamedTuple):
-    """The same without a mesh: ranks along each axis of the placements."""
+    Attributes:
+        mesh_shape: ranks along each axis of `placements`.
+        grad_divisor: divides gradients after they have been averaged over the ranks.
+    """
 
     mesh_shape: tuple[int, ...]
     placements: Placements
+    grad_divisor: float = 1
 
 
-class CutShapes(NamedTuple):
+class Cuts(NamedTuple):
     """How a model is sharded, and how its experts are."""
 
-    dense: CutShape
-    experts: CutShape
+    dense: Cut
+    experts: Cut
+
+    def of(self, unit: Unit) -> Cut:
+        """How this unit is sharded."""
+        return self.experts if unit.has_experts else self.dense
 
 
 def shard_model(
@@ -65,7 +68,7 @@ def shard_model(
     compute_dtype: torch.dtype,
     reset_parameters: Callable[[nn.Module], None],
     main_params_dtype: torch.dtype = torch.float32,
-    offloaded: Collection[nn.Module] = (),
+    offloaded: Collection[str] = (),
 ) -> None:
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
@@ -78,37 +81,36 @@ def shard_model(
         reset_parameters: gives a module with parameters on meta its initial weights; see
             `fully_shard_context`.
         main_params_dtype: dtype of the main weights.
-        offloaded: the modules, `model` for what remains, whose main weights are in host memory from
-            the start.
+        offloaded: names of the units whose main weights are in host memory from the start; see
+            `units_of`.
     """
-    dense, experts = _cuts(config, mesh, device)
+    cuts = cuts_of(config, mesh.size())
     policy = policy_of(config, compute_dtype, main_params_dtype)
+    expert_mesh = expert_mesh_of(config, mesh, device)
+    if config.num_distributed_optimizer_instances > 1:
+        mesh = build_hybrid_mesh(
+            device.kind, mesh.size(), config.num_distributed_optimizer_instances
+        )
 
-    def shard(module: nn.Module, cut: _Cut, **how: Any) -> None:
-        offload_policy = OffloadPolicy(main_weights_on_host=module in offloaded)
-        fully_shard(module, *cut, policy, offload_policy=offload_policy, **how)
-
-    reshard_after_forward = config.megatron_fsdp_reshard_after_forward
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
-        # Experts before the layers they are in: a module takes the parameters that modules inside
-        # it have left.
-        for mixture in expert_units(model):
-            shard(
-                mixture,
-                experts,
-                # Each rank's gradients are sums over the tokens of `expert_model_parallel_size`
-                # ranks, and averages over the groups of so many.
-                grad_divisor=config.expert_model_parallel_size,
-                reshard_after_forward=reshard_after_forward,
+        for unit in units_of(model):
+            cut = cuts.of(unit)
+            fully_shard(
+                unit.module,
+                mesh if expert_mesh is None or not unit.has_experts else expert_mesh,
+                cut.placements,
+                policy,
+                cut.grad_divisor,
+                # The backward of the model starts where its forward ends: weights freed in between
+                # would only be gathered again.
+                reshard_after_forward=(
+                    config.megatron_fsdp_reshard_after_forward and unit.module is not model
+                ),
+                offload_policy=OffloadPolicy(main_weights_on_host=unit.name in offloaded),
             )
-        for unit in sharding_units(model):
-            shard(unit, dense, reshard_after_forward=reshard_after_forward)
-        # Its backward starts where its forward ends: weights freed in between would only be
-        # gathered again.
-        shard(model, dense, reshard_after_forward=False)
 
-    if experts.placements.kept_axes:
-        divide_experts(model, experts.mesh.get_group(EXPERT_AXIS), _record_exchange)
+    if expert_mesh is not None:
+        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _record_exchange)
 
 
 def _record_exchange(experts: nn.Module, is_backward: bool) -> None:
@@ -144,7 +146,7 @@ def build_placements(config: DataParallelConfig) -> Placements:
     )
 
 
-def cut_shapes(config: DataParallelConfig, world_size: int) -> CutShapes:
+def cuts_of(config: DataParallelConfig, world_size: int) -> Cuts:
     """How a model is sharded over so many ranks. Makes no mesh."""
     num_instances, expert_size = (
         config.num_distributed_optimizer_instances,
@@ -153,26 +155,15 @@ def cut_shapes(config: DataParallelConfig, world_size: int) -> CutShapes:
     shape: tuple[int, ...] = (world_size,)
     if num_instances > 1:
         shape = hybrid_shape(world_size, num_instances)
-    dense = CutShape(shape, build_placements(config))
+    dense = Cut(shape, build_placements(config))
     if expert_size == 1:
-        return CutShapes(dense, dense)
+        return Cuts(dense, dense)
 
     axes = expert_axes(world_size, expert_size, num_instances)
     placements = dense.placements.with_kept_axis(EXPERT_AXIS, [*axes][:-1])
-    return CutShapes(dense, CutShape(tuple(axes.values()), placements))
-
-
-def _cuts(config: DataParallelConfig, mesh: DeviceMesh, device: Device) -> tuple[_Cut, _Cut]:
-    """How the model is sharded, and how its experts are."""
-    shapes, expert_mesh = cut_shapes(config, mesh.size()), expert_mesh_of(config, mesh, device)
-    num_instances = config.num_distributed_optimizer_instances
-    if num_instances > 1:
-        mesh = build_hybrid_mesh(device.kind, mesh.size(), num_instances)
-
-    dense = _Cut(mesh, shapes.dense.placements)
-    if expert_mesh is None:
-        return dense, dense
-    return dense, _Cut(expert_mesh, shapes.experts.placements)
+    # Each rank's gradients are sums over the tokens of `expert_size` ranks, and averages over the
+    # groups of so many.
+    return Cuts(dense, Cut(tuple(axes.values()), placements, grad_divisor=expert_size))
 
 
 def expert_mesh_of(

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.units import expert_units, sharding_units
+from megatron.core.distributed.units import expert_units, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.clip_grads import (
@@ -29,9 +29,9 @@ from megatron.core.optimizer.clip_grads import (
     scale_grads,
 )
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
+from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
@@ -307,47 +307,27 @@ def plan_offload(
             whole, like the engine's units; otherwise each tensor is moved alone.
 
     Returns:
-        For `offloaded_modules`, `plan_memory` and `build_optimizer`; None without
-        offloading.
+        For `shard_model`, `plan_memory` and `build_optimizer`; None without offloading.
     """
     if not config.optimizer_cpu_offload:
         return None
 
-    modules = unit_names(model)
-    groups = groups_of(
-        parameter_groups(model, config),
-        lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
-    )
+    groups = offload_groups(model, config, by_module=by_module)
     first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()
     return build_plan(groups, config.optimizer_offload_fraction, first)
 
 
-def offloaded_modules(model: nn.Module, plan: OffloadPlan | None) -> set[nn.Module]:
-    """The modules whose main weights are in host memory from the start.
-
-    They are some of `sharding_units(model)`, and `model` for what these leave.
+def offload_groups(
+    model: nn.Module, config: OptimizerConfig, *, by_module: bool
+) -> list[OffloadGroup]:
+    """The groups of a model that is not sharded yet, in the order in which the optimizer will find
+    them; see `plan_offload`.
     """
-    if plan is None:
-        return set()
-
-    modules = {**_named_units(model), THE_MODEL: model}
-    return {modules[group.name] for group in plan.groups if group.is_on_host}
-
-
-def unit_names(model: nn.Module) -> dict[int, str]:
-    """The name of the innermost unit of each parameter that is in one, by the parameter's id."""
-    # Outer units come first, so the names of inner units replace them.
-    return {
-        id(parameter): name
-        for name, unit in _named_units(model).items()
-        for parameter in unit.parameters()
-    }
-
-
-def _named_units(model: nn.Module) -> dict[str, nn.Module]:
-    # A shared module has the first of its names, as in the engine.
-    units = {*sharding_units(model), *expert_units(model)}
-    return {name: module for name, module in model.named_modules() if module in units}
+    units: dict[int, str] = {}
+    for unit in units_of(model) if by_module else ():
+        for parameter in unit.module.parameters():
+            units.setdefault(id(parameter), unit.name)
+    return groups_of(parameter_groups(model, config), lambda parameter: units.get(id(parameter)))
 
 
 def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -3,19 +3,19 @@
     planned.at_rest       the result of `state_memory` in the run, to the byte, by state and side
     planned.host_needs    the host's part of it, which a run holds against the machine before it
                           makes a single weight
-    planned.groups        the parameter groups, whose whole weights and gradients come on top while
+    planned.shards        the parameter groups, whose whole weights and gradients come on top while
                           they are in use
 
 It is arithmetic on shapes: the model may be on meta, and no process group is needed. What decides
 about buffers is asked where it is decided when they are made: which parameters share one
 (parameter_grouping.py), where they are cut (layout.py, placement.py), which buffers are apart
-(group_memory.py), and the host's arrays (host_layout.py).
+(group_plan.py), and the host's arrays (host_layout.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -23,15 +23,17 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.planned_groups import GroupPlan, plan_groups
+from megatron.core.distributed.fsdp.group_plan import GroupPlan
+from megatron.core.distributed.shard_plan import ShardPlan, plan_shards
+from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, groups_of
+from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
-from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.tensor_bucket import padded_numel
-from megatron.core.optimizer.distrib_optimizer import offloaded_modules, unit_names
+from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.state_memory import (
     COMPUTE,
     GRADIENTS,
@@ -41,7 +43,6 @@ from megatron.core.optimizer.state_memory import (
     in_order,
 )
 from megatron.core.optimizer.state_tensors import MOMENTS
-from megatron.core.optimizer.torch_optimizer import parameter_groups
 
 _T = TypeVar("_T")
 
@@ -71,12 +72,12 @@ class PlannedMemory:
         at_rest: by state, in the order of `state_memory`'s table. The states of other optimizers
             than our AdamW, which allocate them in their first step, are in it.
         host_needs: by purpose, moments together.
-        groups: of Megatron-FSDP; empty for other engines.
+        shards: of Megatron-FSDP; without units for other engines.
     """
 
     at_rest: dict[str, StateBytes]
     host_needs: list[HostNeed]
-    groups: list[GroupPlan]
+    shards: ShardPlan
 
     @property
     def device_nbytes(self) -> int:
@@ -100,20 +101,20 @@ def plan_memory(
         rank: ranks differ in the rows that uneven cuts leave them, which are few.
     """
     planner = _Planner(settings)
-    groups: list[GroupPlan] = []
+    shards = ShardPlan(())
     if settings.parallel.use_megatron_fsdp:
-        groups = plan_groups(
+        shards = plan_shards(
             model,
             settings.world_size,
             settings.parallel,
             compute_dtype=settings.compute_dtype,
             main_params_dtype=DTYPES[settings.optimizer.main_params_dtype],
-            offloaded=offloaded_modules(model, plan),
+            offloaded=plan.names_on_host if plan else (),
         )
-        planner.add_groups(model, groups, plan, rank)
+        planner.add_groups(model, shards, plan, rank)
     else:
         planner.add_tensors(model, plan, rank)
-    return PlannedMemory(planner.table(), planner.host_needs(), groups)
+    return PlannedMemory(planner.table(), planner.host_needs(), shards)
 
 
 class _Share(NamedTuple):
@@ -149,21 +150,24 @@ class _Planner:
     # Parameter groups
 
     def add_groups(
-        self, model: nn.Module, groups: Sequence[GroupPlan], plan: OffloadPlan | None, rank: int
+        self, model: nn.Module, shards: ShardPlan, plan: OffloadPlan | None, rank: int
     ) -> None:
         """Takes in the groups of Megatron-FSDP."""
-        by_parameter = {id(p): group for group in groups for p in group.parameters}
-        for _, _, memory in groups:
-            self._add(COMPUTE, memory.compute_nbytes)
-            self._add(GRADIENTS, memory.grad_nbytes)
-            if not memory.is_on_host:
-                self._add(MAIN, memory.main_nbytes)
-
-        for group in groups:
-            if group.memory.requires_grad and not group.memory.is_on_host:
-                self._add_group_states(group, rank)
+        for group in shards.groups:
+            self._add(COMPUTE, group.compute_nbytes)
+            self._add(GRADIENTS, group.grad_nbytes)
+            if not group.is_on_host:
+                self._add(MAIN, group.main_nbytes)
+                if group.requires_grad:
+                    self._add_group_states(group, rank)
 
         # In the order of the offloaded optimizer's buckets, which decides where gaps are.
+        by_parameter = {
+            id(unit.module.get_parameter(parameter.fqns[0])): group
+            for unit, planned in zip(units_of(model), shards.units, strict=True)
+            for group in planned.groups
+            for parameter in group.parameters
+        }
         buckets = [
             fsdp_group
             for group in self._offloaded(model, plan, by_module=True)
@@ -172,29 +176,28 @@ class _Planner:
         self._add_buckets(
             [
                 BucketShape(
-                    memory.optimizer_numel,
-                    memory.main_dtype,
-                    memory.grad_dtype,
-                    memory.dtype,
+                    group.optimizer_numel,
+                    group.main_dtype,
+                    group.grad_dtype,
+                    group.dtype,
                     has_main=True,
                 )
-                for _, _, memory in buckets
+                for group in buckets
             ]
         )
         for group in buckets:
             for numel in _local_numels(group, rank):
-                self._add_wrapped_states(self._host, numel, group.memory.main_dtype)
+                self._add_wrapped_states(self._host, numel, group.main_dtype)
 
     def _add_group_states(self, group: GroupPlan, rank: int) -> None:
         """States of a group that is stepped on the device."""
-        memory = group.memory
         if self._has_flat_states:
             # Parameter groups have separate main weights, whatever their dtype.
             for name, dtype in self._moments().items():
-                self._add(name, memory.optimizer_numel * dtype.itemsize)
+                self._add(name, group.optimizer_numel * dtype.itemsize)
             return
         for numel in _local_numels(group, rank):
-            self._add_wrapped_states(self._device, numel, memory.main_dtype)
+            self._add_wrapped_states(self._device, numel, group.main_dtype)
 
     # Other tensors
 
@@ -295,22 +298,18 @@ class _Planner:
         """The groups planned on the host, in the order in which the optimizer finds them."""
         if plan is None:
             return []
-        modules: Mapping[int, str] = unit_names(model) if by_module else {}
-        groups = groups_of(
-            parameter_groups(model, self._config),
-            lambda parameter: modules.get(id(parameter), THE_MODEL) if by_module else None,
-        )
+        groups = offload_groups(model, self._config, by_module=by_module)
         return [group for index, group in enumerate(groups) if plan.is_on_host(index)]
 
 
 def _local_numels(group: GroupPlan, rank: int) -> Iterator[int]:
     """A rank's elements of each parameter of a group."""
     coordinate: list[int] = []
-    for size in reversed(group.memory.mesh_shape):
+    for size in reversed(group.mesh_shape):
         rank, place = divmod(rank, size)
         coordinate.insert(0, place)
     for tensor in range(len(group.parameters)):
-        yield group.memory.local_numel(tensor, tuple(coordinate))
+        yield group.local_numel(tensor, tuple(coordinate))
 
 
 def _each_once(items: Iterable[_T]) -> list[_T]:

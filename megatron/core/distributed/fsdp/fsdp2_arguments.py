@@ -59,7 +59,7 @@ def check_arguments(
         raise ValueError(f"Expected a positive grad_divisor, got {grad_divisor}.")
 
 
-def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> OffloadPolicy | None:
+def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> OffloadPolicy:
     """The policy as an `OffloadPolicy`.
 
     Raises:
@@ -75,7 +75,7 @@ def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> Of
         )
     # Its base class stands for no offload.
     if policy is None or isinstance(policy, fsdp2.OffloadPolicy):
-        return None
+        return OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
         raise TypeError(f"Expected an OffloadPolicy, got {type(policy).__name__}.")
     return policy

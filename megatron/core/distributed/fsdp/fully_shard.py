@@ -48,10 +48,9 @@ from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_take
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.parameter_grouping import (
     check_parameters,
-    check_rows,
-    grouped,
     own_modules,
     owned_parameters,
+    plan_groups,
 )
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
@@ -213,11 +212,15 @@ def fully_shard(
 
     context = construction.context
     owned, device = _checked_parameters(modules, context), context.device
-    check_rows(owned, placements, mesh.shape)
-    groups = [
-        FsdpParameterGroup(own, mesh, placements, policy, grad_divisor, device, offload)
-        for policy, own in grouped(owned, policies.for_dtype)
-    ]
+    planned = plan_groups(
+        owned,
+        placements,
+        mesh.shape,
+        policies.for_dtype,
+        grad_divisor,
+        is_on_host=offload.main_weights_on_host,
+    )
+    groups = [FsdpParameterGroup(plan, own, mesh, device) for plan, own in planned]
     is_filled = _fill(groups, owned, device.torch_device, construction.reset_parameters)
     _attach(modules, context, groups, reshard_after_forward, policies, is_filled)
     return module

@@ -29,25 +29,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import Label
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.group_memory import sent_dtype
-from megatron.core.distributed.fsdp.layout import GlobalLayout
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import is_partial, local_tensor
-
-
-@dataclass(frozen=True)
-class GradientDtypes:
-    """The dtypes of a group's gradients before, during and after a reduction."""
-
-    compute: torch.dtype  # as autograd produces them
-    main: torch.dtype  # as the optimizer reads them
-    comm: torch.dtype  # in which ranks add them up
-
-    @property
-    def sent(self) -> torch.dtype:
-        """Of whole gradients; see `sent_dtype`."""
-        return sent_dtype(self.compute, self.comm)
 
 
 @dataclass(frozen=True)
@@ -86,19 +70,11 @@ class GroupGradients:
             where no reduction is deferred.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Placements,
-        layout: GlobalLayout,
-        dtypes: GradientDtypes,
-        divisor: float,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: GroupPlan, mesh: DeviceMesh, device: torch.device) -> None:
+        placements, layout, main = plan.placements, plan.layout, plan.grad_dtype
+        self._plan = plan
         self._mesh = mesh
-        self._placements = placements
-        self._dtypes = dtypes
-        self._divisor = self._grad_divisor = divisor
+        self._divisor = plan.grad_divisor
         self._received: set[int] = set()
         self._has_deferred = False  # since the last reduction over all axes
 
@@ -107,8 +83,8 @@ class GroupGradients:
             placement if kept else _as_partial(placement)
             for placement, kept in zip(placements.gradient, placements.is_kept, strict=True)
         ]
-        self.main = DBuffer(mesh, placements.optimizer, layout, dtypes.main, device)
-        self.unsharded = DBuffer(mesh, partial_sums, layout, dtypes.sent, device)
+        self.main = DBuffer(mesh, placements.optimizer, layout, main, device)
+        self.unsharded = DBuffer(mesh, partial_sums, layout, plan.sent_dtype, device)
         self.partial: DBuffer | None = None
 
         # All views are made now, since none can be made while a storage is released.
@@ -117,7 +93,7 @@ class GroupGradients:
         self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
         self._main_grads = [self.main.get_dtensor(index) for index in numbers]
         if placements.defers_reduction:
-            self.partial = DBuffer(mesh, placements.gradient, layout, dtypes.main, device)
+            self.partial = DBuffer(mesh, placements.gradient, layout, main, device)
             self._partial_rows = [self.partial.get_local_tensor(index) for index in numbers]
             self._partial_grads = [self.partial.get_dtensor(index) for index in numbers]
             inner = self.partial.view(self.main.placements)
@@ -134,7 +110,7 @@ class GroupGradients:
             for axis, placement in enumerate(self.unsharded.placements)
             if isinstance(placement, Partial) and placement.reduce_op == "avg"
         )
-        self._divisor = self._grad_divisor * factor / num_averaged
+        self._divisor = self._plan.grad_divisor * factor / num_averaged
 
     @property
     def received(self) -> Collection[int]:
@@ -251,7 +227,7 @@ class GroupGradients:
 
     def _defers_all_axes(self) -> bool:
         """Whether a microbatch's gradients are reduced over no axis before the last one's."""
-        placements, is_kept = self._placements.gradient, self._placements.is_kept
+        placements, is_kept = self._plan.placements.gradient, self._plan.placements.is_kept
         return all(
             kept or isinstance(placement, Partial)
             for placement, kept in zip(placements, is_kept, strict=True)
@@ -313,7 +289,7 @@ class GroupGradients:
         """
         scale = 1.0
         for axis, (own, reduced) in enumerate(
-            zip(self._placements.gradient, self.main.placements, strict=True)
+            zip(self._plan.placements.gradient, self.main.placements, strict=True)
         ):
             if isinstance(own, Partial) and isinstance(reduced, Shard) and own.reduce_op == "avg":
                 scale *= self._mesh.size(axis)
@@ -334,8 +310,8 @@ class GroupGradients:
             _add_locally(source, target, accumulates, step.divisor)
             return
 
-        if self._dtypes.comm.itemsize < source.dtype.itemsize:
-            source = source.cast(self._dtypes.comm)
+        if self._plan.comm_dtype.itemsize < source.dtype.itemsize:
+            source = source.cast(self._plan.comm_dtype)
         divisor = step.divisor
         for number, axis in enumerate(axes):
             placement, is_final = target.placements[axis], number == len(axes) - 1
@@ -350,11 +326,11 @@ class GroupGradients:
                 move = partial(source.reduce_scatter, placement=placement)
             source = move(
                 axis,
-                dtype=self._dtypes.main,
+                dtype=self._plan.grad_dtype,
                 out=out,
                 divisor=divisor,
                 accumulates=accumulates and is_final,
-                device_dtype=self._dtypes.comm,
+                device_dtype=self._plan.comm_dtype,
                 label=label,
             )
             divisor = 1.0  # once, not on every axis

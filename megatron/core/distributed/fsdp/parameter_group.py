@@ -34,16 +34,10 @@ from megatron.core.distributed.fsdp.collective_history import (
 from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.delivery import Delivery
-from megatron.core.distributed.fsdp.gradients import GradientDtypes, GroupGradients
-from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.gradients import GroupGradients
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
 from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
-from megatron.core.distributed.fsdp.placement import Placements, axes_to_move
-from megatron.core.distributed.fsdp.precision import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    known,
-    main_dtype,
-)
+from megatron.core.distributed.fsdp.placement import axes_to_move
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
@@ -90,6 +84,7 @@ class FsdpParameterGroup:
             until a `fully_shard_context` has ended.
         names: paths of the parameters from the outermost sharded module; from the unit's module
             until a `fully_shard_context` has ended.
+        plan: what the group was made of.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         histories: by mesh axis; every collective over the axis is recorded as it is queued.
@@ -106,29 +101,26 @@ class FsdpParameterGroup:
 
     def __init__(
         self,
+        plan: GroupPlan,
         owned: Sequence[OwnedParameter],
         mesh: DeviceMesh,
-        placements: Placements,
-        policy: MixedPrecisionPolicy,
-        grad_divisor: float,
         device: Device,
-        offload: OffloadPolicy | None = None,
     ) -> None:
-        first = owned[0].original
+        """`owned`: the parameters of `plan`, in its order; `mesh`: of its shape."""
+        self.plan = plan
         self.number = _next_number(mesh)
         self.histories = histories_over(mesh)
         for history in self.histories:
             history.groups[self.number] = self
         self.unit = object()
         self.name = ""
-        self.policy = policy.resolve(first.dtype)
-        self.dtype = known(self.policy.compute_dtype)
-        self.requires_grad = first.requires_grad
+        self.dtype = plan.dtype
+        self.requires_grad = plan.requires_grad
         self.mesh = mesh
-        self.placements = placements
+        self.placements = plan.placements
+        self.layout = plan.layout
         self._device = device
-        on_host = offload is not None and offload.main_weights_on_host
-        self._is_on_host = self.requires_grad and on_host
+        self._is_on_host = plan.is_on_host
 
         # The state of the weights: whether the main weights have been written to since the compute
         # weights were made of them, and the state of an `unshard` in flight.
@@ -145,10 +137,13 @@ class FsdpParameterGroup:
         self._send_down: Callable[[Event], Event] | None = None
         self._main_grad_read: Event | None = None
 
-        shapes = [parameter.original.shape for parameter in owned]
-        self.layout = GlobalLayout.build(shapes, mesh.size(), placements.num_blocks(mesh.shape))
-        self._make_weights()
-        self.gradients = self._make_gradients(grad_divisor) if self.requires_grad else None
+        weights = WeightBuffers.make(plan, mesh, device)
+        self.main_weight, self.model_weight = weights.main, weights.model
+        self.post_optimizer_model_weight = weights.post_optimizer_model
+        self.unsharded_weight = weights.unsharded
+        self.gradients: GroupGradients | None = None
+        if plan.requires_grad:
+            self.gradients = GroupGradients(plan, mesh, device.torch_device)
         self.fsdp_parameters = [
             self._make_parameter(index, parameter) for index, parameter in enumerate(owned)
         ]
@@ -414,7 +409,7 @@ class FsdpParameterGroup:
     @property
     def display_name(self) -> str:
         """The name of the unit's module in messages."""
-        return self.name or "the model"
+        return self.name or THE_MODEL
 
     def _label(self, kind: Kind, tensors: str) -> Label:
         return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
@@ -437,31 +432,6 @@ class FsdpParameterGroup:
         return [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag]
 
     # Building
-
-    def _make_weights(self) -> None:
-        weights = WeightBuffers.make(
-            self.mesh,
-            self.placements,
-            self.layout,
-            main_dtype(self.policy, self.requires_grad),
-            self.dtype,
-            self._device,
-            self._is_on_host,
-        )
-        self.main_weight, self.model_weight = weights.main, weights.model
-        self.post_optimizer_model_weight = weights.post_optimizer_model
-        self.unsharded_weight = weights.unsharded
-
-    def _make_gradients(self, divisor: float) -> GroupGradients:
-        main, comm = known(self.policy.main_grads_dtype), known(self.policy.grad_comm_dtype)
-        return GroupGradients(
-            self.mesh,
-            self.placements,
-            self.layout,
-            GradientDtypes(compute=self.dtype, main=main, comm=comm),
-            divisor,
-            self._device.torch_device,
-        )
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.

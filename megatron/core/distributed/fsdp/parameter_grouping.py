@@ -1,17 +1,20 @@
-"""Which parameters a module owns, and which of them share buffers.
+"""Which parameters a module owns, and the plans of the groups that they form.
 
 A module takes the parameters that no sharded module in it has taken. `fully_shard` asks here as it
-shards, and a plan of memory before anything is sharded, so both find the same groups.
+shards, and `plan_shards` before anything is sharded, so both find the same groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.group_plan import GroupPlan, ParameterPlan
+from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements
@@ -56,17 +59,33 @@ def owned_parameters(modules: Sequence[nn.Module], is_sharded: IsSharded) -> lis
     ]
 
 
-def grouped(
-    owned: Sequence[OwnedParameter], policy_for: Callable[[torch.dtype], MixedPrecisionPolicy]
-) -> list[tuple[MixedPrecisionPolicy, list[OwnedParameter]]]:
-    """The parameters that can share buffers, with their policy, in the order of the first of each.
+def plan_groups(
+    owned: Sequence[OwnedParameter],
+    placements: Placements,
+    mesh_shape: Sequence[int],
+    policy_for: Callable[[torch.dtype], MixedPrecisionPolicy],
+    grad_divisor: float,
+    *,
+    is_on_host: bool,
+) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
+    """The groups of one unit's parameters, in the order of the first of each.
 
-    Such have one dtype, one requires_grad and one policy. An `Fp32Module` only costs a group, and
-    its collectives, unless its dtypes differ from its neighbours' anyway.
+    Parameters share a group if they have one dtype, one requires_grad and one policy. An
+    `Fp32Module` only costs a group, and its collectives, unless its dtypes differ from its
+    neighbours' anyway.
 
     Args:
+        mesh_shape: ranks along each axis of the placements.
         policy_for: the policy of parameters of a dtype.
+        grad_divisor: divides gradients after they have been averaged over the ranks.
+        is_on_host: whether main weights start in host memory. Those of frozen parameters do not.
+
+    Raises:
+        ValueError: for rows that the ranks of kept axes cannot divide.
+        TypeError: for a parameter that is not a float.
     """
+    num_blocks = placements.num_blocks(mesh_shape)
+    _check_rows(owned, placements, num_blocks)
     groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
         dtype = parameter.original.dtype
@@ -75,7 +94,23 @@ def grouped(
             policy = policy.at_least_fp32()
         kind = policy, dtype, parameter.original.requires_grad
         groups.setdefault(kind, []).append(parameter)
-    return [(policy, own) for (policy, _, _), own in groups.items()]
+
+    plans = []
+    for (policy, _, requires_grad), own in groups.items():
+        parameters = [ParameterPlan(p.fqns, tuple(p.original.shape)) for p in own]
+        shapes = [parameter.shape for parameter in parameters]
+        plan = GroupPlan(
+            tuple(parameters),
+            GlobalLayout.build(shapes, math.prod(mesh_shape), num_blocks),
+            placements,
+            tuple(mesh_shape),
+            policy,
+            requires_grad,
+            grad_divisor,
+            is_on_host=is_on_host and requires_grad,
+        )
+        plans.append((plan, own))
+    return plans
 
 
 def check_parameters(modules: Sequence[nn.Module], owned: Sequence[OwnedParameter]) -> None:
@@ -141,11 +176,7 @@ def _name_in(modules: Sequence[nn.Module], owner: nn.Module | None, name: str) -
     return name if owner is None else f"{name} of a {type(owner).__name__} outside"
 
 
-def check_rows(
-    owned: Sequence[OwnedParameter], placements: Placements, mesh_shape: Sequence[int]
-) -> None:
-    """ValueError for rows that the ranks of kept axes cannot divide."""
-    num_blocks = placements.num_blocks(mesh_shape)
+def _check_rows(owned: Sequence[OwnedParameter], placements: Placements, num_blocks: int) -> None:
     for parameter in owned:
         if parameter.original.shape[0] % num_blocks:
             raise ValueError(

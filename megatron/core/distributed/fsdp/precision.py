@@ -78,11 +78,6 @@ def known(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def main_dtype(policy: MixedPrecisionPolicy, requires_grad: bool) -> torch.dtype:
-    """The dtype of main weights under a resolved policy."""
-    return known(policy.main_params_dtype if requires_grad else policy.frozen_params_dtype)
-
-
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Where tensors are that only the optimizer needs.

@@ -23,9 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.group_memory import has_own_main, is_gathered
-from megatron.core.distributed.fsdp.layout import GlobalLayout
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.host_memory import HostSlab
 
 
@@ -38,23 +36,9 @@ class WeightBuffers(NamedTuple):
     unsharded: DBuffer
 
     @classmethod
-    def make(
-        cls,
-        mesh: DeviceMesh,
-        placements: Placements,
-        layout: GlobalLayout,
-        main_dtype: torch.dtype,
-        dtype: torch.dtype,
-        device: Device,
-        is_on_host: bool,
-    ) -> WeightBuffers:
-        """Allocates them, uninitialised.
-
-        Args:
-            main_dtype: of the main weights.
-            dtype: of the compute weights.
-            is_on_host: whether the main weights are in host memory, apart from compute weights.
-        """
+    def make(cls, plan: GroupPlan, mesh: DeviceMesh, device: Device) -> WeightBuffers:
+        """Allocates them, uninitialised."""
+        placements, layout, dtype = plan.placements, plan.layout, plan.dtype
 
         def allocate(where: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
             return DBuffer(mesh, where, layout, dtype, device.torch_device)
@@ -64,30 +48,22 @@ class WeightBuffers(NamedTuple):
             post_optimizer_model = model.view(placements.optimizer)
 
         main = post_optimizer_model
-        if is_on_host:
-            main = _host_buffer(mesh, placements.optimizer, layout, main_dtype, device)
-        elif has_own_main(main_dtype, dtype, is_on_host=is_on_host):
-            main = allocate(placements.optimizer, main_dtype)
+        if plan.is_on_host:
+            main = _host_buffer(plan, mesh, device)
+        elif plan.has_own_main:
+            main = allocate(placements.optimizer, plan.main_dtype)
         elif main is not model:
             # Gathering the rest of the model weights is no change of the main weights.
             part = apart(main.local_buffer)
             main = DBuffer.from_local(part, mesh, placements.optimizer, layout)
             post_optimizer_model = main
 
-        unsharded = model
-        if is_gathered(layout, model.range.numel):
-            unsharded = allocate(placements.in_use, dtype)
+        unsharded = allocate(placements.in_use, dtype) if plan.is_gathered else model
         return cls(main, model, post_optimizer_model, unsharded)
 
 
-def _host_buffer(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    layout: GlobalLayout,
-    dtype: torch.dtype,
-    device: Device,
-) -> DBuffer:
-    numel = DBuffer(mesh, placements, layout, dtype, "meta").range.numel
+def _host_buffer(plan: GroupPlan, mesh: DeviceMesh, device: Device) -> DBuffer:
     # Not pinned, since the main weights themselves never travel.
-    slab = HostSlab(numel * dtype.itemsize, device, is_pinned=False, purpose="main weights")
-    return DBuffer.from_local(slab.tensor(0, numel, dtype), mesh, placements, layout)
+    slab = HostSlab(plan.main_nbytes, device, is_pinned=False, purpose="main weights")
+    flat = slab.tensor(0, plan.optimizer_numel, plan.main_dtype)
+    return DBuffer.from_local(flat, mesh, plan.placements.optimizer, plan.layout)

@@ -17,7 +17,6 @@ from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
 from megatron.core.lanes import Event, Lane
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each
-from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL
 
 
 class FsdpBucket(Bucket):
@@ -37,7 +36,7 @@ class FsdpBucket(Bucket):
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
         super().__init__(
-            group.name or THE_MODEL,
+            group.display_name,
             [self._slot(index) for index in self._indices],
             group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,

@@ -23,7 +23,7 @@ from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.plan import THE_MODEL, OffloadPlan
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
 
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
@@ -94,7 +94,7 @@ def groups_of(
                 key: Hashable = id(parameter) if module is None else module
             elif fsdp_group.requires_grad:
                 # Not by name: without a sharded module around them, modules have the same one.
-                module, key = fsdp_group.name or THE_MODEL, fsdp_group.unit
+                module, key = fsdp_group.display_name, fsdp_group.unit
             else:
                 continue  # it has no room for gradients, and never will
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-THE_MODEL = "the model"  # the group of the module that has no other name
-
 
 class PlannedGroup(NamedTuple):
     """A group of parameters and the side it is on."""
@@ -85,6 +83,11 @@ class OffloadPlan:
     def is_on_host(self, index: int) -> bool:
         """Whether the group with this number, in forward order, is on the host."""
         return self.groups[index].is_on_host
+
+    @property
+    def names_on_host(self) -> frozenset[str]:
+        """The names of the groups on the host."""
+        return frozenset(group.name for group in self.groups if group.is_on_host)
 
     @property
     def total_numel(self) -> int:

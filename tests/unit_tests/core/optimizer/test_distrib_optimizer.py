@@ -12,6 +12,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.megatron_fsdp import shard_model
+from megatron.core.distributed.units import units_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import build_mesh
@@ -21,7 +22,6 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     build_optimizer,
-    offloaded_modules,
     plan_offload,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -378,7 +378,8 @@ def _plan_holds(is_untied: bool) -> list[list[bool]]:
         config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)
         model = gpt(3, untie_embeddings_and_output_weights=is_untied)
         planned = plan_offload(model, config)
-        offloaded = offloaded_modules(model, planned)
+        assert planned is not None
+        offloaded = {unit.module for unit in units_of(model) if unit.name in planned.names_on_host}
         shard_model(
             model,
             build_mesh("cpu", dist.get_world_size()),
@@ -386,7 +387,7 @@ def _plan_holds(is_untied: bool) -> list[list[bool]]:
             DataParallelConfig(),
             compute_dtype=torch.bfloat16,
             reset_parameters=seeded_reset(model, "cpu", seed=3),
-            offloaded=offloaded,
+            offloaded=planned.names_on_host,
         )
         modules = [module for module in model.modules() if isinstance(module, FsdpModule)]
         from_the_start = {
@@ -414,7 +415,6 @@ def test_what_is_offloaded_is_planned_before_a_model_is_sharded(is_untied):
 
 def test_nothing_is_offloaded_unless_it_is_asked_for():
     assert plan_offload(gpt(2), OptimizerConfig()) is None
-    assert offloaded_modules(gpt(2), None) == set()
 
 
 def test_a_plan_of_another_model_is_refused():

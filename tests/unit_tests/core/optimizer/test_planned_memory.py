@@ -141,8 +141,7 @@ def _seen(case: Case) -> Seen:
         batch = {"tokens": tokens, "labels": tokens}
         engine.train_batch([batch], lambda model, batch: model(**batch).mean())
         found = engine.state.optimizer.state_memory(engine.model)
-    # Groups are of modules, which do not travel between processes.
-    return Seen(replace(planned, groups=[]), sum(asked), found)
+    return Seen(planned, sum(asked), found)
 
 
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}

@@ -46,7 +46,6 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
-    offloaded_modules,
     plan_offload,
 )
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -218,7 +217,7 @@ class Trained:
             data_parallel(setting.strategy, setting.expert_size),
             compute_dtype=setting.compute_dtype,
             reset_parameters=seeded_reset(self.model, torch.device("cpu"), seed),
-            offloaded=offloaded_modules(self.model, plan),
+            offloaded=plan.names_on_host if plan else (),
         )
         self.optimizer = build_optimizer(self.model, config, lr, self.world_size, plan=plan)
 

@@ -1,4 +1,4 @@
-"""`GroupMemory`: the bytes of a parameter group's buffers on one rank, from integers alone.
+"""`GroupPlan`: what decides about a parameter group's buffers, and the bytes that they take.
 
     buffer            placements   bytes at rest                       more in use
     compute weights   parameter    parameter x compute dtype           in_use x compute dtype, where
@@ -9,8 +9,8 @@
                                                                        sums of a deferred reduction
 
 Every rank's piece of a buffer is as long as any other's, so the sizes hold for each rank of the
-mesh. `WeightBuffers` and `GroupGradients` allocate by the same rules: they call `has_own_main`,
-`is_gathered` and `sent_dtype`.
+mesh. A plan needs neither memory nor process groups. `FsdpParameterGroup` makes its buffers of one,
+and whoever must know their sizes before asks one.
 """
 
 from __future__ import annotations
@@ -25,41 +25,42 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, known, main_dtype
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, known
 
-
-def has_own_main(
-    main_dtype: torch.dtype | None, dtype: torch.dtype | None, *, is_on_host: bool
-) -> bool:
-    """Whether main weights have memory apart from that of the compute weights, of `dtype`."""
-    return is_on_host or main_dtype != dtype
-
-
-def is_gathered(layout: GlobalLayout, numel_at_rest: int) -> bool:
-    """Whether compute weights in use are another buffer than the weights at rest."""
-    return numel_at_rest < layout.block_numel
-
-
-def sent_dtype(compute: torch.dtype, comm: torch.dtype) -> torch.dtype:
-    """The dtype of whole gradients: the narrower one, for widening would only send more."""
-    return comm if comm.itemsize < compute.itemsize else compute
+THE_MODEL = "the model"  # the name of the unit that has no path
 
 
 @dataclass(frozen=True)
-class GroupMemory:
-    """The bytes of a parameter group's buffers.
+class ParameterPlan:
+    """One physical parameter of a group.
 
     Attributes:
-        mesh_shape: ranks along each axis of `placements`.
-        policy: resolved.
-        is_on_host: whether the main weights are in host memory.
+        fqns: its names, from the module of its unit; a tied parameter has several.
     """
 
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters that share buffers, and what decides about these.
+
+    Attributes:
+        parameters: in the order of the layout's tensors.
+        mesh_shape: ranks along each axis of `placements`.
+        policy: resolved.
+        grad_divisor: divides gradients after they have been averaged over the ranks.
+        is_on_host: whether the main weights start in host memory.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
     layout: GlobalLayout
     placements: Placements
     mesh_shape: tuple[int, ...]
     policy: MixedPrecisionPolicy
     requires_grad: bool
+    grad_divisor: float
     is_on_host: bool
 
     @property
@@ -70,12 +71,33 @@ class GroupMemory:
     @property
     def main_dtype(self) -> torch.dtype:
         """Of the main weights."""
-        return main_dtype(self.policy, self.requires_grad)
+        policy, is_trained = self.policy, self.requires_grad
+        return known(policy.main_params_dtype if is_trained else policy.frozen_params_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """Of the gradients that the optimizer reads."""
         return known(self.policy.main_grads_dtype)
+
+    @property
+    def comm_dtype(self) -> torch.dtype:
+        """In which ranks add gradients up."""
+        return known(self.policy.grad_comm_dtype)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Of whole gradients: the narrower one, for widening would only send more."""
+        return self.comm_dtype if self.comm_dtype.itemsize < self.dtype.itemsize else self.dtype
+
+    @property
+    def has_own_main(self) -> bool:
+        """Whether main weights have memory apart from that of the compute weights."""
+        return self.is_on_host or self.main_dtype != self.dtype
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether compute weights in use are another buffer than the weights at rest."""
+        return self._numel(self.placements.parameter) < self.layout.block_numel
 
     @property
     def optimizer_numel(self) -> int:
@@ -92,8 +114,7 @@ class GroupMemory:
     @property
     def main_nbytes(self) -> int:
         """Of the main weights, apart from compute weights, on either side."""
-        is_apart = has_own_main(self.main_dtype, self.dtype, is_on_host=self.is_on_host)
-        return self.optimizer_numel * self.main_dtype.itemsize if is_apart else 0
+        return self.optimizer_numel * self.main_dtype.itemsize if self.has_own_main else 0
 
     @property
     def grad_nbytes(self) -> int:
@@ -105,7 +126,7 @@ class GroupMemory:
     @property
     def whole_weights_nbytes(self) -> int:
         """Of the weights in use, where they are another buffer than the weights at rest."""
-        if not is_gathered(self.layout, self._numel(self.placements.parameter)):
+        if not self.is_gathered:
             return 0
         return self._numel(self.placements.in_use) * self.dtype.itemsize
 
@@ -114,8 +135,7 @@ class GroupMemory:
         """Of the gradients as a backward leaves them."""
         if not self.requires_grad:
             return 0
-        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype))
-        return self._numel(self.placements.in_use) * sent.itemsize
+        return self._numel(self.placements.in_use) * self.sent_dtype.itemsize
 
     @property
     def partial_grads_nbytes(self) -> int:
@@ -127,21 +147,18 @@ class GroupMemory:
     # Over the wire
 
     @property
-    def is_gathered_per_use(self) -> bool:
-        """Whether every use of the weights gathers them, not only the first one after a step."""
-        return self.whole_weights_nbytes > 0
-
-    @property
     def gathered_nbytes(self) -> int:
-        """That this rank receives where the weights are gathered once."""
-        begin = self.placements.parameter if self.is_gathered_per_use else self.placements.optimizer
+        """That this rank receives where the weights are gathered once: at every use if they are
+        `is_gathered`, otherwise at the first use after a step.
+        """
+        begin = self.placements.parameter if self.is_gathered else self.placements.optimizer
         whole = self._numel(self.placements.in_use)
         return (whole - self._numel(begin)) * self.dtype.itemsize
 
     @property
     def reduced_nbytes(self) -> int:
         """That this rank sends where the gradients of one microbatch are reduced."""
-        sent = sent_dtype(self.dtype, known(self.policy.grad_comm_dtype)).itemsize
+        sent = self.sent_dtype.itemsize
         ranks = self._num_ranks(is_deferred=False)
         whole = self._numel(self.placements.in_use)
         return whole * (ranks - 1) // ranks * sent if self.requires_grad else 0
