@@ -116,8 +116,8 @@ class Device:
 
     @property
     def runs_collectives_side_by_side(self) -> bool:
-        """Whether collectives of one group may run on two lanes."""
-        # On the CPU they would mix up their messages.
+        """Whether gathers and reductions overlap on two lanes."""
+        # On the CPU, where the ranks add up themselves, a second thread would compete for cores.
         return self.is_accelerator
 
     @property

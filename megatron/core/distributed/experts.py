@@ -114,8 +114,7 @@ class ExpertExchange:
         Args:
             number: index of the mixture among the mixtures of the model.
             names: of all mixtures of the model, for messages; the same on every rank.
-            record: called before the first collective of a forward (False) and of a backward
-                (True).
+            record: called before tokens travel (False), and before their gradients do (True).
         """
         self._group = group
         self._num_ranks = dist.get_world_size(group)
@@ -132,8 +131,6 @@ class ExpertExchange:
         Raises:
             RuntimeError: other ranks send tokens of another mixture.
         """
-        if self._record is not None:
-            self._record(False)
         # [ranks, experts of each]: the tokens that this rank sends and receives. A last
         # column has the number of the mixture.
         leaving = F.pad(counts.view(self._num_ranks, -1), (0, 1), value=self._number)
@@ -146,6 +143,9 @@ class ExpertExchange:
             [leaving.sum(1), coming.sum(1), numbers]
         ).tolist()
         self._check_mixture(theirs)
+        # Only now: of an exchange that did not match, all ranks of the group have just been told.
+        if self._record is not None:
+            self._record(False)
 
         order = _order_by_expert(coming, sum(num_coming))
         place = places_of(order, len(order))

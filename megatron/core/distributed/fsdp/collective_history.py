@@ -10,7 +10,9 @@ some ranks have is NaN. But no weight was updated with them: the comparison prec
 step. `train_step` sends the digests in an all-reduce that every step needs anyway. In all other
 loops the comparison is made by norms of gradients, by `GradScaler`, or by the hook on optimizers
 (`optimizer_hooks.py`), whichever comes first. It costs an all-reduce of three integers for each
-process group and, on an accelerator, a wait of the host for the backward.
+process group and, on an accelerator, a wait of the host for the backward. Process groups that no
+optimizer's parameters use, as of a frozen model over another mesh, are compared by `train_step` and
+`check_agreement` alone: the hook cannot know that all their ranks are about to step.
 
 [Note: steps] Before a comparison, the hook on optimizers records which parameters are about to be
 updated (READY), so that ranks which step other optimizers, or lack other gradients, are told before
@@ -37,6 +39,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron.core.issued_collectives import issuing
 
@@ -72,8 +75,8 @@ class RecordedGroup(Protocol):
     @property
     def display_name(self) -> str: ...
 
-    def drop_gradients(self) -> None:
-        """Sets the gradients of the parameters to None."""
+    def recover(self) -> None:
+        """Drops gradients and gathered weights, which collectives that did not match have made."""
 
 
 class CollectiveHistory:
@@ -107,6 +110,7 @@ class CollectiveHistory:
             self.is_pending = True
         if len(self.entries) < _MOST_ENTRIES:
             self.entries.append(entry)
+        _uncompared.add(self)
 
     def forget(self) -> None:
         """Starts a new history after a comparison, at the same point of all ranks' programs."""
@@ -114,6 +118,7 @@ class CollectiveHistory:
         self.entries: list[tuple[int, ...]] = []
         self._stepped = set[int]()
         self.is_pending = False
+        _uncompared.discard(self)
 
     @property
     def is_shared(self) -> bool:
@@ -217,6 +222,10 @@ _histories: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveHistory] = (
     weakref.WeakKeyDictionary()
 )
 
+# Those with entries. Threads of host lanes ask whether there are any, while others make and compare
+# histories: the length may be read at any time, unlike the values of `_histories`.
+_uncompared: weakref.WeakSet[CollectiveHistory] = weakref.WeakSet()
+
 
 def histories_over(mesh: DeviceMesh) -> list[CollectiveHistory]:
     """The history of each axis of a mesh."""
@@ -232,25 +241,31 @@ def histories_over(mesh: DeviceMesh) -> list[CollectiveHistory]:
 
 def is_any_uncompared() -> bool:
     """Whether this process has entries that ranks have not compared."""
-    return any(history.entries for history in list(_histories.values()))
+    return len(_uncompared) > 0
 
 
-def compare(meshes: Iterable[DeviceMesh], *, of_all: bool = False) -> None:
-    """Compares the histories over the axes of some meshes since the last comparison. All ranks call
-    it together.
+def digest_of(histories: Iterable[CollectiveHistory]) -> int:
+    """A number below 2^48, the same for histories of the same entries, in the same order, and most
+    likely for no others.
+    """
+    digests = array("q", [history.digest for history in histories]).tobytes()
+    return int.from_bytes(hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).digest(), "little")
+
+
+def compare(histories: Iterable[CollectiveHistory], *, of_all: bool = False) -> None:
+    """Compares histories since the last comparison. All ranks call it together.
 
     Args:
         of_all: also compare histories that are not pending.
 
     Raises:
-        RuntimeError: on all ranks of the meshes, if some differ, with the first difference. The
-            gradients of all models over them are None then.
+        RuntimeError: on all ranks of the process groups, if some differ, with the first difference.
+            The gradients of all models over them are None then.
     """
-    histories = dict.fromkeys(
-        history for mesh in dict.fromkeys(meshes) for history in histories_over(mesh)
-    )
     pending = [
-        history for history in histories if history.is_pending or (of_all and history.is_shared)
+        history
+        for history in dict.fromkeys(histories)
+        if history.is_pending or (of_all and history.is_shared)
     ]
     if not pending:
         return
@@ -273,7 +288,7 @@ def compare(meshes: Iterable[DeviceMesh], *, of_all: bool = False) -> None:
         if is_any:
             for history in pending:
                 for group in list(history.groups.values()):
-                    group.drop_gradients()
+                    group.recover()
             raise RuntimeError(
                 "Expected every rank to do the same in every step, and to have gradients of the "
                 "same parameters, got: "
@@ -283,6 +298,12 @@ def compare(meshes: Iterable[DeviceMesh], *, of_all: bool = False) -> None:
     finally:
         for history in pending:
             history.forget()
+
+
+def compare_over(tensors: Iterable[torch.Tensor]) -> None:
+    """As `compare`, the histories over the meshes of those tensors that are DTensors."""
+    meshes = dict.fromkeys(each.device_mesh for each in tensors if isinstance(each, DTensor))
+    compare(history for mesh in meshes for history in histories_over(mesh))
 
 
 def gradient_details(received: Collection[int], kept: Collection[int] = ()) -> list[int]:

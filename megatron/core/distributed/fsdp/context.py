@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.collective_history import CollectiveHistory, compare
+from megatron.core.distributed.fsdp.collective_history import CollectiveHistory, compare, digest_of
 from megatron.core.distributed.fsdp.optimizer_hooks import follow_optimizers
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.issued_collectives import issuing
@@ -74,14 +74,15 @@ class FsdpContext:
 
     Attributes:
         device: of the compute weights.
-        gather_lane, reduce_lane: where collectives run; one lane where two would mix up their
-            messages.
+        gather_lane, reduce_lane: where collectives run; the same lane on the CPU, and with
+            `unify_communication_stream`.
         is_last_microbatch: whether gradients are reduced over deferred axes too; see `microbatch`.
         is_open: whether modules may still join and the first forward ends that, since no
             `fully_shard_context` marks the last sharded module.
         is_finalized: whether all modules are known.
         num_passes: how often a root has started its forward.
         num_backwards: how many backwards have reached a module.
+        histories: of the collectives of this model, and of others over the same process groups.
         lanes_issue_at_once: whether queueing work on a lane blocks until the work before it has
             been issued.
     """
@@ -103,6 +104,8 @@ class FsdpContext:
 
         self._modules: list[weakref.ref[Any]] = []  # in the order of their construction
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        # Also of groups that this rank's garbage collector has freed: ranks collect at other times.
+        self.histories: list[CollectiveHistory] = []
         self._forward_order: list[weakref.ref[Any]] = []
         self._backward_order: list[weakref.ref[Any]] = []
         self._places: dict[int, tuple[int, int]] = {}  # by id: in the two orders
@@ -138,6 +141,7 @@ class FsdpContext:
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Takes a new group."""
         self._groups.append(weakref.ref(group))
+        self._add_histories(group.histories)
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains the modules of both is
@@ -147,6 +151,10 @@ class FsdpContext:
             module.context = self
             self.add_module(module)
         self._groups += other._groups
+        self._add_histories(other.histories)
+
+    def _add_histories(self, others: Iterable[CollectiveHistory]) -> None:
+        self.histories = list(dict.fromkeys([*self.histories, *others]))
 
     def finalize(self) -> None:
         """Fixes the order in which modules run, once all are sharded.
@@ -373,20 +381,15 @@ class FsdpContext:
         gradients, since the last comparison. All ranks of the model call it together.
 
         Norms of gradients and every optimizer's step do it for the parameters that they read. Call
-        it yourself where weights are updated in another way.
+        it yourself where weights are updated in another way, and for a frozen model over a mesh
+        that no optimizer's parameters use.
         """
-        compare((group.mesh for group in _alive(self._groups)), of_all=True)
-
-    @property
-    def histories(self) -> list[CollectiveHistory]:
-        """Of the collectives of this model, and of others over the same process groups."""
-        groups = _alive(self._groups)
-        return list(dict.fromkeys(history for group in groups for history in group.histories))
+        compare(self.histories, of_all=True)
 
     @property
     def digest(self) -> int:
-        """A number below 2^48, the same for the same collectives and most likely for no others."""
-        return sum(history.digest for history in self.histories) % 2**48
+        """See `digest_of`."""
+        return digest_of(self.histories)
 
     def compare_digests(self, digests: Sequence[float]) -> None:
         """As `check_agreement`, from the digests of all ranks, which cost no collective if they are

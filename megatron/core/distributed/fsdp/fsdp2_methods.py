@@ -192,9 +192,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
             )
         for module in unit.context.forward_order:
             for group in module.parameter_groups:
-                for parameter in group.fsdp_parameters:
-                    if is_partial(parameter.sharded.grad):
-                        parameter.sharded.grad = None
+                group.drop_partial_sums()
         unit.context.abandon_backward()
 
     # What has no meaning here

@@ -217,6 +217,10 @@ class GroupGradients:
         """Drops collected gradients that are not reduced yet."""
         self._received = set()
 
+    def forget_deferred(self) -> None:
+        """Forgets that a reduction was deferred. All ranks must call it, without partial sums."""
+        self._has_deferred = False
+
     def _take_memory(self) -> None:
         self.unsharded.reallocate_storage()
         self.unsharded.zero_padding()

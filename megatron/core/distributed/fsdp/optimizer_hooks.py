@@ -200,10 +200,14 @@ def _check_agreement(optimizer: torch.optim.Optimizer) -> None:
     if not is_any_uncompared():
         return
     groups = _groups(optimizer)
-    updated = {id(each) for each in _parameters(optimizer) if each.grad is not None}
+    updated = {
+        id(each)
+        for each in _parameters(optimizer)
+        if each.grad is not None or getattr(each, "decoupled_grad", None) is not None
+    }
     for group in groups:
         group.record_ready(updated)
-    compare(group.mesh for group in groups)
+    compare(history for group in groups for history in group.histories)
 
 
 def _recut_states(optimizer: torch.optim.Optimizer) -> None:

@@ -41,7 +41,7 @@ from megatron.core.distributed.fsdp.placement import axes_to_move
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
-from megatron.core.dtensors import local_tensor
+from megatron.core.dtensors import is_partial, local_tensor
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
@@ -397,10 +397,28 @@ class FsdpParameterGroup:
             self.gradients.forget()
             self.release_gradients()
 
-    def drop_gradients(self) -> None:
-        """Sets the gradients of the sharded parameters to None."""
-        for parameter in self.fsdp_parameters:
-            parameter.sharded.grad = None
+    def drop_partial_sums(self) -> None:
+        """Drops gradients whose reduction over deferred axes is still to come. All ranks must call
+        it.
+        """
+        for sharded in self._sharded:
+            if is_partial(sharded.grad):
+                sharded.grad = None
+        if self.gradients is not None:
+            self.gradients.forget_deferred()
+
+    def recover(self) -> None:
+        """Drops the gradients of the sharded parameters, and makes the compute weights anew before
+        their next use: on an accelerator, a gather that did not match may have mixed them up. All
+        ranks must call it.
+        """
+        self.drop_partial_sums()
+        for sharded in self._sharded:
+            sharded.grad = None
+            # Where TransformerEngine's FusedAdam reads gradients with `use_decoupled_grad`.
+            if hasattr(sharded, "decoupled_grad"):
+                sharded.decoupled_grad = None
+        self.mark_updated()
 
     @property
     def _sharded(self) -> list[nn.Parameter]:

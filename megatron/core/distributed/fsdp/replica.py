@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
 from megatron.core.distributed.fsdp.aliases import dtensor_over
+from megatron.core.distributed.fsdp.collective_history import compare_over
 from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
 from megatron.core.distributed.fsdp.uneven_elementwise import traits_of
 from megatron.core.dtensors import deep_copied
@@ -82,6 +83,9 @@ class ReplicaDTensor(DTensor):
         if func is torch.ops.aten.copy_.default and _is_whole(args[1], args[0]):
             # Loading a plain tensor, which every rank has, needs no communication.
             args = (args[0], dtensor_over(args[1], args[0]._spec), *args[2:])
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            # A rank without a gradient would step, while the others take their NaN for an overflow.
+            compare_over(args[0])
         result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
         traits_of(func).count_writes(args, kwargs)
         if func is torch.ops.aten.detach.default:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.collective_history import compare
+from megatron.core.distributed.fsdp.collective_history import compare_over
 from megatron.core.distributed.fsdp.uneven_elementwise import Traits, elementwise, traits_of
 from megatron.core.distributed.fsdp.uneven_rows import (
     CopyOfView,
@@ -186,7 +186,7 @@ def _unscale(
     uneven = [gradient for gradient in gradients if isinstance(gradient, UnevenRows)]
     others = [gradient for gradient in gradients if not isinstance(gradient, UnevenRows)]
     # NaN of ranks that disagree would be taken for an overflow, in every step.
-    compare(gradient.device_mesh for gradient in uneven)
+    compare_over(gradients)
     func([gradient._local_tensor for gradient in uneven], found_inf, inverse_scale)
     if others:
         func(others, found_inf, inverse_scale)
@@ -232,9 +232,10 @@ def _aggregate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     for tensor in tensors:
         tensor.check_whole(str(func))
 
-    # Ranks whose gradients differ would send messages of different lengths.
-    if func in _LIST_NORMS:
-        compare([tensors[0].device_mesh])
+    # Ranks whose gradients differ would send messages of different lengths, or more of them. A norm
+    # of weights, as in a loss, must not cost a comparison, which one replica might not join.
+    if func in _NORMS and not tensors[0].requires_grad:
+        compare_over(tensors)
 
     # torch would round each rank's part to 16 bits where the rows have 16.
     dtype = kwargs.get("dtype") or tensors[0].dtype

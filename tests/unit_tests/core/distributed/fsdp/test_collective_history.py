@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.device import Device
@@ -29,8 +31,10 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.collective_history import (
     CollectiveHistory,
+    Kind,
     compare,
     histories_over,
+    is_any_uncompared,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import Lane
@@ -434,6 +438,8 @@ def test_a_replica_may_take_a_norm_of_weights_that_the_others_do_not_take() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         backward(model)
+        if dist.get_rank() < 2:
+            model.a.second.norm()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() < 2:
@@ -536,13 +542,15 @@ def _scaled(model: Pairs) -> Callable[[], object]:
 
 
 def _own_loop(
-    model: Pairs, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    model: Pairs,
+    build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    foreach: bool | None = None,
 ) -> Callable[[], object]:
     optimizer = build(model.parameters())
 
     def step() -> None:
         backward(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -552,6 +560,7 @@ def _own_loop(
 LOOPS: dict[str, Callable[[Pairs], Callable[[], object]]] = {
     "train_step": _train_step,
     "SGD": partial(_own_loop, build=partial(torch.optim.SGD, lr=0.1)),
+    "single norms": partial(_own_loop, build=partial(torch.optim.SGD, lr=0.1), foreach=False),
     "AdamW": partial(_own_loop, build=partial(torch.optim.AdamW, lr=0.1)),
     "FusedAdam": partial(_own_loop, build=partial(FusedAdam, lr=0.1)),
     "closure": _closures,
@@ -560,9 +569,9 @@ LOOPS: dict[str, Callable[[Pairs], Callable[[], object]]] = {
 }
 
 
-def _steps(loop: str, differs: bool) -> tuple[str, bool]:
+def _steps(loop: str, differs: bool, strategy: str = "optim_grads_params") -> tuple[str, bool]:
     model = Pairs()
-    shard(model, "optim_grads_params")
+    shard(model, strategy)
     step = LOOPS[loop](model)
     step()
     before = [parameter.to_local().clone() for parameter in model.parameters()]
@@ -593,7 +602,23 @@ def _step_without_a_gradient(model: Pairs) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("step", [_step_another_optimizer, _step_without_a_gradient])
+def _step_without_a_decoupled_gradient(model: Pairs) -> None:
+    optimizer = FusedAdam(model.parameters(), lr=0.1, use_decoupled_grad=True)
+    backward(model)
+    for parameter in model.parameters():
+        parameter.decoupled_grad, parameter.grad = parameter.grad, None
+    if dist.get_rank() == 1:
+        model.b.second.decoupled_grad = None
+    try:
+        optimizer.step()
+    finally:
+        assert all(parameter.decoupled_grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "step",
+    [_step_another_optimizer, _step_without_a_gradient, _step_without_a_decoupled_gradient],
+)
 @on_ranks(2)
 def test_ranks_that_are_about_to_update_other_weights_change_none(
     step: Callable[[Pairs], None],
@@ -606,12 +631,78 @@ def test_ranks_that_are_about_to_update_other_weights_change_none(
     assert all(map(torch.equal, before, (each.to_local() for each in model.parameters())))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_step_ends_before_weights_change_when_ranks_disagree(loop):
-    for outcome, is_unchanged in run_ranks(2, _steps, loop, True):
+@pytest.mark.parametrize(
+    ("loop", "strategy"),
+    [*((loop, "optim_grads_params") for loop in LOOPS), ("GradScaler", "no_shard")],
+)
+def test_a_step_ends_before_weights_change_when_ranks_disagree(loop, strategy):
+    for outcome, is_unchanged in run_ranks(2, _steps, loop, True, strategy):
         assert "rank 1 reduced the gradients of b without any for b.second" in outcome
         assert is_unchanged
-    assert run_ranks(2, _steps, loop, False) == [("", False)] * 2, "those that agree step"
+    assert run_ranks(2, _steps, loop, False, strategy) == [("", False)] * 2, "those that agree step"
+
+
+# After an error
+
+
+def _end_by_comparison(model: Pairs) -> None:
+    with pytest.raises(RuntimeError, match="is about to update"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("end", [_end_by_comparison, lambda model: model.reset_iter_state()])
+@on_ranks(2)
+def test_sums_of_which_only_some_ranks_know_are_forgotten_after_an_error(
+    end: Callable[[Pairs], None],
+) -> None:
+    """Gradients of one microbatch travel in bf16, sums of several in fp32."""
+    model = Pairs()
+    context = shard(model, "optim", torch.bfloat16)
+    with microbatch(context, is_last=False):
+        loss = model(own_batch()).square().sum()
+        if dist.get_rank() == 0:
+            loss.backward()
+    del loss
+    end(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    backward(model)
+    context.check_agreement()
+    whole = model.a.first.grad.full_tensor()
+    assert whole.isfinite().all()
+
+
+@on_ranks(2)
+def test_weights_that_rest_gathered_are_gathered_again_after_an_error() -> None:
+    model = Pairs()
+    shard(model, "optim", torch.bfloat16)
+    backward(model)
+    buffers = [group.model_weight.local_buffer for group in model.a.parameter_groups]
+    expected = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        buffer.fill_(7.0)  # a gather that did not match, on an accelerator
+
+    if dist.get_rank() == 1:
+        model.b.second.grad = None
+    _end_by_comparison(model)
+    model(own_batch())
+    assert all(map(torch.equal, buffers, expected))
+
+
+@on_ranks(2)
+def test_an_exchange_of_different_mixtures_is_told_once() -> None:
+    model = Pairs()
+    context = shard(model, "no_shard")
+    (history,) = context.histories
+    exchange = ExpertExchange(
+        dist.group.WORLD,
+        dist.get_rank(),
+        ["a", "b"],
+        lambda is_backward: history.add(Kind.EXCHANGE, dist.get_rank(), is_backward),
+    )
+    with pytest.raises(RuntimeError, match="Expected every rank to send tokens of"):
+        exchange.send(torch.ones(2, 3), torch.tensor([1, 1]))
+    context.check_agreement()
 
 
 # Histories
@@ -635,6 +726,57 @@ def test_digests_differ_with_entries_their_order_their_number_and_where_they_are
     history = new_history([(1, 2)])
     history.forget()
     assert history.digest == digests[0]
+
+
+@on_ranks(2)
+def test_a_context_compares_groups_that_only_one_rank_has_freed() -> None:
+    """And its digest depends on which process group has which entries."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    model = Pairs()
+    with fully_shard_context("cpu") as context:
+        for module, mesh in zip((model.a, model.b), meshes, strict=True):
+            fully_shard(module, mesh)
+    if dist.get_rank() == 0:
+        del model.b, module
+        gc.collect()
+    assert len(context.histories) == 2
+    context.check_agreement()
+
+    digests = []
+    for order in (1, -1):
+        for number, history in enumerate(context.histories[::order]):
+            history.forget()
+            history.add(Kind.GATHER, number)
+        digests.append(context.digest)
+    assert digests[0] != digests[1]
+
+
+@on_ranks(1)
+def test_a_thread_may_ask_for_entries_while_another_makes_histories() -> None:
+    asked = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            while not asked.is_set():
+                is_any_uncompared()
+        except RuntimeError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    meshes = []
+    try:
+        for _ in range(200):
+            meshes.append(DeviceMesh.from_group(dist.new_group(), "cpu"))
+            histories_over(meshes[-1])
+    finally:
+        asked.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def _first_difference(entries: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
@@ -667,10 +809,10 @@ class Recorded:
     def __init__(self, number: int) -> None:
         self.display_name = str(number)
         self.names: list[str] = []
-        self.has_gradients = True
+        self.is_recovered = False
 
-    def drop_gradients(self) -> None:
-        self.has_gradients = False
+    def recover(self) -> None:
+        self.is_recovered = True
 
 
 def _named_together(entries: Sequence[Sequence[tuple[int, ...]]]) -> str:
@@ -681,9 +823,9 @@ def _named_together(entries: Sequence[Sequence[tuple[int, ...]]]) -> str:
     for entry in entries[dist.get_rank()]:
         history.add(*entry)
     with pytest.raises(RuntimeError) as caught:
-        compare([mesh])
-    assert not any(group.has_gradients for group in groups.values())
-    compare([mesh])  # has nothing to compare any more
+        compare([history])
+    assert all(group.is_recovered for group in groups.values())
+    compare([history])  # has nothing to compare any more
     return str(caught.value)
 
 
