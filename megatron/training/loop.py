@@ -20,7 +20,7 @@ from megatron.training.decision import Decision, Save, decide, is_due
 from megatron.training.engine import TrainEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.inject import Injections
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.lane_profile import NO_LANE_PROFILE, REPORT, AnyLaneProfile
 from megatron.training.metrics import Metrics
 from megatron.training.step import (

@@ -395,12 +395,7 @@ class Metrics:
         """Reports how long the offloaded optimizer's lanes took since the last report, on this
         rank.
         """
-        ms = {
-            name: value * _MILLISECONDS
-            for name, value in timings._asdict().items()
-            if name in _TIMES
-        }
-
+        ms = {name: getattr(timings, name) * _MILLISECONDS for name in _TIMES}
         rate = timings.host_bytes_per_second
         logger.info(
             "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, "
@@ -411,12 +406,10 @@ class Metrics:
             *(ms[name] for name in ("h2d", "waited_d2h", "waited_host", "waited_h2d")),
         )
 
-        record: dict[str, Any] = {"iteration": iteration, "num_steps": timings.num_steps}
-        record |= {f"{name}_ms": value for name, value in ms.items()}
+        values = {f"{name}_ms": value for name, value in ms.items()}
         if rate is not None:
-            record["host_gb_per_second"] = rate / _GIGA
-        for sink in self._sinks:
-            sink.write("timing", record)
+            values["host_gb_per_second"] = rate / _GIGA
+        self._write("timing", iteration, num_steps=timings.num_steps, **values)
 
     def activation_timings(self, timings: LaneTimings, iteration: int) -> None:
         """Reports how long the lanes of offloaded activations took since the last report, on this
@@ -428,10 +421,8 @@ class Metrics:
             "activations (ms a step): d2h %.1f, h2d %.1f; waited for d2h %.1f, h2d %.1f",
             *ms.values(),
         )
-        record = {"iteration": iteration, "num_steps": timings.num_steps}
-        record |= {f"{name}_ms": value for name, value in ms.items()}
-        for sink in self._sinks:
-            sink.write("activation_timing", record)
+        values = {f"{name}_ms": value for name, value in ms.items()}
+        self._write("activation_timing", iteration, num_steps=timings.num_steps, **values)
 
     def evaluation(self, split: str, loss: float, iteration: int) -> None:
         """Reports an evaluation and leaves the time it took out of the next step's."""
@@ -439,11 +430,7 @@ class Metrics:
         perplexity = math.exp(min(loss, 20.0)) if math.isfinite(loss) else loss
         line = short_evaluation if self._is_short else long_evaluation
         logger.info("%s", line(split, iteration, loss, perplexity))
-        for sink in self._sinks:
-            sink.write(
-                "eval",
-                {"iteration": iteration, "split": split, "loss": loss, "perplexity": perplexity},
-            )
+        self._write("eval", iteration, split=split, loss=loss, perplexity=perplexity)
 
     def shows(self, activity: str) -> None:
         """Shows an activity other than stepping on a terminal, until the clock resumes."""
@@ -472,6 +459,11 @@ class Metrics:
         self._bar.close()
         for sink in self._sinks:
             sink.close()
+
+    def _write(self, kind: str, iteration: int, **values: Any) -> None:
+        """Writes a record to all sinks."""
+        for sink in self._sinks:
+            sink.write(kind, {"iteration": iteration, **values})
 
     def _throughput(self, seconds_per_step: float) -> tuple[float, float]:
         """(tokens a second over all devices, TFLOP/s of one device)."""

@@ -43,8 +43,8 @@ from megatron.training.engines import build_engine
 from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
-from megatron.training.health.interrupts import OnInterrupt
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
+from megatron.training.health.signals import OnInterrupt
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.lane_profile import (
     NO_LANE_PROFILE,

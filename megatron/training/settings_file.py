@@ -11,7 +11,7 @@ values, nor a list in a list can therefore take more memory or time than the fil
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -20,8 +20,6 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 
 _MAX_BYTES = 1 << 18  # a blend of some thousand datasets; PyYAML takes seconds for as much
-# Of nodes. Any nesting is rejected, but later, with the name of its key.
-_MAX_DEPTH = 8
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _SHOWN = 80  # characters of a key in a message
@@ -39,21 +37,7 @@ Settings = dict[str, "Setting | list[Setting]"]
 
 
 class _Loader(yaml.SafeLoader):
-    """Nodes, to a bounded depth. PyYAML composes them recursively."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self._depth == _MAX_DEPTH:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=f"more than {_MAX_DEPTH} levels", problem_mark=mark)
-        self._depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
+    """Resolves only truths and null; everything else stays text."""
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -25,7 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Plan
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
 from megatron.training.health.exits import ExitCode, ExitError
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.model_loss import MOST_AUXILIARY, ModelLoss, Told, as_model_loss
 
 # Tensors go to the device; tuples are values of the host and stay there.

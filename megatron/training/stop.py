@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.options import check_options, option
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.interrupts import Press, Presses
+from megatron.training.health.signals import Press, Presses
 
 logger = logging.getLogger(__name__)
 

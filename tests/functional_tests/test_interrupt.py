@@ -22,7 +22,7 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.store import LocalStore, latest_iteration, open_store
 from megatron.training.health.exits import exit_process
 from megatron.training.health.inject import Injections
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.health.watchdog import Reports
 from megatron_hybrid import run_status
 from tests.functional_tests.helpers.recovery_scenes import ROOT, TIMEOUT, Job, environment

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron.core.log import printable
 from megatron.training.health.exits import ExitCode, ExitError
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 
 # Messages of torch 2.13 for failures of collectives over gloo and NCCL that another rank may have
 # caused. Failures that are not plain RuntimeErrors have separate classes.

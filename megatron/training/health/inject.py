@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
 from megatron.training.health.events import EventKind, EventLog
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.model_loss import ModelLoss
 from megatron.training.step import Batch, ForwardStep
 
@@ -295,10 +295,9 @@ class _FaultyStore:
 
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
-        if not self._is_of_draft(path):
-            return sink
-        method = _IN_SAVES[self._injection.kind]
-        return cast(DataSink, _FaultySink(sink, method, lambda _: self._strike(path)))
+        if self._is_of_draft(path):
+            setattr(sink, _IN_SAVES[self._injection.kind], lambda _: self._strike(path))
+        return sink
 
     def _is_of_draft(self, path: str) -> bool:
         # Drafts have the checkpoint's name and a token after a dot (`Store.draft_name`).
@@ -317,18 +316,6 @@ class _FaultyStore:
         else:
             text = os.strerror(errno.ENOSPC)
             raise OSError(errno.ENOSPC, text, f"{self._store.root}/{path}")
-
-
-class _FaultySink:
-    """A data file with a fault in one of its methods."""
-
-    def __init__(self, sink: DataSink, method: str, strike: Callable[[Any], None]) -> None:
-        self._sink = sink
-        self._method = method
-        self._strike = strike
-
-    def __getattr__(self, name: str) -> Any:
-        return self._strike if name == self._method else getattr(self._sink, name)
 
 
 def _convert(key: str, text: str, spec: str) -> Any:

@@ -90,16 +90,10 @@ class RankStore:
         text = json.dumps(content, allow_nan=False)
         self.call(lambda store: store.set(key, text))
 
-    def put_first(
-        self, key: str, content: Mapping[str, Any], parse: Callable[[dict[str, Any]], object]
-    ) -> None:
-        """Stores a record unless `parse` accepts the present one. StoreLostError."""
+    def put_first(self, key: str, content: Mapping[str, Any]) -> None:
+        """Stores a record unless another rank was faster. StoreLostError."""
         text = json.dumps(content, allow_nan=False)
-
-        present = self._raw(key) or b""
-        if self._parsed(key, present, parse) is None:
-            # Keeps the record of another rank that was faster.
-            self.call(lambda store: store.compare_set(key, present, text))  # type: ignore[arg-type]
+        self.call(lambda store: store.compare_set(key, "", text))
 
     def read(self, key: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
         """Returns the parsed record; None for a missing record, and one that `parse` rejects by

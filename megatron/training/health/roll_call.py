@@ -48,8 +48,6 @@ _POLL_SECONDS = 0.05
 # The first ranks collect the responses. The others only poll for the verdict, unless it is late.
 _NUM_JUDGES = 8
 _JUDGES_SECONDS = 0.5
-# After this additional time without agreement, a rank uses its own verdict.
-_AGREE_SECONDS = 2.0
 _LINGER_SECONDS = 1.0
 
 
@@ -294,10 +292,7 @@ class RollCall:
                 missing = [rank for rank in missing if not self._has_spoken(prefix, rank)]
                 if not missing or is_over:
                     answer = self._judge(prefix, record)
-                    # The verdict keeps being overwritten, so this rank uses its own.
-                    if passed > _PATIENCE_SECONDS + _AGREE_SECONDS:
-                        break
-                    continue
+                    break
             time.sleep(_POLL_SECONDS)
 
         self._num_answered = answer.num_answered
@@ -320,7 +315,10 @@ class RollCall:
                 self._shared.put(f"{prefix}silent/{rank}", {"silence": silence.name})
 
     def _judge(self, prefix: str, own: Record) -> _Answer:
-        """Derives the verdict from the responses, and writes it unless another rank was faster."""
+        """Derives the verdict from the responses, and writes it unless another rank was faster.
+
+        Returns the verdict of the fastest rank; this rank's own if the store has no valid one.
+        """
         records: list[Record] = []
         absent: list[Absent] = []
         for rank in range(self._world_size):
@@ -334,8 +332,8 @@ class RollCall:
 
         num_answered = sum(not record.has_left for record in records)
         answer = _Answer(find_cause(records, absent), num_answered)
-        self._shared.put_first(f"{prefix}verdict", answer.to_json(), _Answer.from_json)
-        return answer
+        self._shared.put_first(f"{prefix}verdict", answer.to_json())
+        return self._answer(prefix) or answer
 
     def _words(self, prefix: str, rank: int) -> _Words | None:
         """Returns the words of a rank from its exit or this roll call; None without any."""

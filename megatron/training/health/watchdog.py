@@ -7,7 +7,7 @@ signal handlers. So a separate thread checks once a second, and at every signal,
 - another rank has started a roll call (`roll_call.py`);
 - the backend has detected a failed collective, which the main thread may never see
   (`process_groups.py`);
-- a signal was received (`signals.py`; Ctrl-C: `interrupts.py`);
+- a signal was received (`signals.py`);
 - torchrun's agent, the parent of the rank, is alive.
 
 The roll call has the same cause on all ranks (`cause.py`). The lowest responsive rank writes it to
@@ -53,12 +53,10 @@ from megatron.training.health.exits import (
     is_foreseen,
     process_status,
 )
-from megatron.training.health.interrupts import OnInterrupt, Press, Presses
-from megatron.training.health.phases import Phase
-from megatron.training.health.progress import Progress
+from megatron.training.health.progress import Phase, Progress
 from megatron.training.health.rank_store import StoreLostError
 from megatron.training.health.roll_call import RollCall
-from megatron.training.health.signals import SignalSocket
+from megatron.training.health.signals import OnInterrupt, Press, Presses, SignalSocket
 from megatron.training.launch import Launch
 
 logger = logging.getLogger(__name__)

@@ -86,13 +86,6 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers():
     )
 
 
-def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
-    assert refusal("--adam-bet1", "0.9") == (
-        "--adam-bet1: expected a known flag, got one that does not exist. Did you mean "
-        "--adam-beta1?"
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -154,13 +147,6 @@ def test_an_unknown_flag_is_refused_and_the_nearest_one_named():
 )
 def test_flags_that_cannot_be_combined_are_rejected_by_name(flags, named):
     assert refusal(*shlex.split(flags)).startswith(f"{named}: expected ")
-
-
-def test_a_flag_without_default_that_is_missing_is_named():
-    with pytest.raises(
-        ConfigError, match=r"--lr: expected a number >= 0, got none; it has no default."
-    ):
-        parse_config(MINIMAL[:-2], 1)
 
 
 def test_the_unsharded_engine_is_refused_on_several_ranks():
@@ -260,3 +246,76 @@ def test_an_unresolved_configuration_does_not_pretend_to_know_its_batch():
     with pytest.raises(RuntimeError, match="resolved"):
         _ = still_open.global_batch_size
     assert still_open.resolve(3).global_batch_size == 3
+
+
+SIZE = "--expert-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (f"--num-experts 6 {SIZE} 4", SIZE),
+        (f"--num-experts 6 {SIZE} 3", SIZE),
+        (f"--num-experts 8 {SIZE} 4 --num-distributed-optimizer-instances 2", SIZE),
+        (f"--num-experts 8 {SIZE} 0", SIZE),
+        (f"{SIZE} 2", "--num-experts"),
+        (f"--num-experts 8 {SIZE} 2 --use-torch-fsdp2", SIZE),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk"),
+        (
+            "--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
+            "--moe-router-num-groups",
+        ),
+        (
+            "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5",
+            "--moe-router-group-topk",
+        ),
+        (
+            "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 "
+            "--moe-router-topk 3",
+            "--moe-router-topk",
+        ),
+    ],
+)
+def test_flags_of_experts_that_contradict_each_other_are_rejected_by_name(flags, named):
+    assert refusal(*flags.split(), world_size=4).startswith(f"{named}: expected ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(f"{SIZE} 2", "--num-experts"), (f"--num-experts 8 {SIZE} 2 --no-use-megatron-fsdp", SIZE)],
+)
+def test_one_rank_cannot_divide_experts_without_experts_or_an_engine(flags, named):
+    assert refusal(*flags.split()).startswith(f"{named}: expected ")
+
+
+def test_one_rank_for_all_experts_is_no_setting():
+    assert parse_config([*MINIMAL, SIZE, "1"], 4) == parse_config(MINIMAL, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("", "--moe-router-pre-softmax"),
+        ("--moe-router-pre-softmax --moe-router-norm-topk", "--moe-router-no-norm-topk"),
+        ("--moe-router-score-function sigmoid --moe-router-norm-topk", "--moe-router-no-norm-topk"),
+    ],
+)
+def test_a_router_whose_single_weight_is_always_1_is_rejected_in_training(flags, instead):
+    flags = f"--num-experts 4 --moe-router-topk 1 {flags}"
+    message = refusal(*flags.split())
+    assert message.startswith("--moe-router-topk: expected ")
+    assert f" {instead} " in message
+    parse_config([*MINIMAL, *flags.split(), "--skip-train"], 1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 4 --moe-router-pre-softmax",
+        "--num-experts 4 --moe-router-score-function sigmoid",
+        "--num-experts 1",
+    ],
+)
+def test_a_router_whose_one_weight_varies_trains_and_so_does_one_without_a_choice(flags):
+    config = parse_config([*MINIMAL, "--moe-router-topk", "1", *flags.split()], 1)
+    assert config.model.moe_router_topk == 1

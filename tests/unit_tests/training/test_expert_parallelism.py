@@ -29,7 +29,7 @@ from tests.helpers.mixtures import (
 )
 from tests.helpers.ranks import on_ranks, random_delays, run_ranks
 
-STEPS = range(3)
+STEPS = range(2)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 RECOMPUTED = replace(MIXTURE, recompute_granularity="full")
 
@@ -57,7 +57,7 @@ def _check(expert_size: int, num_microbatches: int, **settings: Any) -> None:
 
 @pytest.mark.parametrize(
     ("expert_size", "strategy", "num_microbatches"),
-    [(2, "optim_grads_params", 3), (4, "no_shard", 1), (4, "optim_grads", 3)],
+    [(2, "optim_grads_params", 3), (4, "no_shard", 1)],
 )
 def test_losses_equal_those_of_one_rank(expert_size, strategy, num_microbatches):
     _check(expert_size, num_microbatches, strategy=strategy)

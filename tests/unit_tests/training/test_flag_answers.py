@@ -216,8 +216,8 @@ def test_a_file_is_answered_as_the_command_line_is(tmp_path):
         read_yaml(path)
 
 
-def test_a_file_of_thousands_of_unknown_keys_is_a_message_of_bounded_length(tmp_path):
-    path = write(tmp_path, "".join(f"k{number}: 1\n" for number in range(20_000)))
+def test_a_file_of_a_thousand_unknown_keys_is_a_message_of_bounded_length(tmp_path):
+    path = write(tmp_path, "".join(f"k{number}: 1\n" for number in range(1_000)))
     lines = refusal("--config", path)
     assert 50 < len(lines) < 70
     assert lines[-1] == "There may be more."

@@ -40,7 +40,7 @@ from tests.helpers.fp32_models import (
 from tests.helpers.ranks import on_ranks, random_delays, run_ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-STEPS = 4
+STEPS = 3
 ON_DEVICE = OptimizerConfig(clip_grad=0.05)  # which every step's norm exceeds
 ZERO3 = DataParallelConfig()
 FSDP2 = DataParallelConfig(use_torch_fsdp2=True)
@@ -181,8 +181,7 @@ def _strategies(names: list[str]) -> None:
     for name in names:
         on_device = train(make(STRATEGIES[name]))
         _near(on_device, expected.weights, expected.losses)
-        for fraction in (0.5, 1.0):
-            assert_same(train(make(STRATEGIES[name], offloaded(fraction))), on_device)
+        assert_same(train(make(STRATEGIES[name], offloaded(0.5))), on_device)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +199,8 @@ def test_two_mesh_axes_train_as_without_sharding_and_alike_wherever_states_lie()
 def _delayed(grads: str) -> None:
     parallel = DataParallelConfig(main_grads_dtype=grads)
     expected = train(make(parallel))
-    for seed in range(3):
-        with random_delays(seed):
-            assert_same(train(make(parallel, offloaded())), expected)
+    with random_delays(seed=1):
+        assert_same(train(make(parallel, offloaded())), expected)
 
 
 def test_random_delays_on_every_lane_change_no_bit_of_two_dtypes_in_one_unit():
@@ -223,8 +221,9 @@ class Recomputed(Model):
 
 
 def _recomputed() -> None:
+    steps = range(2)
     for parallel in (ZERO3, FSDP2):
-        assert_same(train(make(parallel, model=Recomputed)), train(make(parallel)))
+        assert_same(train(make(parallel, model=Recomputed), steps), train(make(parallel), steps))
 
 
 def test_activations_may_be_recomputed_with_either_engine():
@@ -287,7 +286,7 @@ def _loss_scales() -> list[float]:
         make(optimizer=optimizer, dtype="fp16") for optimizer in (on_device, offloaded(**options))
     ]
     scales = []
-    for step in range(16):
+    for step in range(6):
         results = [
             engine.train_batch(batches(step, dist.get_rank()), forward_step) for engine in both
         ]
@@ -311,9 +310,8 @@ def _fsdp2() -> None:
     assert differing(run.contents, train(make(FSDP2, on_host)).contents) == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fsdp2_trains_as_without_sharding(world_size):
-    run_ranks(world_size, _fsdp2)
+def test_fsdp2_trains_as_without_sharding():
+    run_ranks(2, _fsdp2)
 
 
 # Memory.
@@ -364,7 +362,7 @@ def _load(folder: str, parallel: DataParallelConfig, optimizer: OptimizerConfig)
     engine = make(parallel, optimizer)
     engine.load(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
     loaded = contents_of(engine)
-    return train(engine, range(2, 4))._replace(contents=loaded)
+    return train(engine, range(2, 3))._replace(contents=loaded)
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_others_with_other_fractions(tmp_path):
@@ -392,7 +390,7 @@ def _weights_alone(
     folder: str, weight_format: str, hf_dtype: torch.dtype | None = None
 ) -> list[str]:
     one, other = make(optimizer=offloaded()), make()
-    train(one, range(2))
+    train(one, range(1))
     meta = SaveLoadMeta(f"{folder}/{hf_dtype}", weight_format, hf_dtype=hf_dtype)
     one.save(meta)
     other.load(meta)

@@ -24,7 +24,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
 from tests.helpers.engine_contents import Contents, contents_of, differing
-from tests.helpers.ranks import random_delays, run_ranks
+from tests.helpers.ranks import on_ranks, random_delays, run_ranks
 
 VOCAB, SEQ = 96, 40
 # Every kind of mixer, each with what it may have besides.
@@ -95,28 +95,23 @@ def _train(engine: ModuleEngine, steps: range) -> list[float]:
     return found
 
 
-def _trained_alike() -> None:
+@on_ranks(2)
+def test_offloaded_training_equals_training_on_the_device_to_the_bit() -> None:
     on_device = _engine()
     before = contents_of(on_device)
-    losses = _train(on_device, range(4))
+    losses = _train(on_device, range(2))
     after = contents_of(on_device)
     assert len(differing(before, after)) >= len(after.weights), "everything has changed"
 
-    for fraction in (0.4, 1.0):
-        with random_delays(seed=3):
-            offloaded = _engine(fraction=fraction)
-            assert _train(offloaded, range(4)) == losses
-        assert differing(contents_of(offloaded), after) == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_training_equals_training_on_the_device_to_the_bit(world_size: int) -> None:
-    run_ranks(world_size, _trained_alike)
+    with random_delays(seed=3):
+        offloaded = _engine(fraction=0.4)
+        assert _train(offloaded, range(2)) == losses
+    assert differing(contents_of(offloaded), after) == []
 
 
 def _save(folder: str) -> Contents:
     engine = _engine(fraction=1.0)
-    _train(engine, range(2))
+    _train(engine, range(1))
     engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
     return contents_of(engine)
 
@@ -137,7 +132,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Contents]:
 
 @pytest.mark.parametrize(
     ("world_size", "strategy", "fraction"),
-    [(1, "optim_grads_params", 0.0), (3, "optim", 0.5), (4, "optim_grads", 1.0)],
+    [(1, "optim_grads_params", 0.0), (3, "optim", 0.5)],
 )
 def test_a_checkpoint_of_two_ranks_loads_on_other_numbers_of_ranks_to_the_bit(
     saved: tuple[str, Contents], world_size: int, strategy: str, fraction: float

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
 from megatron.core.trace_file import GATHER, ITERATION, PHASE, Trace
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.lane_profile import (
     NO_LANE_PROFILE,
     REPORT,

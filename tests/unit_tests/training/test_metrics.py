@@ -17,7 +17,6 @@ from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
-from megatron.training.health.jsonl import read_json_lines
 from megatron.training.log_lines import PeakMemory
 from megatron.training.metrics import (
     JsonlSink,
@@ -272,13 +271,6 @@ def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
     assert not any("peak_device_memory_bytes" in record for _, record in sink.records)
 
 
-def test_a_line_torn_by_a_kill_costs_no_line_of_the_resumed_run(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "train", "iteration": 1}\n{"kind": "train", "itera')
-    JsonlSink(str(path)).write("train", {"iteration": 2})
-    assert [record["iteration"] for record in read_json_lines(path)] == [1, 2]
-
-
 def test_events_go_to_a_folder_of_the_file_system():
     assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
     with pytest.raises(
@@ -467,13 +459,3 @@ def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(
     make(now, sink).timings(timings._replace(host_bytes=0.0), 8)
     assert "host 10.0, h2d 0.9;" in shown.messages[-1]
     assert "host_gb_per_second" not in sink.records[1][1]
-
-
-def test_metrics_are_not_appended_to_what_a_link_points_to(tmp_path):
-    path, target = tmp_path / "metrics.jsonl", tmp_path / "elsewhere"
-    path.symlink_to(target)
-    with pytest.raises(
-        ConfigError, match=r"--metrics-jsonl: expected a file .*, got .* got a symbolic link"
-    ):
-        JsonlSink(str(path))
-    assert not target.exists()

@@ -185,22 +185,6 @@ def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
     )
 
 
-def test_the_log_names_the_signal_the_rank_and_what_is_left_once(caplog, monkeypatch):
-    monkeypatch.setattr("megatron.training.stop.logger", logging.getLogger("test_stop"))
-    clock = Clock()
-    config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0)
-    with StopConditions(config, clock, rank=3) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        clock.now += 4.0
-        stop.votes(2.5)
-        stop.votes(2.5)
-    assert caplog.messages == [
-        "SIGTERM was received by rank 3 0.0 s ago; 30.0 s of 30 s are left; time of a save: 2.5 s"
-    ] or caplog.messages == [
-        "SIGTERM was received by rank 3 4.0 s ago; 26.0 s of 30 s are left; time of a save: 2.5 s"
-    ]
-
-
 @pytest.mark.parametrize("seconds", [0.0, -1.0, "soon"])
 def test_a_grace_period_is_a_positive_number(seconds):
     with pytest.raises(ConfigError, match="--exit-signal-grace-seconds"):

@@ -21,7 +21,7 @@ from megatron.training.health.cause import (
     place_of,
 )
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5547."

@@ -66,14 +66,6 @@ def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
     assert shown.records == []
 
 
-def test_a_restarted_run_continues_the_file_after_a_torn_line(tmp_path):
-    EventLog(tmp_path).write(EventKind.START)
-    with (tmp_path / EVENTS_FILE).open("a") as file:
-        file.write('{"time": 17.0, "event": "save_b')
-    EventLog(tmp_path, restart=1).write(EventKind.START)
-    assert [event["restart"] for event in read_events(tmp_path)] == [0, 1]
-
-
 def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
     folder = tmp_path / "run"
     assert read_heartbeat(folder) is None
@@ -169,20 +161,6 @@ def test_a_signal_handler_may_write_in_the_middle_of_a_write(tmp_path, monkeypat
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert [event["event"] for event in read_events(tmp_path)] == ["signal", "start"]
-
-
-def test_an_event_log_that_is_a_link_is_one_warning_and_the_run_continues(tmp_path, shown):
-    target = tmp_path / "elsewhere"
-    target.write_text("theirs")
-    (tmp_path / EVENTS_FILE).symlink_to(target)
-    (tmp_path / HEARTBEAT_FILE).symlink_to(target)
-    events = EventLog(tmp_path)
-    events.write(EventKind.STEP, iteration=1)
-    events.write(EventKind.STEP, iteration=2)
-    events.beat(iteration=2)
-    assert target.read_text() == "theirs"
-    assert read_heartbeat(tmp_path)["iteration"] == 2, "the link has been replaced, not followed"
-    assert shown.text.count("Expected a regular file of JSON lines, got a symbolic link") == 1
 
 
 def test_a_heartbeat_that_is_no_file_or_too_long_is_an_error_before_it_is_read(tmp_path):

@@ -71,7 +71,7 @@ exit_process(7)
 """
 
 
-@pytest.mark.parametrize("how", ["main", "thread", "closed", "stuck"])
+@pytest.mark.parametrize("how", ["thread", "closed", "stuck"])
 def test_a_process_leaves_at_once_with_its_status_and_all_that_it_has_said(how):
     done = subprocess.run(
         [sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=60

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from megatron.training.health.inject import (
     Injections,
     check_paths,
 )
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -221,29 +220,17 @@ PROGRAM = (
     "import sys\n"
     "from megatron.training.health.events import EventLog\n"
     "from megatron.training.health.inject import InjectConfig, Injections\n"
-    "from megatron.training.health.phases import Phase\n"
+    "from megatron.training.health.progress import Phase\n"
     "config = InjectConfig((sys.argv[2],))\n"
     "Injections(config, rank=0, restart=0, events=EventLog(sys.argv[1])).at(Phase.FORWARD, 1)\n"
 )
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang"])
-def test_a_process_is_killed_or_sleeps_after_its_event_is_written(tmp_path, kind):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), f"{kind}:step=1"]
-    with subprocess.Popen(command, cwd=ROOT) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not told(tmp_path):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            assert told(tmp_path) == [(f"{kind}:step=1", "forward", 1)]
-            if kind == "kill":
-                assert process.wait(120) == -signal.SIGKILL
-            else:
-                with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-        finally:
-            process.kill()
+def test_a_process_is_killed_after_its_event_is_written(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), "kill:step=1"]
+    done = subprocess.run(command, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert told(tmp_path) == [("kill:step=1", "forward", 1)]
 
 
 def loss_of_batch(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from megatron.training.health.interrupts import OnInterrupt, Press, Presses
-from megatron.training.health.signals import SignalSocket
+from megatron.training.health.signals import OnInterrupt, Press, Presses, SignalSocket
 
 WHEN = "in iteration 7, forward"
 

@@ -60,7 +60,7 @@ def test_a_line_torn_at_any_byte_is_all_that_is_lost(before, torn, after, data):
 def test_lines_that_are_not_objects_or_too_long_are_skipped(path):
     path.parent.mkdir()
     junk = [b"", b"[1]", b'{"a":', b"\xff\xfe", b"\0\0", b"[" * 100_000]
-    junk += [b'{"a": ' + b"[" * 16 + b"]" * 16 + b"}", b'{"a": ' + b"9" * 1000 + b"}"]
+    junk += [b'{"a": ' + b"9" * 10_000 + b"}"]
     path.write_bytes(
         b"\n".join([b'{"a": 1}', *junk, b'{"a": 2}', b'{"a": "' + b"x" * 2**20 + b'"}'])
     )

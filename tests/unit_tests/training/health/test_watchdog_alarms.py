@@ -17,7 +17,7 @@ from megatron.training.health.events import EventLog, read_heartbeat
 from megatron.training.health.exits import (
     ExitCode,
 )
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch
 from tests.unit_tests.training.health.helpers.jobs import (

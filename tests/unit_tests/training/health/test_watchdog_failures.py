@@ -14,7 +14,7 @@ from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.exits import ExitCode
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from tests.unit_tests.training.health.helpers.jobs import (
     TIMEOUT,
     Rank,
@@ -27,7 +27,7 @@ from tests.unit_tests.training.health.helpers.jobs import (
 # Deaths
 
 
-@pytest.mark.parametrize(("victim", "is_elastic"), [(0, True), (0, False), (1, False)])
+@pytest.mark.parametrize(("victim", "is_elastic"), [(0, False), (1, True)])
 def test_a_killed_rank_is_named_and_all_ranks_exit(start, victim, is_elastic):
     """Without torchrun, the store ends with the process of rank 0."""
     job = start(training, world_size=3, is_elastic=is_elastic)
@@ -112,22 +112,14 @@ def test_a_rank_that_hangs_in_its_exit_ends(start):
 # Hangs
 
 
-@pytest.mark.parametrize(
-    ("fault", "place"),
-    [
-        (forever, "threading.py"),
-        (in_c, "jobs.py"),
-    ],
-    ids=["lock", "c"],
-)
-def test_a_hung_rank_is_named_with_its_place_and_all_end(start, fault, place):
-    job = start(on(1, fault), world_size=3, hang_timeout_seconds=TIMEOUT)
+def test_a_hung_rank_is_named_with_its_place_and_all_end(start):
+    job = start(on(1, in_c), world_size=3, hang_timeout_seconds=TIMEOUT)
     job.wait_until_ready()
     assert job.end() == [ExitCode.HANG] * 3
     cause, stack = job.causes()
     assert cause.startswith(f"{job.name(1)} has made no progress for "), cause
     assert "s, in iteration 3, forward, at " in cause
-    assert place in cause
+    assert "jobs.py" in cause
     assert stack == "the stack of rank 1, innermost last:"
     hang, exit_event = job.events("hang", "exit")
     assert (hang["ranks"], exit_event["code"], exit_event["name"]) == ([1], 6, "HANG")

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megatron.training.health import interrupts
+from megatron.training.health import signals
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.exits import (
     ExitCode,
 )
-from megatron.training.health.interrupts import OnInterrupt
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
+from megatron.training.health.signals import OnInterrupt
 from tests.unit_tests.training.health.helpers.jobs import (
     TIMEOUT,
     WAIT,
@@ -177,7 +177,7 @@ def test_a_handler_of_the_program_keeps_sigint(start):
         signal.signal(signal.SIGINT, lambda number, _: received.append(number))
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(interrupts._SAME_PRESS_SECONDS)
+            time.sleep(signals._SAME_PRESS_SECONDS)
         assert len(received) == 2
 
     job = start(body, world_size=1, tick_seconds=0.05)

@@ -33,7 +33,7 @@ from megatron.training.health.exits import (
     is_foreseen,
     process_status,
 )
-from megatron.training.health.phases import Phase
+from megatron.training.health.progress import Phase
 from megatron.training.health.watchdog import Watchdog
 from megatron.training.launch import Launch, process_group
 
