@@ -133,8 +133,10 @@ def test_a_rank_that_is_frozen_while_the_others_save_is_found_within_the_timeout
 
 def test_a_watchdog_that_fails_warns_once_and_training_continues(start):
     def body(rank: Rank) -> None:
-        rank.watchdog._roll_call.is_called = lambda: 1 / 0
-        time.sleep(0.5)
+        calls: list[int] = []
+        rank.watchdog._roll_call.is_called = lambda: calls.append(1) or 1 / 0
+        while len(calls) < 3:
+            time.sleep(0.01)
 
     job = start(body, tick_seconds=0.05)
     assert job.end() == [0, 0]

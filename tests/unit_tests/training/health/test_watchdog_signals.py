@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -162,7 +163,8 @@ def test_a_handled_ctrl_c_is_announced_once_and_the_second_one_ends_a_rank_witho
     job.wait_until_ready()
     deadline = time.monotonic() + WAIT
     while job.processes[0].exitcode is None and time.monotonic() < deadline:
-        job.kill(0, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            job.kill(0, signal.SIGINT)
         job.processes[0].join(0.05)
     assert job.end() == [ExitCode.PREEMPTED_UNSAVED], job.outputs()
     assert job.output(0).count("SIGINT in iteration 7, save: the run will finish its step") == 1
