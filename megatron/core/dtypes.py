@@ -14,10 +14,10 @@ DTYPES = {
 }
 # Of weights and gradients.
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Dtypes of Adam's two moments. Moments in fp16 and fp8 have a scale for each tensor. The host's
-# flat arrays keep no scales, and the kernels read none.
-MOMENT_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
-UNSCALED_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+# Of optimizer states. Those in fp16 and fp8 have a scale for each tensor. The host's flat arrays
+# keep no scales, and the kernels read none.
+STATE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+UNSCALED_STATE_DTYPES = (torch.float32, torch.bfloat16)
 # Of the main weights that an optimizer keeps next to 16-bit parameters.
 MASTER_DTYPES = (torch.float32, torch.float16)
 

@@ -39,7 +39,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
@@ -206,7 +206,7 @@ class _Collector:
             )
 
         values = Values(local_tensor(value).detach())
-        if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
+        if isinstance(optimizer, RuleOptimizer) and scaled_states.is_scaled(value.dtype):
             values = ScaledValues(optimizer, parameter, name)
         if value.shape == parameter.shape and value.dim():
             return self._like(parameter, values, "optimizer.state.", f".{name}")

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.index import Index
 from megatron.core.dist_checkpointing.layout.file_layout import Export, SavedAs, build_index
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit
 
@@ -77,7 +77,7 @@ class Values:
 class ScaledValues(Values):
     """A state in a format with a scale, whose values are saved in fp32."""
 
-    def __init__(self, optimizer: FusedAdam, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, optimizer: RuleOptimizer, parameter: torch.Tensor, name: str) -> None:
         super().__init__(local_tensor(optimizer.state[parameter][name]))
         self._place = (optimizer, parameter, name)
         self._loaded: torch.Tensor | None = None

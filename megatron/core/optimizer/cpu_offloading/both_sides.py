@@ -76,7 +76,7 @@ class BothSides:
     def _make(self, parameters: Sequence[nn.Parameter]) -> None:
         self.device = device_of(parameters)
         self.plan = OffloadPlan(())
-        self.device_side = DeviceSide(self._settings)
+        self.device_side = DeviceSide.make(self._settings)
         self.host_side = HostSide(self.device, self._settings)
         if self._timeline is not None:
             self.record_to(self._timeline)
@@ -232,16 +232,16 @@ class BothSides:
         # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state
         # as not initialised, and would take a step to create one.
         states: dict[torch.Tensor, Any] = {
-            slot.parameter: optimizer.states(index)
-            for optimizer in self.host_side.optimizers
-            for index, slot in enumerate(optimizer.bucket.slots)
+            slot.parameter: executor.states(index)
+            for executor in self.host_side.executors
+            for index, slot in enumerate(executor.bucket.slots)
         }
         on_device = self.device_side.optimizer
         return states if on_device is None else {**states, **on_device.state}
 
     def load(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Loads states once all are known to fit. Empty ones: the parameter was never stepped."""
-        # FusedAdam checks its own as it loads them, first of all.
+        # A rule's optimizer checks its own as it loads them, first of all.
         on_device: dict[torch.Tensor, Mapping[str, Any]] = {}
         on_host = []
         for parameter, states in saved.items():
@@ -250,13 +250,13 @@ class BothSides:
                 on_device[parameter] = states
                 self.device_side.check_states(parameter, states)
             else:
-                optimizer, index = place
-                on_host.append((optimizer, index, states))
-                check_like(optimizer.states(index), states)
+                executor, index = place
+                on_host.append((executor, index, states))
+                check_like(executor.states(index), states)
 
         self.device_side.load(on_device)
-        for optimizer, index, states in on_host:
-            optimizer.load(index, states)
+        for executor, index, states in on_host:
+            executor.load(index, states)
 
 
 def options_of(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:

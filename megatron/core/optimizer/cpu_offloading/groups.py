@@ -169,7 +169,7 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
     """One for each FSDP group; other tensors of one dtype that follow each other share some.
 
     Raises:
-        ValueError: for dtypes that our AdamW does not take, if that is the host's optimizer.
+        ValueError: for dtypes that a rule does not take, if the host carries out one.
     """
     buckets: list[Bucket] = []
     run: list[OffloadGroup] = []  # single tensors of one dtype
@@ -196,11 +196,11 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             buckets.append(FsdpBucket(fsdp_group, own))
     end_run()
 
-    for bucket in buckets if settings.host_is_flat else ():
+    for bucket in buckets if settings.host.rule is not None else ():
         for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(
-                    f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for "
+                    f"Expected parameters of {FLOAT_DTYPES} on the host, got {dtype} for "
                     f"{bucket.name}."
                 )
     return buckets

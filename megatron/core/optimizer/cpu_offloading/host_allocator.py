@@ -1,13 +1,13 @@
 """The host side's memory: the needs of all buckets, summed, compared with the available memory,
 and allocated once. `HostLayout` lists the arrays and their offsets.
 
-Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out. With bf16
-compute and fp32 moments an element has 14 bytes on the host, and 2 of them travel.
+Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out. With AdamW,
+bf16 compute and fp32 moments an element has 14 bytes on the host, and 2 of them travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from megatron.core.host_memory import HostNeed, HostSlab
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.state_tensors import MOMENTS
 
 
 class HostAllocator:
@@ -49,7 +48,7 @@ class HostAllocator:
         self._layout = HostLayout(
             shapes,
             HostRules(
-                settings.moment_dtypes if settings.host_is_flat else None,
+                None if settings.host.rule is None else settings.host.rule.state_dtypes,
                 settings.pins_grads,
                 settings.pins_params,
                 device.pins_host_memory,
@@ -88,11 +87,10 @@ class HostAllocator:
         shares = self._layout.shares(number)
         bucket.weight = bucket.grad if shares else self._array(number, "compute weights")
 
-    def moments(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """AdamW's two."""
+    def states(self, bucket: Bucket, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The memory of a rule's states."""
         number = self._numbers[id(bucket)]
-        exp_avg, exp_avg_sq = (self._array(number, name) for name in MOMENTS)
-        return exp_avg, exp_avg_sq
+        return {name: self._array(number, name) for name in names}
 
     def widened(self) -> torch.Tensor | None:
         """Memory for the gradients of any one bucket in the dtype of its main weights, where they

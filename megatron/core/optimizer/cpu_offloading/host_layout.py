@@ -5,7 +5,7 @@ Four slabs, of which two may be pinned, since only they are copied from and to t
     gradients         pinned with `pins_grads`    copied down
     compute weights   pinned with `pins_params`   copied up; none where gradients make room
     main weights      never pinned                a model keeps them when its optimizer is deleted
-    states            never pinned                moments, and widened gradients
+    states            never pinned                states of a rule, and widened gradients
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.
@@ -14,13 +14,13 @@ and are pinned alike. Main weights that are in host memory already stay where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from megatron.core.host_memory import HostNeed, SlabBuilder
-from megatron.core.optimizer.state_tensors import MOMENTS
 
 
 class BucketShape(NamedTuple):
@@ -43,12 +43,12 @@ class HostRules(NamedTuple):
     """What decides which arrays a bucket has, and which of them are pinned.
 
     Attributes:
-        moment_dtypes: dtypes of the two moments of our AdamW; None for other optimizers, which
+        state_dtypes: dtypes of the rule's states, by name; None for other optimizers, which
             allocate their states themselves.
         pins_memory: whether the device pins host memory at all.
     """
 
-    moment_dtypes: tuple[torch.dtype, torch.dtype] | None
+    state_dtypes: Mapping[str, torch.dtype] | None
     pins_grads: bool
     pins_params: bool
     pins_memory: bool
@@ -61,6 +61,10 @@ class SlabRange(NamedTuple):
     offset: int  # bytes
     numel: int
     dtype: torch.dtype
+
+
+def _constant(dtype: torch.dtype, _: BucketShape) -> torch.dtype:
+    return dtype
 
 
 class HostLayout:
@@ -93,13 +97,11 @@ class HostLayout:
         every = range(len(buckets))
         new = [index for index in every if not buckets[index].has_main]
         self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
-        if rules.moment_dtypes is not None:
-            (exp_avg, exp_avg_sq), dtypes = MOMENTS, rules.moment_dtypes
-            self._add_each(exp_avg, "states", every, lambda _: dtypes[0])
-            self._add_each(exp_avg_sq, "states", every, lambda _: dtypes[1])
+        for name, dtype in (rules.state_dtypes or {}).items():
+            self._add_each(name, "states", every, partial(_constant, dtype))
 
         self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
-        if rules.moment_dtypes is None:
+        if rules.state_dtypes is None:
             self._add_widened()
         apart = [index for index in every if not self.shares(index)]
         self._add_each("compute weights", "compute weights", apart, lambda b: b.weight_dtype)

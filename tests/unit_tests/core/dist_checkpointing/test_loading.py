@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.state_loading import ADAMW_OPTIONS
+from megatron.core.optimizer.rules import Adam
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight
 from tests.helpers.checkpoints import install_param_groups
 from tests.helpers.ranks import run_ranks
@@ -140,7 +140,7 @@ def _load_other_groups(root: str, setting: Setting) -> tuple[dict[str, Any], lis
 @pytest.mark.parametrize("setting", [Setting(is_fused=False)], ids=str)
 def test_the_options_of_groups_come_to_the_parameters_by_name(tmp_path, setting):
     options, losses = run_ranks(2, _save_three_groups, str(tmp_path))[0]
-    assert options == {name: {**ADAMW_OPTIONS, **_options_of(name)} for name in options}
+    assert options == {name: {**Adam().defaults, **_options_of(name)} for name in options}
     assert len({values["lr"] for values in options.values()}) == 3
     for loaded, after in run_ranks(2, _load_other_groups, str(tmp_path), setting):
         assert loaded == options

@@ -87,9 +87,9 @@ def held_host_updates() -> Iterator[threading.Event]:
     """AdamW's passes on the host start when the event is set."""
     original, may_go = HostAdam.run, threading.Event()
 
-    def run(kernel: HostAdam, pieces: Any) -> None:
+    def run(kernel: HostAdam, pieces: Any, grad_scale: float) -> None:
         may_go.wait(600)
-        original(kernel, pieces)
+        original(kernel, pieces, grad_scale)
 
     HostAdam.run = run
     try:

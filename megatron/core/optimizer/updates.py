@@ -1,27 +1,22 @@
-"""Converts local tensors to the flat arrays that the Adam kernels take, and back.
+"""Converts local tensors to the flat arrays that kernels take, and back.
 
-Kernels work on the tensors themselves where they can: contiguous ones, with both moments in fp32 or
-both in bf16. Scaled and strided tensors are copied for the kernel, and the result is stored again.
+Kernels work on the tensors themselves where they can: contiguous ones, with all states in fp32 or
+all in bf16. Scaled and strided tensors are copied for the kernel, and the result is stored again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
-from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_MOMENT_DTYPES
-from megatron.core.optimizer.kernels.adam import (
-    AdamPiece,
-    AdamStep,
-    merged,
-    with_grad_scale,
-)
-from megatron.core.optimizer.state_tensors import MOMENTS
+from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_STATE_DTYPES
+from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
 
-Run = Callable[[Sequence[AdamPiece]], None]
+# The names of arrays that are not states.
+_COMMON = ("grad", "weight", "remainder", "out")
 
 
 class LocalArray(NamedTuple):
@@ -32,19 +27,21 @@ class LocalArray(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's step over local tensors of one shape and device, named as in AdamPiece."""
+    """One parameter's step over local tensors of one shape and device: those of `Piece`, and states
+    by name.
+    """
 
-    step: AdamStep
+    step: Any
     arrays: Mapping[str, LocalArray]
 
     @property
     def is_direct(self) -> bool:
         """Whether kernels can work on the tensors themselves."""
-        # Kernels have one dtype for both moments, and see memory, neither shapes nor scales.
-        moments = self.arrays["exp_avg"].tensor.dtype
+        # Kernels have one dtype for all states, and see memory, neither shapes nor scales.
+        dtypes = {array.tensor.dtype for name, array in self.arrays.items() if _is_state(name)}
         return (
-            moments in UNSCALED_MOMENT_DTYPES
-            and moments == self.arrays["exp_avg_sq"].tensor.dtype
+            len(dtypes) <= 1
+            and dtypes <= {*UNSCALED_STATE_DTYPES}
             and self.arrays["grad"].tensor.dtype in FLOAT_DTYPES
             and all(
                 array.scale is None and array.tensor.is_contiguous()
@@ -56,44 +53,59 @@ class Update(NamedTuple):
 class PlannedUpdates(NamedTuple):
     """Updates as they will be handed to kernels, but for the factor of the gradients."""
 
-    pieces: list[AdamPiece]  # arrays that kernels update in place, joined
+    pieces: list[Piece]  # arrays that kernels update in place, joined
     others: list[Update]
 
 
 def plan(updates: Sequence[Update]) -> PlannedUpdates:
     """Puts together what there is to do. Reads and writes no array."""
     pieces = [
-        AdamPiece(update.step, **{name: array.tensor for name, array in update.arrays.items()})
+        _piece(update.step, {name: array.tensor for name, array in update.arrays.items()})
         for update in updates
         if update.is_direct
     ]
     return PlannedUpdates(merged(pieces), [update for update in updates if not update.is_direct])
 
 
-def carry_out(planned: PlannedUpdates, grad_scale: float, run: Run) -> None:
-    """Has `run` do all updates."""
-    run(with_grad_scale(planned.pieces, grad_scale))
+def carry_out(planned: PlannedUpdates, grad_scale: float, kernel: Kernel) -> None:
+    """Has the kernel do all updates."""
+    kernel(planned.pieces, grad_scale)
 
     # One after the other, so that the copies take the memory of one.
     for update in planned.others:
         copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
-        run(with_grad_scale([AdamPiece(update.step, **copies)], grad_scale))
+        kernel([_piece(update.step, copies)], grad_scale)
         for name, array in update.arrays.items():
             # A gradient is only read.
             if copies[name] is not array.tensor and name != "grad":
                 _write_back(name, array, copies[name])
 
 
+def _piece(step: Any, arrays: Mapping[str, torch.Tensor]) -> Piece:
+    return Piece(
+        step,
+        arrays["grad"],
+        arrays["weight"],
+        {name: array for name, array in arrays.items() if _is_state(name)},
+        arrays.get("remainder"),
+        arrays.get("out"),
+    )
+
+
+def _is_state(name: str) -> bool:
+    return name not in _COMMON
+
+
 def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
-    """A tensor that kernels can work on: contiguous, moments and unusual gradients in fp32.
+    """A tensor that kernels can work on: contiguous, states and unusual gradients in fp32.
 
     It is the array's own tensor if that is so already.
     """
-    # Both moments go to fp32, though one alone may be what kernels do not take: they must be alike.
+    # All states go to fp32, though one alone may be what kernels do not take: they must be alike.
     tensor = array.tensor
     if array.scale is not None:
         tensor = scaled_states.read(tensor, array.scale)
-    elif name in MOMENTS or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
+    elif _is_state(name) or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
         tensor = tensor.float()
     return tensor.contiguous()
 

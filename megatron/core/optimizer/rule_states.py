@@ -1,9 +1,8 @@
-"""`AdamStates`: how `FusedAdam` keeps the states of a parameter.
+"""`RuleStates`: how a `RuleOptimizer` keeps the states of a parameter p.
 
-    step           scalar, fp32, on the CPU: number of steps that p has taken
-    exp_avg        like p, in exp_avg_dtype
-    exp_avg_sq     like p, in exp_avg_sq_dtype
-    master_param   with master weights, of a 16-bit p: its fp32 value or the remainder, like p
+    step                scalar, fp32, on the CPU: number of steps that p has taken
+    states of the rule  like p, in the rule's dtypes
+    master_param        with master weights, of a 16-bit p: its fp32 value or the remainder, like p
 
 If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in
 fp16 and fp8 have a scale for each (local) tensor, which is kept here (see [Note: scales]).
@@ -19,11 +18,10 @@ import torch
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import check_whole, local_tensor
-from megatron.core.dtypes import MASTER_DTYPES, MOMENT_DTYPES
-from megatron.core.optimizer.adam_updates import LocalArray
+from megatron.core.dtypes import MASTER_DTYPES
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import (
     MASTER,
-    MOMENTS,
     STEP,
     StateMemory,
     TensorWrites,
@@ -31,6 +29,7 @@ from megatron.core.optimizer.state_tensors import (
     is_rounding,
     like,
 )
+from megatron.core.optimizer.updates import LocalArray
 
 States = dict[str, Any]  # of one parameter, by name
 
@@ -54,7 +53,11 @@ class MasterWeights:
                 "Expected store_param_remainders with master_weights=True in torch.float32, got "
                 f"master_weights={self.is_kept} in {self.dtype}."
             )
-        _check_dtype("master_weight_dtype", self.dtype, MASTER_DTYPES)
+        if self.dtype not in MASTER_DTYPES:
+            raise NotImplementedError(
+                f"Expected master_weight_dtype to be one of {', '.join(map(str, MASTER_DTYPES))}, "
+                f"got {self.dtype}."
+            )
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype | None:
         """Of a parameter's `master_param`, int16 for a remainder; None if it has none."""
@@ -68,16 +71,11 @@ class MasterWeights:
         return self.dtype
 
 
-class AdamStates:
+class RuleStates:
     """Allocates and describes the states, which the optimizer owns."""
 
-    def __init__(
-        self, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, masters: MasterWeights
-    ) -> None:
-        self._moments = {
-            name: _moment_dtype(f"{name}_dtype", dtype)
-            for name, dtype in zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)
-        }
+    def __init__(self, rule: UpdateRule, masters: MasterWeights) -> None:
+        self._dtypes = rule.state_dtypes
         self._masters = masters
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._memory = StateMemory()
@@ -87,7 +85,7 @@ class AdamStates:
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
-        return self._moments if master is None else {**self._moments, MASTER: master}
+        return self._dtypes if master is None else {**self._dtypes, MASTER: master}
 
     def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:
         """ValueError if a parameter's master is, or is not, a remainder, unlike a caller said."""
@@ -199,7 +197,9 @@ class AdamStates:
     def arrays(
         self, parameter: torch.Tensor, gradient: torch.Tensor, states: States
     ) -> dict[str, LocalArray]:
-        """The local tensors of a step, by their names in AdamPiece."""
+        """The local tensors of a step: grad, weight, remainder and out as in `Piece`, and states by
+        name.
+        """
         arrays = {"grad": LocalArray(gradient)}
         for name, tensor in states.items():
             if name != STEP:
@@ -263,18 +263,3 @@ class AdamStates:
                 f"The dtype of {place} became {parameter.dtype} after the optimizer had made its "
                 "states for another one. Cast the model before the optimizer's first step."
             )
-
-
-def _moment_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
-    dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
-    _check_dtype(name, dtype, MOMENT_DTYPES)
-    return dtype
-
-
-def _check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """NotImplementedError for a dtype that is not allowed; TransformerEngine's RuntimeError."""
-    if dtype not in allowed:
-        raise NotImplementedError(
-            f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
-        )
