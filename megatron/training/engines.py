@@ -171,7 +171,6 @@ class ModuleEngine:
             self._num_local_ranks,
             scales_loss=config.compute_dtype == "fp16",
             records_timings=config.records_timings,
-            plan=plan,
         )
         self._prepare_layers(model)
         schedule = LRSchedule.build(config.schedule, config.train_iters)

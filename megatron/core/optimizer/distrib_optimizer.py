@@ -237,7 +237,6 @@ def build_optimizer(
     *,
     scales_loss: bool = False,
     records_timings: bool = False,
-    plan: OffloadPlan | None = None,
 ) -> DistributedOptimizer:
     """The optimizer that `config` names over `model`'s parameters, sharded already.
 
@@ -247,8 +246,6 @@ def build_optimizer(
         scales_loss: whether the model computes in fp16.
         records_timings: whether an offloaded optimizer records timings for
             `DistributedOptimizer.timings`.
-        plan: what `plan_offload` answered before the model was sharded; default: the optimizer
-            makes one.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -262,7 +259,7 @@ def build_optimizer(
 
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
-        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings, plan)
+        optimizer = _build_hybrid(model, groups, config, lr, num_local_ranks, records_timings)
     elif choice == "native":
         optimizer = RuleOptimizer(
             groups,
@@ -288,21 +285,21 @@ def build_optimizer(
 def plan_offload(
     model: nn.Module, config: OptimizerConfig, *, by_module: bool = True
 ) -> OffloadPlan | None:
-    """Which groups of a model will be in host memory, made once, before the model is sharded.
+    """Which groups of a model will be in host memory, before the model is sharded. The optimizer
+    makes the same plan of the sharded one.
 
     Args:
         by_module: mixtures' experts, layers without these, and the remainder are each moved as a
             whole, like the engine's units; otherwise each tensor is moved alone.
 
     Returns:
-        For `shard_model`, `plan_memory` and `build_optimizer`; None without offloading.
+        For `shard_model` and `plan_memory`; None without offloading.
     """
     if not config.optimizer_cpu_offload:
         return None
 
     groups = offload_groups(model, config, by_module=by_module)
-    first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()
-    return build_plan(groups, config.optimizer_offload_fraction, first)
+    return build_plan(groups, config.optimizer_offload_fraction, _goes_first(model, config))
 
 
 def offload_groups(
@@ -318,18 +315,20 @@ def offload_groups(
     return groups_of(parameter_groups(model, config), lambda parameter: units.get(id(parameter)))
 
 
-def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for unit in expert_units(model):
-        yield from unit.parameters()
+def _goes_first(model: nn.Module, config: OptimizerConfig) -> Iterator[nn.Parameter]:
+    """The parameters whose groups go to the host before any other."""
+    if config.optimizer_offload_experts_first:
+        for unit in expert_units(model):
+            yield from unit.parameters()
 
 
 def _build_hybrid(
+    model: nn.Module,
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
     lr: float,
     num_local_ranks: int,
     records_timings: bool,
-    plan: OffloadPlan | None,
 ) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
         groups,
@@ -344,7 +343,7 @@ def _build_hybrid(
         num_host_threads=config.host_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
-        plan=plan,
+        offload_first=_goes_first(model, config),
         rule=rule_of(config),
         lr=lr,
         **options_of(config),

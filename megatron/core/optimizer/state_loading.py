@@ -94,7 +94,7 @@ def states_by_parameter(
             if step is not None:
                 found[parameter].setdefault(STEP, step)
             elif rule is not None and not rule.counts_steps:
-                found[parameter].setdefault(STEP, 0)
+                found[parameter].setdefault(STEP, torch.zeros(()))
     return found
 
 

@@ -21,10 +21,10 @@ from megatron.core.optimizer.cpu_offloading.groups import (
     among,
     buckets_of,
     build_plan,
+    check_on_device,
     device_of,
     groups_of,
     mesh_of,
-    sides_of,
 )
 from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
@@ -58,7 +58,6 @@ class BothSides:
         parameters: Sequence[nn.Parameter],
         settings: HybridSettings,
         fraction: float,
-        given_plan: OffloadPlan | None,
         first: Iterable[nn.Parameter],
     ) -> None:
         """`first`: parameters whose groups go to the host before any other.
@@ -68,7 +67,6 @@ class BothSides:
         """
         self._settings = settings
         self._fraction = fraction
-        self._given_plan = given_plan
         self._first = among(first, parameters)
         self._timeline: AnyTimeline | None = None
         self._make(parameters)
@@ -168,18 +166,17 @@ class BothSides:
                     f"{group.name} got parameters after others of it were on a side of this "
                     "optimizer. Add all parameters of an FSDP module together."
                 )
-        plan = self._given_plan
-        if plan is None:
-            first = [parameter for parameter in self._first if parameter in own]
-            plan = build_plan(new, self._fraction, first)
-        # An explicit plan is one of all parameters.
-        sides = sides_of(plan, new if self._given_plan is None else groups)
-        buckets = buckets_of(sides.on_host, self._settings)
+        first = [parameter for parameter in self._first if parameter in own]
+        plan = build_plan(new, self._fraction, first)
+        on_host = [group for index, group in enumerate(new) if plan.is_on_host(index)]
+        on_device = [group for index, group in enumerate(new) if not plan.is_on_host(index)]
+        check_on_device(on_device)
+        buckets = buckets_of(on_host, self._settings)
         allocator = HostAllocator(self.device, buckets, self._settings)
         check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
 
         # The device side first: if it rejects parameters, the host's groups must not have moved.
-        self.device_side.add(sides.on_device, optimizer.param_groups)
+        self.device_side.add(on_device, optimizer.param_groups)
         self.host_side.add(buckets, allocator, optimizer)
         self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
 

@@ -1,14 +1,12 @@
 """The groups that the plan assigns to a side, and the buckets of the host side.
 
-A model is planned once, before it is sharded: main weights that start in host memory, the size
-of that memory, and the optimizer all follow this plan. Sharding replaces parameters, so the
-optimizer finds its groups again and compares them with the plan.
+The plan follows from the groups' global sizes and the fraction, so it is the same before a model is
+sharded, when main weights are put into host memory and that memory is counted, and after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -47,13 +45,6 @@ class OffloadGroup(NamedTuple):
     @property
     def global_numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
-
-
-class Sides(NamedTuple):
-    """The groups on each side, in the order of forward."""
-
-    on_device: list[OffloadGroup]
-    on_host: list[OffloadGroup]
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> Device:
@@ -134,35 +125,15 @@ def among(first: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> list[nn
     return wanted
 
 
-def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:
-    """The groups as planned.
-
-    Raises:
-        ValueError: for a plan of other groups, and for main weights in host memory of a group that
-            is planned on the device.
-    """
-    # By names and sizes, since sharding replaces the parameters that were planned.
-    planned = [(group.name, group.numel) for group in plan.groups]
-    for expected, group in zip_longest(planned, groups):
-        got = None if group is None else (group.name, group.global_numel)
-        if got != expected:
-            raise ValueError(
-                f"Expected the parameters that were planned, {expected} next, got {got}."
-            )
-
-    sides = Sides([], [])
-    for index, group in enumerate(groups):
-        (sides.on_host if plan.is_on_host(index) else sides.on_device).append(group)
-
-    # The device's optimizer could not update main weights that were made in host memory.
-    for group in sides.on_device:
+def check_on_device(groups: Iterable[OffloadGroup]) -> None:
+    """ValueError for main weights in host memory, which the device's optimizer could not update."""
+    for group in groups:
         if any(fsdp_group.is_on_host for fsdp_group in group.fsdp_groups):
             raise ValueError(
                 f"Expected the main weights of {group.name} on the device, where the plan has "
                 "them, got them in host memory: shard with the OffloadPolicy that goes with the "
                 "fraction."
             )
-    return sides
 
 
 def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list[Bucket]:

@@ -97,8 +97,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
         num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
         records_timings: clocks for `timings`.
-        plan: plan of these parameters, made before they were sharded, which also holds for their
-            replacements; `offload_fraction` and `offload_first` then have no effect.
         offload_first: parameters whose groups go to the host before any other, such as the
             parameters of every `Experts`; from the last of them on. Parameters that replace them
             inherit this.
@@ -108,9 +106,9 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             than AdamW allocate their states outside the slabs, and these are not counted.
 
     Raises:
-        ValueError: for a fraction outside 0 to 1, a plan of other parameters, `offload_first` of
-            others, parameters on several devices, dtypes that the rule does not take, and a rule
-            together with a class.
+        ValueError: for a fraction outside 0 to 1, `offload_first` of other parameters, main weights
+            in host memory of a group that the fraction leaves on the device, parameters on several
+            devices, dtypes that the rule does not take, and a rule together with a class.
         TypeError: for options that neither side has.
         NotImplementedError: for decoupled gradients with other classes than AdamW.
         HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does
@@ -139,7 +137,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         num_host_threads: int | None = None,
         num_local_ranks: int | None = None,
         records_timings: bool = False,
-        plan: OffloadPlan | None = None,
         offload_first: Iterable[nn.Parameter] = (),
         rule: UpdateRule | None = None,
         **kwargs: Any,
@@ -173,7 +170,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         super().__init__(params, settings.common_defaults())
         self.use_decoupled_grad = use_decoupled_grad
         parameters = list(self._parameters())
-        self._sides = BothSides(parameters, settings, offload_fraction, plan, offload_first)
+        self._sides = BothSides(parameters, settings, offload_fraction, offload_first)
         self._revision = 0  # of the states: see `StepInputs`
         self._is_started = False  # whether a step was taken, or states were loaded or allocated
         self._adopt_parameters()
@@ -361,7 +358,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         mesh add them together.
 
         Raises:
-            ValueError: for parameters that the constructor would reject, and with an explicit plan.
+            ValueError: for parameters that the constructor would reject.
             RuntimeError: for some of the parameters of an FSDP module of which this optimizer has
                 others.
         """

@@ -219,7 +219,7 @@ class Trained:
             reset_parameters=seeded_reset(self.model, torch.device("cpu"), seed),
             offloaded=plan.names_on_host if plan else (),
         )
-        self.optimizer = build_optimizer(self.model, config, lr, self.world_size, plan=plan)
+        self.optimizer = build_optimizer(self.model, config, lr, self.world_size)
 
     def step(self, number: int) -> float:
         """Trains on a global batch, divided among the ranks. Returns its mean loss."""
