@@ -44,6 +44,7 @@ from megatron.core.distributed.fsdp.fsdp2_arguments import (
     check_arguments,
     own_offload_policy,
 )
+from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.parameter_grouping import (
@@ -52,7 +53,6 @@ from megatron.core.distributed.fsdp.parameter_grouping import (
     owned_parameters,
     plan_groups,
 )
-from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor

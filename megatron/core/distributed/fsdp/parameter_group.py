@@ -7,6 +7,9 @@ while the weights are in use.
 
 A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
 `sharded`, a view of the main weights, rests in the module and goes to the optimizer.
+
+The methods are in the order of a step: forward, backward, reduce, update. Then come those that
+compare ranks, and those that build the group.
 """
 
 from __future__ import annotations
@@ -33,14 +36,17 @@ from megatron.core.distributed.fsdp.collective_history import (
 )
 from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
-from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
+from megatron.core.distributed.fsdp.group_weights import (
+    Delivery,
+    FsdpParameter,
+    OwnedParameter,
+    WeightBuffers,
+)
 from megatron.core.distributed.fsdp.placement import axes_to_move
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import is_partial, local_tensor
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
@@ -158,8 +164,6 @@ class FsdpParameterGroup:
         """The gradients that the optimizer reads; None in a frozen group."""
         return None if self.gradients is None else self.gradients.main
 
-    # Weights
-
     @property
     def is_gathered(self) -> bool:
         """Whether compute weights in use are another buffer than compute weights at rest."""
@@ -170,90 +174,33 @@ class FsdpParameterGroup:
         """Whether the full parameters have their values, or will have after `wait_unsharded`."""
         return self._is_unsharded
 
-    def mark_updated(self) -> None:
-        """Marks the compute weights as stale; they are made anew before their next use."""
-        self._is_updated = True
-
-    # Main weights in host memory
-
     @property
     def is_on_host(self) -> bool:
         """Whether the main weights are in host memory, apart from any compute weights."""
         return self._is_on_host
 
-    def put_main_weight(self, buffer: DBuffer) -> None:
-        """Moves the main weights into another buffer of the same kind, in host memory.
-
-        The sharded parameters stay the same objects, over the new memory. Their `device` stays that
-        of the compute weights, where their gradients are.
-        """
-        expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
-        got = (buffer.placements, buffer.layout, buffer.dtype)
-        if expected != got:
-            raise ValueError(f"Expected a buffer of {expected}, got {got}.")
-        for index, parameter in enumerate(self.fsdp_parameters):
-            self._check_is_view(index, parameter)
-
-        self.wait_main_weight()
-        buffer.local_buffer.copy_(self.main_weight.local_buffer)
-        self.main_weight = buffer
-        self._is_on_host = True
-        for index, parameter in enumerate(self.fsdp_parameters):
-            local = buffer.get_local_tensor(index)
-            parameter.sharded._local_tensor = local  # type: ignore[attr-defined]
-        self._is_updated = True
-
-    def wait_main_weight(self) -> None:
-        """Blocks this thread until no update of the main weights is running."""
-        self.delivery.synchronize()
-
-    def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
-        """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
-
-        Args:
-            send_down: from the event after which main_grad may be read to the one after which it
-                has been read; called in the middle of the backward. None: gradients are not copied.
-        """
-        self._send_down = send_down
-
     def is_replicated(self, axis: int) -> bool:
         """Whether the ranks of a mesh axis hold the same main weights."""
         return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
 
-    def checksum(self) -> torch.Tensor:
-        """A number that most likely differs if main weights do. Scalar, int64."""
-        self.wait_main_weight()
-        integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
-        return integers.sum(dtype=torch.int64).to(self._device.torch_device)
+    @property
+    def display_name(self) -> str:
+        """The name of the unit's module in messages."""
+        return self.name or THE_MODEL
 
-    def sample_initial_weight(self, whole: torch.Tensor) -> None:
-        """Takes a sample of a parameter's initial values, which every rank must have drawn alike.
-        Call it after they have been copied into the main weights.
-        """
-        self._initial_sample += _sample(whole)
-
-    def keep_initial_sample(self) -> None:
-        """Ends the samples. They are valid until other code writes to the main weights."""
-        self._filled = (self._versions(), self._local_sample())
-
-    def initial_checksum(self) -> torch.Tensor:
-        """A number that most likely differs if ranks had different initial weights to cut; 0 if
-        they are unknown, or something else has been loaded since. Scalar, int64.
-        """
-        self.wait_main_weight()
-        # A write of the same values shows in the versions alone, one by `.data` in values alone;
-        # a rank without rows sees neither.
-        is_known = self._has_rows and self._filled == (self._versions(), self._local_sample())
-        value = 1 + self._initial_sample % 2**62 if is_known else 0
-        return torch.tensor(value, dtype=torch.int64, device=self._device.torch_device)
+    def index_of(self, sharded: torch.Tensor) -> int:
+        """The index of a sharded parameter in `fsdp_parameters` and in the layout."""
+        return next(
+            index
+            for index, parameter in enumerate(self.fsdp_parameters)
+            if parameter.sharded is sharded
+        )
 
     @property
-    def _has_rows(self) -> bool:
-        return any(self.main_weight.get_local_tensor(i).numel() for i in range(len(self.names)))
+    def _sharded(self) -> list[nn.Parameter]:
+        return [parameter.sharded for parameter in self.fsdp_parameters]
 
-    def _local_sample(self) -> int:
-        own = (self.main_weight.get_local_tensor(index) for index in range(len(self.names)))
-        return sum(map(_sample, own))
+    # Forward
 
     def reserve(self) -> None:
         """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
@@ -290,30 +237,48 @@ class FsdpParameterGroup:
         self._is_updated, self._seen_versions = False, versions
         self._is_unsharded, self._reserved = True, None
 
+    def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
+        """Queues the copies and gathers that the compute weights need, if any."""
+        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
+        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
+        awaited = self.delivery.events
+        if not (self.is_gathered or is_stale or is_scattered or awaited):
+            return
+
+        # After a reservation, the gather may overlap with work issued since, unless that has
+        # written to the main weights.
+        ready = self._reserved
+        if ready is None or is_overwritten:
+            ready = self._device.event()
+        if is_scattered:
+            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
+            self._record(axes, Kind.GATHER)
+        if self.is_gathered:
+            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
+        work = partial(self._gather, is_stale, is_scattered)
+        nbytes = self.unsharded_weight.local_buffer.nbytes
+        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
+        self._weights_ready = lane.enqueue(timed, [ready, *awaited])
+        self.delivery.gather_queued()
+
+    def _gather(self, is_stale: bool, is_scattered: bool) -> None:
+        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
+        if is_stale:
+            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
+        if is_scattered:
+            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
+        if self.is_gathered:
+            self._redistribute(self.model_weight, self.unsharded_weight)
+
+    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
+        label = self._label(Kind.GATHER, "weights")
+        source.redistribute(target.placements, out=target, label=label)
+
     def wait_unsharded(self) -> None:
         """Makes this thread's next work wait for `unshard`."""
         if self._weights_ready is not None:
             gathered, self._weights_ready = self._weights_ready, None
             self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
-
-    def reshard(self) -> None:
-        """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
-        it.
-        """
-        if self._is_unsharded or self._reserved is not None:
-            # A gather in flight writes to that memory.
-            self.wait_unsharded()
-            self._is_unsharded, self._reserved = False, None
-            if self.is_gathered:
-                self.unsharded_weight.release_storage()
-
-    def index_of(self, sharded: torch.Tensor) -> int:
-        """The index of a sharded parameter in `fsdp_parameters` and in the layout."""
-        return next(
-            index
-            for index, parameter in enumerate(self.fsdp_parameters)
-            if parameter.sharded is sharded
-        )
 
     def show_full(self) -> None:
         """Puts the full parameters into the modules; they require gradients as the sharded ones do.
@@ -326,31 +291,74 @@ class FsdpParameterGroup:
                 self._follow_requires_grad(parameter)
             parameter.show(parameter.full)
 
-    def show_sharded(self) -> None:
-        """Puts the sharded parameters into the modules."""
-        for parameter in self.fsdp_parameters:
-            parameter.show(parameter.sharded)
+    def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
+        sharded = parameter.sharded
+        local, buffer = local_tensor(sharded), self.main_weight.local_buffer
+        place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
+        is_other = group_of(sharded) is not self or (
+            local.numel() > 0 and local.data_ptr() != place
+        )
+        if is_other or not parameter.is_shown():
+            raise RuntimeError(
+                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
+                "got another tensor; convert and replace parameters before."
+            )
+
+    def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
+        if parameter.sharded.requires_grad and not self.requires_grad:
+            raise RuntimeError(
+                f"Expected {parameter.fqns[0]} of {self.display_name} to stay frozen, as it "
+                "was when it was sharded and got no gradient buffer, got requires_grad=True."
+            )
+        parameter.full.requires_grad_(parameter.sharded.requires_grad)
 
     def record_exchange(self, is_backward: bool) -> None:
         """Records an exchange of tokens, or of their gradients, over the kept axes."""
         self._record([], Kind.EXCHANGE, int(is_backward))
 
-    def record_ready(self, updated: Collection[int]) -> None:
-        """Records the parameters that an optimizer is about to update, where ranks must compare
-        before it does.
+    def show_sharded(self) -> None:
+        """Puts the sharded parameters into the modules."""
+        for parameter in self.fsdp_parameters:
+            parameter.show(parameter.sharded)
 
-        Args:
-            updated: the `id` of each parameter, also of other groups.
+    def reshard(self) -> None:
+        """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
+        it.
         """
-        sharded = enumerate(parameter.sharded for parameter in self.fsdp_parameters)
-        details = gradient_details([index for index, one in sharded if id(one) in updated])
-        for history in self.histories:
-            if history.needs_comparison(self.number):
-                history.add(Kind.READY, self.number, *details)
+        if self._is_unsharded or self._reserved is not None:
+            # A gather in flight writes to that memory.
+            self.wait_unsharded()
+            self._is_unsharded, self._reserved = False, None
+            if self.is_gathered:
+                self.unsharded_weight.release_storage()
 
-    def record_step(self) -> None:
-        """Records that an optimizer has updated the main weights."""
-        self._record(range(self.mesh.ndim), Kind.STEP)
+    # Backward. It gathers by the same calls, and its hooks collect into `gradients`.
+
+    def forget_gradients(self) -> None:
+        """Drops gradients that were collected but not reduced, after a failed backward."""
+        for parameter in self.fsdp_parameters:
+            parameter.full.grad = None
+        if self.gradients is not None:
+            self.gradients.forget()
+            self.release_gradients()
+
+    def drop_partial_sums(self) -> None:
+        """Drops gradients whose reduction over deferred axes is still to come. All ranks must call
+        it.
+        """
+        for sharded in self._sharded:
+            if is_partial(sharded.grad):
+                sharded.grad = None
+        if self.gradients is not None:
+            self.gradients.forget_deferred()
+
+    # Reduce
+
+    @property
+    def reduction_takes_memory(self) -> bool:
+        """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        return self.gradients.takes_memory_to_reduce(self._sharded)
 
     def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
@@ -372,12 +380,6 @@ class FsdpParameterGroup:
             self._main_grad_read = self._send_down(reduced)
         return reduced
 
-    @property
-    def reduction_takes_memory(self) -> bool:
-        """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
-        assert self.gradients is not None, "called for groups that have gradients"
-        return self.gradients.takes_memory_to_reduce(self._sharded)
-
     def wait_reduced(self, reduced: Event) -> None:
         """Makes this thread's next work wait for `reduce`, by its event."""
         self.timeline.awaited(reduced, REDUCE, self.display_name).wait()
@@ -389,23 +391,63 @@ class FsdpParameterGroup:
         assert self.gradients is not None, "called for groups that have gradients"
         self.gradients.release(self._sharded)
 
-    def forget_gradients(self) -> None:
-        """Drops gradients that were collected but not reduced, after a failed backward."""
-        for parameter in self.fsdp_parameters:
-            parameter.full.grad = None
-        if self.gradients is not None:
-            self.gradients.forget()
-            self.release_gradients()
+    def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
+        """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
 
-    def drop_partial_sums(self) -> None:
-        """Drops gradients whose reduction over deferred axes is still to come. All ranks must call
-        it.
+        Args:
+            send_down: from the event after which main_grad may be read to the one after which it
+                has been read; called in the middle of the backward. None: gradients are not copied.
         """
-        for sharded in self._sharded:
-            if is_partial(sharded.grad):
-                sharded.grad = None
-        if self.gradients is not None:
-            self.gradients.forget_deferred()
+        self._send_down = send_down
+
+    # Update
+
+    def record_ready(self, updated: Collection[int]) -> None:
+        """Records the parameters that an optimizer is about to update, where ranks must compare
+        before it does.
+
+        Args:
+            updated: the `id` of each parameter, also of other groups.
+        """
+        sharded = enumerate(parameter.sharded for parameter in self.fsdp_parameters)
+        details = gradient_details([index for index, one in sharded if id(one) in updated])
+        for history in self.histories:
+            if history.needs_comparison(self.number):
+                history.add(Kind.READY, self.number, *details)
+
+    def wait_main_weight(self) -> None:
+        """Blocks this thread until no update of the main weights is running."""
+        self.delivery.synchronize()
+
+    def put_main_weight(self, buffer: DBuffer) -> None:
+        """Moves the main weights into another buffer of the same kind, in host memory.
+
+        The sharded parameters stay the same objects, over the new memory. Their `device` stays that
+        of the compute weights, where their gradients are.
+        """
+        expected = (self.placements.optimizer, self.layout, self.main_weight.dtype)
+        got = (buffer.placements, buffer.layout, buffer.dtype)
+        if expected != got:
+            raise ValueError(f"Expected a buffer of {expected}, got {got}.")
+        for index, parameter in enumerate(self.fsdp_parameters):
+            self._check_is_view(index, parameter)
+
+        self.wait_main_weight()
+        buffer.local_buffer.copy_(self.main_weight.local_buffer)
+        self.main_weight = buffer
+        self._is_on_host = True
+        for index, parameter in enumerate(self.fsdp_parameters):
+            local = buffer.get_local_tensor(index)
+            parameter.sharded._local_tensor = local  # type: ignore[attr-defined]
+        self._is_updated = True
+
+    def record_step(self) -> None:
+        """Records that an optimizer has updated the main weights."""
+        self._record(range(self.mesh.ndim), Kind.STEP)
+
+    def mark_updated(self) -> None:
+        """Marks the compute weights as stale; they are made anew before their next use."""
+        self._is_updated = True
 
     def recover(self) -> None:
         """Drops the gradients of the sharded parameters, and makes the compute weights anew before
@@ -420,17 +462,49 @@ class FsdpParameterGroup:
                 sharded.decoupled_grad = None
         self.mark_updated()
 
-    @property
-    def _sharded(self) -> list[nn.Parameter]:
-        return [parameter.sharded for parameter in self.fsdp_parameters]
+    def _versions(self) -> int:
+        """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
+        versions = self.main_weight.local_buffer._version
+        for parameter in self.fsdp_parameters:
+            versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
+        return versions
+
+    # Comparing ranks
+
+    def checksum(self) -> torch.Tensor:
+        """A number that most likely differs if main weights do. Scalar, int64."""
+        self.wait_main_weight()
+        integers = self.main_weight.local_buffer.view(_INTEGERS[self.main_weight.dtype.itemsize])
+        return integers.sum(dtype=torch.int64).to(self._device.torch_device)
+
+    def sample_initial_weight(self, whole: torch.Tensor) -> None:
+        """Takes a sample of a parameter's initial values, which every rank must have drawn alike.
+        Call it after they have been copied into the main weights.
+        """
+        self._initial_sample += _sample(whole)
+
+    def keep_initial_sample(self) -> None:
+        """Ends the samples. They are valid until other code writes to the main weights."""
+        self._filled = (self._versions(), self._local_sample())
+
+    def initial_checksum(self) -> torch.Tensor:
+        """A number that most likely differs if ranks had different initial weights to cut; 0 if
+        they are unknown, or something else has been loaded since. Scalar, int64.
+        """
+        self.wait_main_weight()
+        # A write of the same values shows in the versions alone, one by `.data` in values alone;
+        # a rank without rows sees neither.
+        is_known = self._has_rows and self._filled == (self._versions(), self._local_sample())
+        value = 1 + self._initial_sample % 2**62 if is_known else 0
+        return torch.tensor(value, dtype=torch.int64, device=self._device.torch_device)
 
     @property
-    def display_name(self) -> str:
-        """The name of the unit's module in messages."""
-        return self.name or THE_MODEL
+    def _has_rows(self) -> bool:
+        return any(self.main_weight.get_local_tensor(i).numel() for i in range(len(self.names)))
 
-    def _label(self, kind: Kind, tensors: str) -> Label:
-        return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
+    def _local_sample(self) -> int:
+        own = (self.main_weight.get_local_tensor(index) for index in range(len(self.names)))
+        return sum(map(_sample, own))
 
     def names_without_values(self, lane: Lane) -> list[str]:
         """The names of the parameters with NaN on any rank, which `fully_shard` writes to main
@@ -449,7 +523,17 @@ class FsdpParameterGroup:
         lane.enqueue(exchange, [self._device.event()]).wait()
         return [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag]
 
-    # Building
+    def _record(self, axes: Iterable[int], kind: Kind, *details: int) -> None:
+        # Ranks along kept axes hold different rows of the same parameters, so they do the same.
+        recorded = set(axes)
+        for axis, is_kept in enumerate(self.placements.is_kept):
+            if is_kept or axis in recorded:
+                self.histories[axis].add(kind, self.number, *details)
+
+    def _label(self, kind: Kind, tensors: str) -> Label:
+        return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
+
+    # Construction
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.
@@ -487,80 +571,6 @@ class FsdpParameterGroup:
         if isinstance(dtensor, UnevenDTensor):
             sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
         return sharded
-
-    def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
-        sharded = parameter.sharded
-        local, buffer = local_tensor(sharded), self.main_weight.local_buffer
-        place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
-        is_other = group_of(sharded) is not self or (
-            local.numel() > 0 and local.data_ptr() != place
-        )
-        if is_other or not parameter.is_shown():
-            raise RuntimeError(
-                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
-                "got another tensor; convert and replace parameters before."
-            )
-
-    def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
-        if parameter.sharded.requires_grad and not self.requires_grad:
-            raise RuntimeError(
-                f"Expected {parameter.fqns[0]} of {self.display_name} to stay frozen, as it "
-                "was when it was sharded and got no gradient buffer, got requires_grad=True."
-            )
-        parameter.full.requires_grad_(parameter.sharded.requires_grad)
-
-    # On lanes
-
-    def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
-        """Queues the copies and gathers that the compute weights need, if any."""
-        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
-        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
-        awaited = self.delivery.events
-        if not (self.is_gathered or is_stale or is_scattered or awaited):
-            return
-
-        # After a reservation, the gather may overlap with work issued since, unless that has
-        # written to the main weights.
-        ready = self._reserved
-        if ready is None or is_overwritten:
-            ready = self._device.event()
-        if is_scattered:
-            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
-            self._record(axes, Kind.GATHER)
-        if self.is_gathered:
-            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
-        work = partial(self._gather, is_stale, is_scattered)
-        nbytes = self.unsharded_weight.local_buffer.nbytes
-        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
-        self._weights_ready = lane.enqueue(timed, [ready, *awaited])
-        self.delivery.gather_queued()
-
-    def _record(self, axes: Iterable[int], kind: Kind, *details: int) -> None:
-        # Ranks along kept axes hold different rows of the same parameters, so they do the same.
-        recorded = set(axes)
-        for axis, is_kept in enumerate(self.placements.is_kept):
-            if is_kept or axis in recorded:
-                self.histories[axis].add(kind, self.number, *details)
-
-    def _gather(self, is_stale: bool, is_scattered: bool) -> None:
-        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-        if is_stale:
-            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
-        if is_scattered:
-            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
-        if self.is_gathered:
-            self._redistribute(self.model_weight, self.unsharded_weight)
-
-    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
-        label = self._label(Kind.GATHER, "weights")
-        source.redistribute(target.placements, out=target, label=label)
-
-    def _versions(self) -> int:
-        """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
-        versions = self.main_weight.local_buffer._version
-        for parameter in self.fsdp_parameters:
-            versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
-        return versions
 
 
 def _sample(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.collective_history import Kind
-from megatron.core.distributed.fsdp.delivery import Delivery
+from megatron.core.distributed.fsdp.group_weights import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
