@@ -11,7 +11,6 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -126,6 +125,51 @@ def _host_buffer(plan: GroupPlan, mesh: DeviceMesh, device: Device) -> DBuffer:
     return DBuffer.from_local(flat, mesh, plan.placements.optimizer, plan.layout)
 
 
+class MemoryPhase(enum.Enum):
+    """What the memory of a group's full weights has in it now.
+
+        phase      the memory of the full weights     next
+        SHARDED    is free                            RESERVED by `reserve`, GATHERING by `unshard`
+        RESERVED   is taken, and has no values        GATHERING by `unshard`, SHARDED by `reshard`
+        GATHERING  is being written to on a lane      WHOLE or FAILED by `wait_unsharded`, GATHERING
+                                                      by `unshard` after a write to main weights
+        WHOLE      has the values                     SHARDED by `reshard`, GATHERING by `unshard`
+                                                      after a write to main weights
+        FAILED     has no values, after an error      SHARDED by `recover`
+
+    Where weights at rest are whole already, they rest in this memory, which is never free.
+    """
+
+    SHARDED = "sharded"
+    RESERVED = "reserved"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+    FAILED = "failed"
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full weights have their values, or will have after `wait_unsharded`."""
+        return self is MemoryPhase.GATHERING or self is MemoryPhase.WHOLE
+
+    def to(self, other: MemoryPhase) -> MemoryPhase:
+        """Returns `other`. RuntimeError unless it is a next phase of this one."""
+        if other not in _NEXT_PHASES[self]:
+            raise RuntimeError(
+                f"Full weights that are {self.value} cannot become {other.value}; next is one of "
+                f"{[phase.value for phase in _NEXT_PHASES[self]]}."
+            )
+        return other
+
+
+_NEXT_PHASES: dict[MemoryPhase, tuple[MemoryPhase, ...]] = {
+    MemoryPhase.SHARDED: (MemoryPhase.RESERVED, MemoryPhase.GATHERING),
+    MemoryPhase.RESERVED: (MemoryPhase.GATHERING, MemoryPhase.SHARDED),
+    MemoryPhase.GATHERING: (MemoryPhase.WHOLE, MemoryPhase.FAILED, MemoryPhase.GATHERING),
+    MemoryPhase.WHOLE: (MemoryPhase.SHARDED, MemoryPhase.GATHERING),
+    MemoryPhase.FAILED: (MemoryPhase.SHARDED,),
+}
+
+
 class Delivery:
     """How the compute weights of a group get the updates of an optimizer that works elsewhere.
 
@@ -141,15 +185,13 @@ class Delivery:
     class Status(enum.Enum):
         """Where the last announced update is.
 
-            status      the compute weights                    next
-            IDLE        no announced update is missing         ANNOUNCED
-            ANNOUNCED   an update is missing, and no gather    AWAITED, or ANNOUNCED by a newer one
-                        has been queued after it
-            AWAITED     a gather has been queued after the     IDLE by `wait`, or ANNOUNCED again
-                        update
-            FAILED      could not be brought up to date        none: every later use fails too
-
-        Any status leads to FAILED, since a gather that waits for no update can fail as well.
+        status      the compute weights                    next
+        IDLE        no announced update is missing         ANNOUNCED
+        ANNOUNCED   an update is missing, and no gather    AWAITED, or ANNOUNCED by a newer one
+                    has been queued after it
+        AWAITED     a gather has been queued after the     IDLE or FAILED by `wait`, or
+                    update                                 ANNOUNCED by a newer one
+        FAILED      may have a part of an update only      none: the group cannot recover
         """
 
         IDLE = "idle"
@@ -162,7 +204,6 @@ class Delivery:
         self._owner: weakref.ref[object] | None = None
         self._updated: Event | None = None  # after the last announced update, until that is done
         self._before_use: Callable[[], None] | None = None
-        self._failure: tuple[Exception, TracebackType | None] | None = None
 
     def claim(self, owner: object) -> None:
         """Makes `owner` the only one that updates the main weights and delivers the compute
@@ -206,27 +247,23 @@ class Delivery:
             self.status = Delivery.Status.AWAITED
 
     def wait(self, gathered: Event) -> None:
-        """Waits for the compute weights; if that fails, every later `check` fails too."""
-        before_use = None
-        if self.status is Delivery.Status.AWAITED:
-            self.status = Delivery.Status.IDLE
-            before_use, self._before_use = self._before_use, None
+        """Waits for the compute weights. Raises the error of the gather, or of the update before
+        it.
+        """
+        if self.status is not Delivery.Status.AWAITED:
+            gathered.wait()
+            return
 
+        self.status = Delivery.Status.IDLE
+        before_use, self._before_use = self._before_use, None
         try:
             if before_use is not None:
                 before_use()
             gathered.wait()
-        except Exception as error:
-            # The next user of the weights must not get the contents of the buffer.
+        except Exception:
+            # Perhaps the gather's own error, but an update that failed cannot be repeated.
             self.status = Delivery.Status.FAILED
-            self._failure = error, error.__traceback__
             raise
-
-    def check(self) -> None:
-        """Raises again what `wait` has raised."""
-        if self._failure is not None:
-            error, traceback = self._failure
-            raise error.with_traceback(traceback)
 
     def synchronize(self) -> None:
         """Blocks this thread until the last announced update is done. Raises its error."""

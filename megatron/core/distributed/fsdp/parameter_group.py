@@ -20,6 +20,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
 from megatron.core.distributed.fsdp.group_weights import (
     Delivery,
     FsdpParameter,
+    MemoryPhase,
     OwnedParameter,
     WeightBuffers,
 )
@@ -94,6 +96,7 @@ class FsdpParameterGroup:
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         histories: by mesh axis; every collective over the axis is recorded as it is queued.
+        phase: see `MemoryPhase`.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
         layout: of all buffers.
@@ -128,16 +131,16 @@ class FsdpParameterGroup:
         self._device = device
         self._is_on_host = plan.is_on_host
 
-        # The state of the weights: whether the main weights have been written to since the compute
-        # weights were made of them, and the state of an `unshard` in flight.
+        self.phase = MemoryPhase.SHARDED
+        self._reserved: Event | None = None  # after which the reserved memory may be written to
+        self._gathered: Event | None = None  # after which the full weights have their values
+        self._failure: tuple[Exception, TracebackType | None] | None = None
+        # Whether the main weights have been written to since the compute weights were made of them.
         self._is_updated = True
         self._seen_versions = 0
         self._initial_sample = 0
         # Versions and a sample of the main weights, once they had their initial values.
         self._filled: tuple[int, int] | None = None
-        self._is_unsharded = False
-        self._weights_ready: Event | None = None
-        self._reserved: Event | None = None  # after which the full memory may be written to
         self.delivery = Delivery()
         self.timeline: AnyTimeline = NO_TIMELINE
         self._send_down: Callable[[Event], Event] | None = None
@@ -172,7 +175,7 @@ class FsdpParameterGroup:
     @property
     def is_unsharded(self) -> bool:
         """Whether the full parameters have their values, or will have after `wait_unsharded`."""
-        return self._is_unsharded
+        return self.phase.is_unsharded
 
     @property
     def is_on_host(self) -> bool:
@@ -209,20 +212,24 @@ class FsdpParameterGroup:
         Work issued in between must not use the full parameters. If it writes to the main weights,
         `unshard` waits for it all the same.
         """
-        if not self._is_unsharded:
+        if self.phase is MemoryPhase.SHARDED:
             if self.is_gathered:
                 self.unsharded_weight.reallocate_storage()
             self._reserved = self._device.event()
+            self.phase = self.phase.to(MemoryPhase.RESERVED)
 
     def unshard(self, lane: Lane) -> None:
         """Starts to update the full parameters, unless they are up to date. Raises the error of an
         earlier `wait_unsharded` again.
         """
-        self.delivery.check()
+        if self._failure is not None:
+            error, traceback = self._failure
+            raise error.with_traceback(traceback)
+
         versions = self._versions()
         is_overwritten = self._is_updated or versions != self._seen_versions
         has_changed = is_overwritten or self.delivery.is_announced
-        if self._is_unsharded and not has_changed:
+        if self.is_unsharded and not has_changed:
             return
 
         if self.is_gathered:
@@ -235,7 +242,7 @@ class FsdpParameterGroup:
             )
 
         self._is_updated, self._seen_versions = False, versions
-        self._is_unsharded, self._reserved = True, None
+        self.phase, self._reserved = self.phase.to(MemoryPhase.GATHERING), None
 
     def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
         """Queues the copies and gathers that the compute weights need, if any."""
@@ -258,7 +265,7 @@ class FsdpParameterGroup:
         work = partial(self._gather, is_stale, is_scattered)
         nbytes = self.unsharded_weight.local_buffer.nbytes
         timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
-        self._weights_ready = lane.enqueue(timed, [ready, *awaited])
+        self._gathered = lane.enqueue(timed, [ready, *awaited])
         self.delivery.gather_queued()
 
     def _gather(self, is_stale: bool, is_scattered: bool) -> None:
@@ -275,10 +282,21 @@ class FsdpParameterGroup:
         source.redistribute(target.placements, out=target, label=label)
 
     def wait_unsharded(self) -> None:
-        """Makes this thread's next work wait for `unshard`."""
-        if self._weights_ready is not None:
-            gathered, self._weights_ready = self._weights_ready, None
-            self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
+        """Makes this thread's next work wait for `unshard`. After an error, every later `unshard`
+        raises it too: the next user of the weights must not get what is in their memory.
+        """
+        if self.phase is MemoryPhase.WHOLE:
+            return
+
+        gathered, self._gathered = self._gathered, None
+        try:
+            if gathered is not None:
+                self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
+        except Exception as error:
+            self._failure = error, error.__traceback__
+            self.phase = self.phase.to(MemoryPhase.FAILED)
+            raise
+        self.phase = self.phase.to(MemoryPhase.WHOLE)
 
     def show_full(self) -> None:
         """Puts the full parameters into the modules; they require gradients as the sharded ones do.
@@ -323,14 +341,17 @@ class FsdpParameterGroup:
 
     def reshard(self) -> None:
         """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
-        it.
+        it. A group that has failed stays so.
         """
-        if self._is_unsharded or self._reserved is not None:
-            # A gather in flight writes to that memory.
-            self.wait_unsharded()
-            self._is_unsharded, self._reserved = False, None
-            if self.is_gathered:
-                self.unsharded_weight.release_storage()
+        if self.phase is MemoryPhase.SHARDED:
+            return
+        if self.phase is MemoryPhase.GATHERING:
+            self.wait_unsharded()  # the gather writes to that memory
+
+        if self.is_gathered:
+            self.unsharded_weight.release_storage()
+        if self.phase is not MemoryPhase.FAILED:
+            self.phase, self._reserved = self.phase.to(MemoryPhase.SHARDED), None
 
     # Backward. It gathers by the same calls, and its hooks collect into `gradients`.
 
@@ -451,8 +472,9 @@ class FsdpParameterGroup:
 
     def recover(self) -> None:
         """Drops the gradients of the sharded parameters, and makes the compute weights anew before
-        their next use: on an accelerator, a gather that did not match may have mixed them up. All
-        ranks must call it.
+        their next use: on an accelerator, a gather that did not match may have mixed them up.
+        Weights whose gather failed may be gathered again, unless that came after an update by
+        another optimizer. All ranks must call it.
         """
         self.drop_partial_sums()
         for sharded in self._sharded:
@@ -461,6 +483,11 @@ class FsdpParameterGroup:
             if hasattr(sharded, "decoupled_grad"):
                 sharded.decoupled_grad = None
         self.mark_updated()
+
+        # After an update that failed, the main weights are no source for another gather.
+        if self.phase is MemoryPhase.FAILED and self.delivery.status is not Delivery.Status.FAILED:
+            self.reshard()
+            self.phase, self._failure = self.phase.to(MemoryPhase.SHARDED), None
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
