@@ -16,12 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.aliases import apart
+from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
+from megatron.core.distributed.fsdp.replica import ReplicaDTensor
+from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.host_memory import HostSlab
 from megatron.core.lanes import Event
 
@@ -63,6 +66,33 @@ class FsdpParameter:
         return all(
             module is None or id(module._parameters.get(name)) in own for module, name in modules
         )
+
+
+def sharded_parameter(
+    dtensor: DTensor, device: torch.device, requires_grad: bool, before_use: Callable[[], None]
+) -> nn.Parameter:
+    """Makes a parameter over a DTensor of the main weights.
+
+    Args:
+        device: of its gradients.
+        before_use: a method, called before each use of a parameter that is cut. Its object is held
+            weakly.
+    """
+    local = dtensor._local_tensor
+
+    # Main weights in host memory have gradients on the device, and torch accepts gradients only on
+    # the device that a parameter reports. So it reports the gradients' device.
+    if isinstance(dtensor, UnevenDTensor):
+        placeholder = local.new_empty((0, *local.shape[1:]), device=device)
+        data = dtensor_like(dtensor, placeholder)
+    else:
+        data = ReplicaDTensor.over(dtensor, device)
+
+    sharded = nn.Parameter(data, requires_grad=requires_grad)
+    sharded._local_tensor = local  # type: ignore[attr-defined]
+    if isinstance(dtensor, UnevenDTensor):
+        sharded.precede_uses_by(before_use)  # type: ignore[attr-defined]
+    return sharded
 
 
 @dataclass(frozen=True, eq=False)

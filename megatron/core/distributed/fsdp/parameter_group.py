@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
+from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.collective_history import (
     Kind,
     gradient_details,
@@ -45,10 +45,9 @@ from megatron.core.distributed.fsdp.group_weights import (
     MemoryPhase,
     OwnedParameter,
     WeightBuffers,
+    sharded_parameter,
 )
 from megatron.core.distributed.fsdp.placement import axes_to_move
-from megatron.core.distributed.fsdp.replica import ReplicaDTensor
-from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.dtensors import is_partial, local_tensor
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
@@ -99,6 +98,7 @@ class FsdpParameterGroup:
         phase: see `MemoryPhase`.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
+        is_on_host: whether the main weights are in host memory, apart from any compute weights.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -129,15 +129,14 @@ class FsdpParameterGroup:
         self.placements = plan.placements
         self.layout = plan.layout
         self._device = device
-        self._is_on_host = plan.is_on_host
+        self.is_on_host = plan.is_on_host
 
         self.phase = MemoryPhase.SHARDED
         self._reserved: Event | None = None  # after which the reserved memory may be written to
         self._gathered: Event | None = None  # after which the full weights have their values
         self._failure: tuple[Exception, TracebackType | None] | None = None
-        # Whether the main weights have been written to since the compute weights were made of them.
-        self._is_updated = True
-        self._seen_versions = 0
+        self._num_marked = 0  # calls of `mark_updated`
+        self._copied: tuple[int, int] | None = None  # `_writes` that the compute weights include
         self._initial_sample = 0
         # Versions and a sample of the main weights, once they had their initial values.
         self._filled: tuple[int, int] | None = None
@@ -176,11 +175,6 @@ class FsdpParameterGroup:
     def is_unsharded(self) -> bool:
         """Whether the full parameters have their values, or will have after `wait_unsharded`."""
         return self.phase.is_unsharded
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the main weights are in host memory, apart from any compute weights."""
-        return self._is_on_host
 
     def is_replicated(self, axis: int) -> bool:
         """Whether the ranks of a mesh axis hold the same main weights."""
@@ -226,51 +220,52 @@ class FsdpParameterGroup:
             error, traceback = self._failure
             raise error.with_traceback(traceback)
 
-        versions = self._versions()
-        is_overwritten = self._is_updated or versions != self._seen_versions
-        has_changed = is_overwritten or self.delivery.is_announced
+        writes = self._writes()
+        is_stale = writes != self._copied
+        has_changed = is_stale or self.delivery.is_announced
         if self.is_unsharded and not has_changed:
             return
 
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        self._enqueue_gather(lane, is_overwritten, has_changed)
+        self._enqueue_gather(lane, is_stale, has_changed)
         if has_changed:
             # A backward of an earlier forward must not use the new values unnoticed.
             torch.autograd.graph.increment_version(
                 [parameter.full for parameter in self.fsdp_parameters]
             )
 
-        self._is_updated, self._seen_versions = False, versions
+        # As counted before the gather: later writes are not in it.
+        self._copied = writes
         self.phase, self._reserved = self.phase.to(MemoryPhase.GATHERING), None
 
-    def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
+    def _enqueue_gather(self, lane: Lane, is_stale: bool, has_changed: bool) -> None:
         """Queues the copies and gathers that the compute weights need, if any."""
-        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
+        is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
-        if not (self.is_gathered or is_stale or is_scattered or awaited):
+        if not (self.is_gathered or is_copied or is_scattered or awaited):
             return
 
         # After a reservation, the gather may overlap with work issued since, unless that has
         # written to the main weights.
         ready = self._reserved
-        if ready is None or is_overwritten:
+        if ready is None or is_stale:
             ready = self._device.event()
         if is_scattered:
             axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
             self._record(axes, Kind.GATHER)
         if self.is_gathered:
             self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
-        work = partial(self._gather, is_stale, is_scattered)
+        work = partial(self._gather, is_copied, is_scattered)
         nbytes = self.unsharded_weight.local_buffer.nbytes
         timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
         self._gathered = lane.enqueue(timed, [ready, *awaited])
         self.delivery.gather_queued()
 
-    def _gather(self, is_stale: bool, is_scattered: bool) -> None:
+    def _gather(self, is_copied: bool, is_scattered: bool) -> None:
         # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-        if is_stale:
+        if is_copied:
             self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
         if is_scattered:
             self._redistribute(self.post_optimizer_model_weight, self.model_weight)
@@ -456,11 +451,11 @@ class FsdpParameterGroup:
         self.wait_main_weight()
         buffer.local_buffer.copy_(self.main_weight.local_buffer)
         self.main_weight = buffer
-        self._is_on_host = True
+        self.is_on_host = True
         for index, parameter in enumerate(self.fsdp_parameters):
             local = buffer.get_local_tensor(index)
             parameter.sharded._local_tensor = local  # type: ignore[attr-defined]
-        self._is_updated = True
+        self.mark_updated()
 
     def record_step(self) -> None:
         """Records that an optimizer has updated the main weights."""
@@ -468,7 +463,7 @@ class FsdpParameterGroup:
 
     def mark_updated(self) -> None:
         """Marks the compute weights as stale; they are made anew before their next use."""
-        self._is_updated = True
+        self._num_marked += 1
 
     def recover(self) -> None:
         """Drops the gradients of the sharded parameters, and makes the compute weights anew before
@@ -488,6 +483,10 @@ class FsdpParameterGroup:
         if self.phase is MemoryPhase.FAILED and self.delivery.status is not Delivery.Status.FAILED:
             self.reshard()
             self.phase, self._failure = self.phase.to(MemoryPhase.SHARDED), None
+
+    def _writes(self) -> tuple[int, int]:
+        """Counts writes to the main weights: those that were marked, and those in `_versions`."""
+        return self._num_marked, self._versions()
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
@@ -567,7 +566,12 @@ class FsdpParameterGroup:
         full = nn.Parameter(
             apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
         )
-        sharded = self._make_sharded(index)
+        sharded = sharded_parameter(
+            self.main_weight.get_dtensor(index),
+            self._device.torch_device,
+            self.requires_grad,
+            before_use=self.wait_main_weight,
+        )
 
         # What users have set on the original parameter holds for both.
         for parameter in (full, sharded):
@@ -579,25 +583,6 @@ class FsdpParameterGroup:
 
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
-
-    def _make_sharded(self, index: int) -> nn.Parameter:
-        dtensor = self.main_weight.get_dtensor(index)
-        local = dtensor._local_tensor
-
-        # Main weights in host memory have gradients on the device, and torch accepts gradients only
-        # on the device that a parameter reports. So it reports the gradients' device.
-        device = self._device.torch_device
-        if isinstance(dtensor, UnevenDTensor):
-            placeholder = local.new_empty((0, *local.shape[1:]), device=device)
-            data = dtensor_like(dtensor, placeholder)
-        else:
-            data = ReplicaDTensor.over(dtensor, device)
-
-        sharded = nn.Parameter(data, requires_grad=self.requires_grad)
-        sharded._local_tensor = local  # type: ignore[attr-defined]
-        if isinstance(dtensor, UnevenDTensor):
-            sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
-        return sharded
 
 
 def _sample(tensor: torch.Tensor) -> int:
