@@ -26,13 +26,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.collectives import UNLABELLED, Label
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import axes_to_move, check_placements, sharded_axes
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.uneven_shard import uneven_placements
+from megatron.core.distributed.fsdp.uneven_rows import uneven_placements
+from megatron.core.dtensors import dtensor_over
 
 P = TypeVar("P", bound=Placement)
 
