@@ -24,7 +24,7 @@ from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import RowSource
 from megatron.training.checkpoint.run_info import FORMAT_VERSION, RecoverInfo
 from megatron.training.step import StepInfo
-from megatron_hybrid.checkpoint.from_file import publish_import
+from megatron_hybrid.checkpoint.from_file import expect_no_checkpoint, publish_import
 from megatron_hybrid.checkpoint.progress import progress_bar
 
 
@@ -53,6 +53,9 @@ def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
             tensors that are not in the table; later, if a chunk is damaged. A failed import leaves
             no files.
     """
+    store = open_store(arguments.root)
+    expect_no_checkpoint(store)  # before chunks are read
+
     given = {name: getattr(arguments, name) for name in COUNTS}
     heads = Heads({name: count for name, count in given.items() if count is not None})
     view = DcpView.open(arguments.path, KeyMap.read(arguments.dcp_key_map, heads))
@@ -60,7 +63,6 @@ def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
 
     entries = [_entry(view, key, source) for key, source in view.sources.ours.items()]
     num_bytes = sum(entry.values.stored.nbytes for entry in entries)
-    store = open_store(arguments.root)
     with progress_bar("import", num_bytes) as progress:
         publish_import(store, entries, _train_state(view), progress)
     return {

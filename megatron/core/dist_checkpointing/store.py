@@ -60,7 +60,8 @@ from megatron.core.shared_file import naming
 logger = logging.getLogger(__name__)
 
 MOST_SMALL_BYTES = 1 << 26  # of a file that is read whole
-MOST_METADATA_BYTES = 1 << 36  # of an index, `.metadata` or a manifest; no save writes more
+# Of an index, `.metadata` or a manifest: about 40 million chunks.
+MOST_METADATA_BYTES = 1 << 32
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
