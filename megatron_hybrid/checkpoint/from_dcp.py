@@ -15,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
-from megatron.core.dist_checkpointing.layout.holdings import Replicated
+from megatron.core.dist_checkpointing.layout.holdings import replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store, path_of
 from megatron.core.optimizer.state_tensors import STEP
@@ -101,7 +101,7 @@ def _train_state(view: DcpView) -> dict[str, Any]:
 
 def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
     shape, values = source.shape, _Rows(view, key, source)
-    saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
+    saved_as = SavedAs(key, values.dtype, shape, replicated(shape, [0]))
     return Entry(saved_as, (0,) * len(shape), values)
 
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import read_archive
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
-from megatron.core.dist_checkpointing.layout.holdings import Replicated
+from megatron.core.dist_checkpointing.layout.holdings import replicated
 from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
@@ -184,7 +184,7 @@ def _write(
 
 def _entry(key: str, tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
-    saved_as = SavedAs(key, tensor.dtype, shape, Replicated(shape, [0]))
+    saved_as = SavedAs(key, tensor.dtype, shape, replicated(shape, [0]))
     return Entry(saved_as, (0,) * len(shape), Values(tensor))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +16,8 @@ from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
 from megatron.core.dist_checkpointing.layout.holdings import (
     FlatShards,
-    FlatTensor,
     RankMesh,
-    Replicated,
+    replicated,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
@@ -28,11 +29,11 @@ def state(shapes: list[tuple[int, ...]], num_ranks: int, is_sharded: bool) -> li
     mesh = RankMesh((num_ranks,), tuple(range(num_ranks)))
     shards = FlatShards(GlobalLayout.build(shapes, num_ranks), mesh, (is_sharded,))
     tensors = [
-        SavedAs(f"{i}.{dtype}", dtype, shape, FlatTensor(shards, i))
+        SavedAs(f"{i}.{dtype}", dtype, shape, partial(shards.holdings, i))
         for i, shape in enumerate(shapes)
         for dtype in DTYPES
     ]
-    return [*tensors, SavedAs("step", torch.float32, (), Replicated((), mesh.ranks))]
+    return [*tensors, SavedAs("step", torch.float32, (), replicated((), mesh.ranks))]
 
 
 sizes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=4)
@@ -88,7 +89,7 @@ def test_readers_accept_a_built_index(shapes, num_ranks, is_sharded):
 
 
 def saved_as(key: str) -> SavedAs:
-    return SavedAs(key, torch.float32, (), Replicated((), (0,)))
+    return SavedAs(key, torch.float32, (), replicated((), (0,)))
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
