@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store, path_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,

@@ -40,13 +40,13 @@ from megatron.core.dist_checkpointing.agreement import (
     sum_of_ranks,
 )
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
-from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
-from megatron.core.dist_checkpointing.layout.file_layout import (
+from megatron.core.dist_checkpointing.format.index import (
     ExportedRows,
     ExportedTensor,
     ExportFile,
 )
+from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
+from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.distributed.fsdp.parameter_group import group_of

@@ -41,8 +41,8 @@ import numpy as np
 import torch
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_sink import DataSink
 from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
 from megatron.core.drivers import PinError
