@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model, few
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
@@ -271,23 +271,18 @@ def _check_fits(
         if key not in wanted and key not in ignored and not key.startswith(ignored_prefixes)
     ]
     missing = [key for key in tensors if key not in saved]
-    missing += [key for key in wanted if key in plain and key not in (*saved, *checkpoint.plain)]
+    missing += sorted(plain - saved.keys() - set(checkpoint.plain))
 
-    problems = []
-    if missing:
-        problems.append(f"it lacks {few(missing)}")
-    if extra:
-        problems.append(f"the model has no {few(extra)}")
+    problems = [
+        f"{key} is a tensor where plain data is wanted" for key in sorted(plain & saved.keys())
+    ]
     for key, value in tensors.items():
         if key in saved:
             may_round = key in changes.rounded
             problems += differences(
                 saved[key], tuple(value.shape), value.dtype, may_round=may_round
             )
-    if others := [key for key in wanted if key in plain and key in saved]:
-        problems.append(f"it has tensors where the model has none: {few(others)}")
-    if problems:
-        raise other_model(checkpoint.path, problems)
+    expect_same_model(checkpoint.path, problems, missing=missing, extra=extra)
 
 
 def _local_parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
