@@ -212,7 +212,16 @@ def frozen_changes(
     checkpoint: TorchDcpCheckpoint, state: dict[str, Any], frozen: Collection[str] = ()
 ) -> FrozenChanges:
     """What `load_tensors` returns, before it is called."""
-    return _frozen_changes(checkpoint, flatten_state_dict(state)[0], frozen)
+    wanted, saved = flatten_state_dict(state)[0], checkpoint.tensors
+    prefix = "model."  # wherever there are states of an optimizer
+    names = [key.removeprefix(prefix) for key in wanted if key.startswith(prefix) and key in saved]
+    rounded = [
+        key
+        for key in frozen
+        if key in saved and key in wanted and is_rounded(saved[key].dtype, wanted[key].dtype)
+    ]
+    own = [key for key, value in wanted.items() if isinstance(value, torch.Tensor)]
+    return FrozenChanges.of(own, saved.keys(), names)._replace(rounded=rounded)
 
 
 def _load(
@@ -222,7 +231,7 @@ def _load(
     frozen: Collection[str],
 ) -> FrozenChanges:
     wanted, places = flatten_state_dict(state)
-    changes = _frozen_changes(checkpoint, wanted, frozen)
+    changes = frozen_changes(checkpoint, state, frozen)
     fresh = changes.fresh_keys
     wanted = {key: value for key, value in wanted.items() if key not in fresh}
     _check_fits(checkpoint, wanted, ignored_prefixes, changes)
@@ -238,21 +247,6 @@ def _load(
         set_element(state, places[key], value)
     changes.log()
     return changes
-
-
-def _frozen_changes(
-    checkpoint: TorchDcpCheckpoint, wanted: dict[str, Any], frozen: Collection[str]
-) -> FrozenChanges:
-    saved = checkpoint.tensors
-    prefix = "model."  # wherever there are states of an optimizer
-    names = [key.removeprefix(prefix) for key in wanted if key.startswith(prefix) and key in saved]
-    rounded = [
-        key
-        for key in frozen
-        if key in saved and key in wanted and is_rounded(saved[key].dtype, wanted[key].dtype)
-    ]
-    own = [key for key, value in wanted.items() if isinstance(value, torch.Tensor)]
-    return FrozenChanges.of(own, saved.keys(), names)._replace(rounded=rounded)
 
 
 def _check_fits(
