@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.format.names import parse_folder
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.data_file import DataSink
 from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
@@ -296,7 +296,7 @@ class _FaultyStore:
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
         if self._is_of_draft(path):
-            setattr(sink, _IN_SAVES[self._injection.kind], lambda _: self._strike(path))
+            setattr(sink, _IN_SAVES[self._injection.kind], lambda *_: self._strike(path))
         return sink
 
     def _is_of_draft(self, path: str) -> bool:

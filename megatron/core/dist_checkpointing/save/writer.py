@@ -29,7 +29,7 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob import blob_frame
-from megatron.core.dist_checkpointing.format.index import Index, blob_place
+from megatron.core.dist_checkpointing.format.index import ExportedRows, Index, blob_place
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     Manifest,
@@ -38,10 +38,8 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk
-from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter, DataSink
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
 from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of

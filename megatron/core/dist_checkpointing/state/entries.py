@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.format.blob import plain_blob
-from megatron.core.dist_checkpointing.format.index import Index
-from megatron.core.dist_checkpointing.layout.file_layout import Export, SavedAs, build_index
+from megatron.core.dist_checkpointing.format.index import Export, Index, SavedAs, build_index
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_tensors import like

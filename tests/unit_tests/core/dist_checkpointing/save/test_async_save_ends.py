@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.data_file import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore, published_iterations

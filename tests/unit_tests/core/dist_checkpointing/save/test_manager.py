@@ -397,5 +397,4 @@ def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published
         manager.save(5, collect(model, optimizer, rank=0, world_size=1), {})
         with pytest.raises(CheckpointError, match="another run may have swept it"):
             manager.finish()
-    assert not open_store(root).is_published(checkpoint_name(5))
     assert published_iterations(open_store(root)) == []
