@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
-from megatron.core.host_memory import format_bytes
+from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
 from megatron.core.layer_execution import ExecutionConfig, prepare_layers
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
@@ -36,7 +36,6 @@ from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     plan_offload,
 )
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory

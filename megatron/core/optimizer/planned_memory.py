@@ -29,10 +29,10 @@ from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.tensor_bucket import padded_numel
 from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (

@@ -26,7 +26,14 @@ from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lanes import Event
 from megatron.core.optimizer.kernels.piece import Kernel, Piece, check_grad_scale
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
-from megatron.core.optimizer.rule_states import MasterWeights, RuleStates
+from megatron.core.optimizer.rule_states import (
+    MasterWeights,
+    PlannedUpdates,
+    RuleStates,
+    Update,
+    carry_out,
+    plan,
+)
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_loading import (
     can_be_trained,
@@ -36,8 +43,7 @@ from megatron.core.optimizer.state_loading import (
     loaded_options,
 )
 from megatron.core.optimizer.state_tensors import STEP
-from megatron.core.optimizer.state_units import StateUnit
-from megatron.core.optimizer.step_holds import Hold, StepHolds
+from megatron.core.optimizer.state_units import Hold, StateUnit, StepHolds
 from megatron.core.optimizer.step_inputs import (
     StepInputs,
     check_not_elsewhere,
@@ -46,7 +52,6 @@ from megatron.core.optimizer.step_inputs import (
     mark_stepped,
     unscaling_factor,
 )
-from megatron.core.optimizer.updates import PlannedUpdates, Update, carry_out, plan
 
 # Attributes of a copy in addition to torch's.
 _COPIED = ("rule", "use_decoupled_grad", "set_grad_none", "_states", "_num_host_threads")

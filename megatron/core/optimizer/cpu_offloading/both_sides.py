@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
+from megatron.core.host_memory import check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.bucket import Slot
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
@@ -26,11 +27,10 @@ from megatron.core.optimizer.cpu_offloading.groups import (
     groups_of,
     mesh_of,
 )
-from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
+from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import Mismatch, difference
 from megatron.core.timeline import AnyTimeline

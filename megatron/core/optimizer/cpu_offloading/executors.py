@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
-from megatron.core.optimizer.cpu_offloading.sub_optimizers import BucketView
 from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
@@ -291,3 +290,42 @@ class TorchExecutor(Executor):
     def _as_state(self, index: int, value: Any) -> Any:
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape
         return like(self.bucket.slots[index].parameter, value) if is_like else value
+
+
+class BucketView(torch.optim.Optimizer):
+    """What our AdamW updates in a bucket: main weights in host memory, with their states.
+
+    A group for each parameter. The values are from the last finished update; the options are
+    copied from the optimizer's groups when the view is created.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], states: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """`parameters` and `states` share the bucket's memory, one of each for every slot."""
+        super().__init__([{"params": [parameter]} for parameter in parameters], {})
+        for parameter, own in zip(parameters, states, strict=True):
+            self.state[parameter] = dict(own)
+
+    def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: both sides step together."""
+        raise _refusal("step")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: states are loaded for both sides together."""
+        raise _refusal("load_state_dict")
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """Raises RuntimeError: the hook would never be called."""
+        raise _refusal("register_step_pre_hook")
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """Raises RuntimeError: the hook would never be called."""
+        raise _refusal("register_step_post_hook")
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Call {name} on the HybridDeviceOptimizer; this is a read-only view of part of its host "
+        "side."
+    )

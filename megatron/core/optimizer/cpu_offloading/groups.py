@@ -18,11 +18,9 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, FsdpBucket, TensorBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
 
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
 _BUCKET_NUMEL = 4 << 20

@@ -33,7 +33,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
     Stepped,
     TorchExecutor,
 )
-from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
+from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import Kernel

@@ -416,7 +416,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
     @property
     def cpu_optimizers(self) -> list[torch.optim.Optimizer]:
         """The host side, an optimizer for each bucket over views of its main weights, once pending
-        updates have finished. Read-only: see sub_optimizers.py.
+        updates have finished. Read-only: see `BucketView`.
         """
         self._adopt_parameters()
         return self._sides.host_side.torch_optimizers(options_of(self.param_groups))

@@ -12,7 +12,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lanes import Event, InlineLane, ThreadEvent
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import on_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
