@@ -6,9 +6,9 @@ read:
     for unit in state_units(optimizer):
         unit.hold(lane.enqueue(lambda: read(unit), after=[unit.updated]))
 
-`RuleOptimizer` has a unit for each FSDP group and `HybridDeviceOptimizer` for each bucket besides, so
-that a step waits for one reader at a time. Any other optimizer is one unit, and its next step waits
-for all of it.
+`RuleOptimizer` has a unit for each FSDP group and `HybridDeviceOptimizer` for each bucket besides,
+so that a step waits for one reader at a time. Any other optimizer is one unit, and its next step
+waits for all of it.
 """
 
 from __future__ import annotations

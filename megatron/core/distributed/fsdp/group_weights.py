@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -204,9 +204,9 @@ class Delivery:
     """How the compute weights of a group get the updates of an optimizer that works elsewhere.
 
     Usually a group copies its main weights to the compute weights itself, before their next use. An
-    optimizer that updates main weights in host memory copies them to the device too, on lanes of
-    its own. It claims the group's delivery and announces each update with an event; the next gather
-    comes after that event.
+    optimizer that updates main weights in host memory copies them to the device too, on its own
+    lanes. It claims its parameters' delivery and announces each update with an event; the next
+    gather comes after that event. Several optimizers may have claimed some of the parameters each.
 
     Attributes:
         status: see `Status`.
@@ -231,33 +231,47 @@ class Delivery:
 
     def __init__(self) -> None:
         self.status = Delivery.Status.IDLE
-        self._owner: weakref.ref[object] | None = None
-        self._updated: Event | None = None  # after the last announced update, until that is done
-        self._before_use: Callable[[], None] | None = None
+        self._owners: dict[int, weakref.ref[object]] = {}  # by index of the parameter
+        # By the first index of the updated parameters: the event after their last announced update,
+        # until that is done, and what to call before its weights are used.
+        self._updates: dict[int, Event] = {}
+        self._before_use: dict[int, Callable[[], None]] = {}
 
-    def claim(self, owner: object) -> None:
-        """Makes `owner` the only one that updates the main weights and delivers the compute
-        weights.
+    def claim(self, owner: object, indices: Iterable[int]) -> None:
+        """Makes `owner` the only one that updates some parameters' main weights and delivers their
+        compute weights.
 
         The group does not copy them after the owner's steps. The reference to it is weak.
         """
         self.synchronize()
-        self._owner = weakref.ref(owner)
+        for index in indices:
+            self._owners[index] = weakref.ref(owner)
 
-    def is_claimed_by(self, owner: object) -> bool:
-        """Whether `owner` was the last to claim the delivery."""
-        return self._owner is not None and self._owner() is owner
+    def is_claimed_by(self, owner: object, indices: Iterable[int] | None = None) -> bool:
+        """Whether `owner` was the last to claim all of these parameters; default: any of the
+        group's.
+        """
+        own = {index for index, claimed in self._owners.items() if claimed() is owner}
+        return bool(own) if indices is None else own.issuperset(indices)
 
-    def announce(self, updated: Event, before_use: Callable[[], None] | None = None) -> None:
-        """Announces an update of the main weights and of this rank's post_optimizer_model_weight.
+    def announce(
+        self, updated: Event, before_use: Callable[[], None] | None = None, first: int = 0
+    ) -> None:
+        """Announces an update of main weights and of this rank's part of
+        post_optimizer_model_weight.
 
         Args:
             updated: both are up to date after this event.
             before_use: called by the thread that uses the weights, just before it waits for them,
-                unless another update was announced before. It may wait for the event itself, to
-                see how long that takes.
+                unless another update of the same parameters was announced before. It may wait for
+                the event itself, to see how long that takes.
+            first: index of the first updated parameter: an update takes the place of the last one
+                with the same first parameter.
         """
-        self._updated, self._before_use = updated, before_use
+        self._updates[first] = updated
+        self._before_use.pop(first, None)
+        if before_use is not None:
+            self._before_use[first] = before_use
         if self.status is not Delivery.Status.FAILED:
             self.status = Delivery.Status.ANNOUNCED
 
@@ -269,7 +283,7 @@ class Delivery:
     @property
     def events(self) -> list[Event]:
         """The events that the next gather must come after."""
-        return [self._updated] if self.is_announced and self._updated is not None else []
+        return list(self._updates.values()) if self.is_announced else []
 
     def gather_queued(self) -> None:
         """Records that a gather has been queued after `events`."""
@@ -285,9 +299,9 @@ class Delivery:
             return
 
         self.status = Delivery.Status.IDLE
-        before_use, self._before_use = self._before_use, None
+        before_uses, self._before_use = list(self._before_use.values()), {}
         try:
-            if before_use is not None:
+            for before_use in before_uses:
                 before_use()
             gathered.wait()
         except Exception:
@@ -296,10 +310,10 @@ class Delivery:
             raise
 
     def synchronize(self) -> None:
-        """Blocks this thread until the last announced update is done. Raises its error."""
-        if self._updated is not None:
-            self._updated.synchronize()
-            # Only now, since after a failure the next call must fail too; and not while a gather
-            # has yet to be queued after it.
-            if not self.is_announced:
-                self._updated = None
+        """Blocks this thread until the last announced updates are done. Raises their error."""
+        for updated in self._updates.values():
+            updated.synchronize()
+        # Only now, since after a failure the next call must fail too; and not while a gather has
+        # yet to be queued after them.
+        if not self.is_announced:
+            self._updates.clear()

@@ -142,8 +142,9 @@ class FsdpParameterGroup:
         self._filled: tuple[int, int] | None = None
         self.delivery = Delivery()
         self.timeline: AnyTimeline = NO_TIMELINE
-        self._send_down: Callable[[Event], Event] | None = None
-        self._main_grad_read: Event | None = None
+        # By the first index of the parameters whose gradients they send; see `send_main_grad`.
+        self._send_down: dict[int, Callable[[Event], Event]] = {}
+        self._main_grad_reads: list[Event] = []
 
         weights = WeightBuffers.make(plan, mesh, device)
         self.main_weight, self.model_weight = weights.main, weights.model
@@ -379,8 +380,8 @@ class FsdpParameterGroup:
     def reduce(self, lane: Lane, is_last: bool) -> Event:
         """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
         assert self.gradients is not None, "called for groups that have gradients"
-        if self._main_grad_read is not None:
-            event, self._main_grad_read = self._main_grad_read, None
+        reads, self._main_grad_reads = self._main_grad_reads, []
+        for event in reads:
             # The last step's gradients may still be copied to the host from the same memory.
             self.timeline.awaited(event, D2H, self.display_name).wait()
 
@@ -392,8 +393,8 @@ class FsdpParameterGroup:
         nbytes = self.gradients.unsharded.local_buffer.nbytes
         timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
         reduced = lane.enqueue(timed, [self._device.event()])
-        if is_last and self._send_down is not None:
-            self._main_grad_read = self._send_down(reduced)
+        if is_last:
+            self._main_grad_reads = [send_down(reduced) for send_down in self._send_down.values()]
         return reduced
 
     def wait_reduced(self, reduced: Event) -> None:
@@ -407,14 +408,16 @@ class FsdpParameterGroup:
         assert self.gradients is not None, "called for groups that have gradients"
         self.gradients.release(self._sharded)
 
-    def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
+    def send_main_grad(self, send_down: Callable[[Event], Event], first: int = 0) -> None:
         """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
 
         Args:
             send_down: from the event after which main_grad may be read to the one after which it
-                has been read; called in the middle of the backward. None: gradients are not copied.
+                has been read; called in the middle of the backward.
+            first: index of the first parameter whose gradients it sends: it takes the place of the
+                last one with the same first parameter.
         """
-        self._send_down = send_down
+        self._send_down[first] = send_down
 
     # Update
 

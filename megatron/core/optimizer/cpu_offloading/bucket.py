@@ -51,6 +51,7 @@ class Bucket(ABC):
         name: for messages.
         slots: of the parameters that are stepped.
         numel: elements of each array, padding included.
+        main_numel: elements of the array of main weights before `adopt`.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
@@ -73,6 +74,7 @@ class Bucket(ABC):
         slots: Sequence[Slot],
         numel: int,
         *,
+        main_numel: int | None = None,
         main_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
@@ -81,6 +83,7 @@ class Bucket(ABC):
         self.name = name
         self.slots = slots
         self.numel = numel
+        self.main_numel = numel if main_numel is None else main_numel
         self.main_dtype = main_dtype
         self.grad_dtype = grad_dtype
         self.weight_dtype = weight_dtype
@@ -123,9 +126,10 @@ class Bucket(ABC):
     def deliver(self, timings: StepRecorder) -> None:  # noqa: B027
         """Makes the device wait for `sent` before it uses the weights."""
 
-    @abstractmethod
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A slot's part of an array in the shape of its parameter: a DTensor if that is one."""
+        slot = self.slots[index]
+        return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
 
     def queue_fetch(
         self, lane: Lane, work: Callable[[], object], after: Sequence[Event] = ()
@@ -165,8 +169,9 @@ def fetch_each(grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]
 
 
 class FsdpBucket(Bucket):
-    """The arrays have the layout of the group's own shards, and its main weights are `main_weight`
-    itself.
+    """The arrays have the layout of the group's own shards, or of the part from the first to the
+    last parameter that is stepped; other optimizers may step others of the group. Its main weights
+    are the group's `main_weight` itself.
     """
 
     is_delivered = True
@@ -180,10 +185,17 @@ class FsdpBucket(Bucket):
         self._gradients = gradients
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
+
+        whole = [self._slot(index) for index in self._indices]
+        self._start, numel = 0, group.main_weight.range.numel
+        if len(whole) < len(group.fsdp_parameters):
+            self._start = min(slot.offset for slot in whole)
+            numel = max(slot.offset + slot.numel for slot in whole) - self._start
         super().__init__(
             group.display_name,
-            [self._slot(index) for index in self._indices],
-            group.main_weight.range.numel,
+            [slot._replace(offset=slot.offset - self._start) for slot in whole],
+            numel,
+            main_numel=group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,
             grad_dtype=main_grad.dtype,
             weight_dtype=group.dtype,
@@ -192,21 +204,26 @@ class FsdpBucket(Bucket):
 
     def own_main_weight(self) -> torch.Tensor | None:
         # For autograd, an update of the array is no change of the parameters: the delivery is.
-        return apart(self._group.main_weight.local_buffer) if self._group.is_on_host else None
+        if not self._group.is_on_host:
+            return None
+        return self._part(apart(self._group.main_weight.local_buffer))
 
     def adopt(self, owner: object) -> None:
-        if not self._group.is_on_host:
-            self._group.put_main_weight(self._as_buffer(apart(self.main_weight)))
-        self._group.delivery.claim(owner)
+        group = self._group
+        if not group.is_on_host:
+            flat, placements = apart(self.main_weight), group.placements.optimizer
+            group.put_main_weight(DBuffer.from_local(flat, group.mesh, placements, group.layout))
+            self.main_weight = self._part(self.main_weight)
+        group.delivery.claim(owner, self._indices)
 
     def reload(self) -> None:
         self._group.mark_updated()
 
     def check(self, owner: object) -> None:
-        if not self._group.delivery.is_claimed_by(owner):
+        if not self._group.delivery.is_claimed_by(owner, self._indices):
             raise RuntimeError(
-                f"Expected to be the one optimizer of {self.name}, got another one, made later, "
-                "that updates its main weights."
+                f"Expected to be the one optimizer of parameters of {self.name}, got another one, "
+                "made later, that updates their main weights."
             )
 
     def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:
@@ -225,7 +242,7 @@ class FsdpBucket(Bucket):
             timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
             return bucket.queue_fetch(lane, timed, [reduced])
 
-        self._group.send_main_grad(send_down)
+        self._group.send_main_grad(send_down, self._indices[0])
 
     def fetch_early(self, seen_versions: int | None = None) -> None:
         """Copies all gradients before the step.
@@ -236,7 +253,7 @@ class FsdpBucket(Bucket):
         """
         # Before the copy: writes during the copy must count as writes after it.
         self._fetched = self._main_versions() if seen_versions is None else seen_versions
-        self.grad.copy_(self._main_grad.local_buffer, non_blocking=True)
+        self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
 
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         indices = {
@@ -249,12 +266,12 @@ class FsdpBucket(Bucket):
             if not self._gradients.is_main(indices[id(slot.parameter)], gradient)
         ]
         if len(others) < len(gradients) and self._fetched != self._main_versions():
-            self.grad.copy_(self._main_grad.local_buffer, non_blocking=True)
+            self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
         self._fetched = None
         fetch_each(self.grad, others)
 
     def send(self, stepped: Sequence[Slot]) -> None:
-        target = self._group.post_optimizer_model_weight.local_buffer
+        target = self._part(self._group.post_optimizer_model_weight.local_buffer)
         for offset, numel in _ranges(stepped):
             target.narrow(0, offset, numel).copy_(
                 self.weight.narrow(0, offset, numel), non_blocking=True
@@ -263,19 +280,16 @@ class FsdpBucket(Bucket):
     def deliver(self, timings: StepRecorder) -> None:
         assert self.sent is not None, "called once the weights' way up is queued"
         self._group.delivery.announce(
-            timings.awaited(self.sent), before_use=timings.before_use(self.sent)
+            timings.awaited(self.sent), timings.before_use(self.sent), self._indices[0]
         )
-
-    def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        return self._as_buffer(flat).get_dtensor(self._indices[index])
 
     def _main_versions(self) -> int:
         """Counts the writes to the group's gradients."""
         return self._gradients.main_versions()
 
-    def _as_buffer(self, flat: torch.Tensor) -> DBuffer:
-        group = self._group
-        return DBuffer.from_local(flat, group.mesh, group.placements.optimizer, group.layout)
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        """The bucket's part of one of the group's local buffers."""
+        return flat.narrow(0, self._start, self.numel)
 
     def _slot(self, index: int) -> Slot:
         parameter = self._group.fsdp_parameters[index].sharded
@@ -357,10 +371,6 @@ class TensorBucket(Bucket):
             target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
             # This write must not look like a write of the user.
             self._writes.see(slot.parameter)
-
-    def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        slot = self.slots[index]
-        return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
 
 
 def padded_numel(numel: int) -> int:

@@ -9,8 +9,8 @@ Four slabs, of which two may be pinned, since only they are copied from and to t
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.
-`HostAllocator` makes the slabs; a plan made before there are weights only needs their sizes. Pinning
-takes seconds per GiB, and pinned memory can neither be moved nor swapped out.
+`HostAllocator` makes the slabs; a plan made before there are weights only needs their sizes.
+Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class BucketShape(NamedTuple):
         numel: elements of each array, padding included.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         has_main: whether its main weights are in host memory already, in as many elements.
+        main_numel: elements of the array of main weights otherwise; None: as of the others.
     """
 
     numel: int
@@ -41,6 +42,7 @@ class BucketShape(NamedTuple):
     grad_dtype: torch.dtype
     weight_dtype: torch.dtype
     has_main: bool
+    main_numel: int | None = None
 
 
 class HostRules(NamedTuple):
@@ -148,9 +150,11 @@ class HostLayout:
         before = builder.nbytes
         for index in indices:
             bucket = self._buckets[index]
-            dtype = dtype_of(bucket)
-            offset = builder.add(bucket.numel, dtype)
-            self.arrays[index, what] = SlabRange(purpose, offset, bucket.numel, dtype)
+            numel, dtype = bucket.numel, dtype_of(bucket)
+            if what == "main weights" and bucket.main_numel is not None:
+                numel = bucket.main_numel
+            offset = builder.add(numel, dtype)
+            self.arrays[index, what] = SlabRange(purpose, offset, numel, dtype)
 
         if added := builder.nbytes - before:
             is_pinned = self.pins[purpose] and self._rules.pins_memory
@@ -181,6 +185,7 @@ class HostAllocator:
                 bucket.grad_dtype,
                 bucket.weight_dtype,
                 has_main=id(bucket) in self._own,
+                main_numel=bucket.main_numel,
             )
             for bucket in buckets
         ]

@@ -105,16 +105,30 @@ def test_synchronizing_with_an_update_that_failed_fails_every_time():
             delivery.synchronize()
 
 
+def test_a_gather_waits_for_the_updates_of_every_owner():
+    delivery, used = Delivery(), []
+    events = [ThreadEvent.done() for _ in range(3)]
+    for number, first in enumerate((0, 2, 0)):
+        delivery.announce(events[number], lambda number=number: used.append(number), first)
+    assert set(map(id, delivery.events)) == {id(events[1]), id(events[2])}
+    delivery.gather_queued()
+    delivery.wait(ThreadEvent.done())
+    assert sorted(used) == [1, 2], "a newer update takes the place of the first"
+    delivery.synchronize()
+    assert delivery.status is Delivery.Status.IDLE
+
+
 def test_the_last_to_claim_a_delivery_has_it_and_it_is_held_weakly():
     class Owner:
         pass
 
     delivery, first, second = Delivery(), Owner(), Owner()
     assert not delivery.is_claimed_by(first)
-    delivery.claim(first)
-    delivery.claim(second)
-    assert not delivery.is_claimed_by(first)
-    assert delivery.is_claimed_by(second)
+    delivery.claim(first, [0, 1])
+    delivery.claim(second, [1, 2])
+    assert delivery.is_claimed_by(first)
+    assert not delivery.is_claimed_by(first, [0, 1])
+    assert delivery.is_claimed_by(second, [1, 2])
     gone = weakref.ref(second)
     del second
     assert gone() is None
