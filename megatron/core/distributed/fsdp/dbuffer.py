@@ -207,7 +207,7 @@ class DBuffer:
         if out is not None:
             out = self._output(out, wanted)
         if wanted == self.placements:
-            return self if out is None else self._copy_into(out)
+            return self.cast(self.dtype, out=out)
 
         result = self
         for number, axis in enumerate(axes):
@@ -429,11 +429,6 @@ class DBuffer:
         local = self.local_buffer
         end = (local.storage_offset() + self.range.numel) * local.element_size()
         return local.is_meta or local.untyped_storage().nbytes() >= end
-
-    def _copy_into(self, out: DBuffer) -> DBuffer:
-        self._check_memory()
-        out.local_buffer.copy_(self.local_buffer)
-        return out
 
     def _move(self, axis: int, placement: Placement, out: DBuffer | None, label: Label) -> DBuffer:
         """One step of `redistribute`, of a kind that `_check_move` has let through."""

@@ -1,8 +1,11 @@
-"""The parts of a parameter group's weights, in the order in which a step meets them.
+"""The parts of a parameter group's weights.
 
-FsdpParameter   one parameter, whole while its module computes, sharded at rest
-WeightBuffers   the flat buffers behind the parameters of a group
-Delivery        updates by an optimizer in host memory
+    FsdpParameter   one parameter, whole while its module computes, sharded at rest
+    WeightBuffers   the flat buffers behind the parameters of a group
+    MemoryPhase     what the memory of the full weights has in it now
+    Delivery        updates by an optimizer in host memory
+
+`FsdpParameterGroup` combines them.
 """
 
 from __future__ import annotations
@@ -105,15 +108,17 @@ class OwnedParameter:
 
 
 class WeightBuffers(NamedTuple):
-    """The buffers of a parameter group's weights. Buffers that would hold the same are one.
+    """The buffers of a parameter group's weights.
 
-    buffer                placements   contents
-    main                  optimizer    updated by the optimizer, on the device or in host memory
-    model                 parameter    compute weights between uses
-    post_optimizer_model  optimizer    the part of `model` that this rank's main weights become,
-                                       a view of it
-    unsharded             in_use       compute weights in use: all rows, or, where axes are
-                                       kept, this rank's block of them
+        buffer                placements   contents
+        main                  optimizer    updated by the optimizer, on the device or in host memory
+        model                 parameter    compute weights between uses
+        post_optimizer_model  optimizer    the part of `model` that this rank's main weights become,
+                                           a view of it
+        unsharded             in_use       compute weights in use: all rows, or, where axes are
+                                           kept, this rank's block of them
+
+    Buffers that would hold the same are one.
     """
 
     main: DBuffer
@@ -215,13 +220,15 @@ class Delivery:
     class Status(enum.Enum):
         """Where the last announced update is.
 
-        status      the compute weights                    next
-        IDLE        no announced update is missing         ANNOUNCED
-        ANNOUNCED   an update is missing, and no gather    AWAITED, or ANNOUNCED by a newer one
-                    has been queued after it
-        AWAITED     a gather has been queued after the     IDLE or FAILED by `wait`, or
-                    update                                 ANNOUNCED by a newer one
-        FAILED      may have a part of an update only      none: the group cannot recover
+            status      the compute weights                    next
+            IDLE        no announced update is missing         ANNOUNCED
+            ANNOUNCED   an update is missing, and no gather    AWAITED, or ANNOUNCED by a newer one
+                        has been queued after it
+            AWAITED     a gather has been queued after the     IDLE or FAILED by `wait`, or
+                        update                                 ANNOUNCED by a newer one
+            FAILED      may have a part of an update only      none
+
+        A group whose delivery has failed cannot recover.
         """
 
         IDLE = "idle"

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collective_history import compare_over
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut, replicated, whole_tensor
+from megatron.core.dtensors import local_tensor
 
 aten = torch.ops.aten
 
@@ -226,10 +227,16 @@ def _new(func: Any) -> Callable[..., DTensor]:
 _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
     aten.is_same_size.default: lambda first, second: first.shape == second.shape,
     aten.is_pinned.default: lambda tensor, *_: tensor._local_tensor.is_pinned(),
-    aten.new_empty.default: _new(aten.new_empty.default),
-    aten.new_full.default: _new(aten.new_full.default),
-    aten.new_ones.default: _new(aten.new_ones.default),
-    aten.new_zeros.default: _new(aten.new_zeros.default),
+    **{
+        func: _new(func)
+        for func in (
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_full.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+        )
+    },
 }
 
 
@@ -246,7 +253,9 @@ _VIEWS = {
     aten.unbind.int,
     aten.unsqueeze.default,
     aten.view.default,
+    aten._unsafe_view.default,
 }
+_WITH_SIZE = {aten.expand.default, aten.view.default, aten._unsafe_view.default}
 
 
 def _view(func: Any, tensor: UnevenRows, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +273,7 @@ def _view(func: Any, tensor: UnevenRows, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
 
     local = tensor._local_tensor
-    if func in (aten.view.default, aten.expand.default):
+    if func in _WITH_SIZE:
         args = ([len(local), *views.shape[1:]], *args[1:])
     return tree_map(tensor.with_local, func(local, *args, **kwargs))
 
@@ -276,10 +285,8 @@ def _parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int]]:
     """The indices into an operator's lists of tensors, by the mesh and dtype of the first uneven
     tensor there; entries without an uneven tensor are one more part.
     """
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-    columns = zip(*(items for items in lists if items), strict=False)
     parts: dict[tuple[DeviceMesh, torch.dtype] | None, list[int]] = {}
-    for index, column in enumerate(columns):
+    for index, column in enumerate(_columns([*args, *kwargs.values()], are_lists=True)):
         kinds = [(item.device_mesh, item.dtype) for item in column if isinstance(item, UnevenRows)]
         parts.setdefault(kinds[0] if kinds else None, []).append(index)
 
@@ -317,7 +324,7 @@ def _in_parts(
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operation on local rows. NotImplemented where it has to see all rows."""
     is_on_lists = _is_on_lists(func)
-    columns = _columns(is_on_lists, [*args, *kwargs.values()])
+    columns = _columns([*args, *kwargs.values()], are_lists=is_on_lists)
     written = {id(tensor) for tensor in _written(func, args, kwargs)}
     references = [_reference(column, written) for column in columns]
 
@@ -353,14 +360,14 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     )
 
 
-def _columns(is_on_lists: bool, values: Sequence[Any]) -> list[Sequence[torch.Tensor]]:
+def _columns(values: Sequence[Any], *, are_lists: bool) -> list[Sequence[torch.Tensor]]:
     """The tensors that meet element by element: all of them, or the tensors at one index of all
     lists.
     """
-    if not is_on_lists:
+    if not are_lists:
         return [[value for value in values if isinstance(value, torch.Tensor)]]
     lists = [value for value in values if isinstance(value, (list, tuple)) and value]
-    return list(zip(*(value for value in lists if isinstance(value[0], torch.Tensor)), strict=True))
+    return list(zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True))
 
 
 def _reference(column: Sequence[torch.Tensor], written: set[int]) -> UnevenRows:
@@ -411,14 +418,13 @@ def _check_partial(func: Any, column: Sequence[torch.Tensor], reference: UnevenR
 def _localised(func: Any, tensor: torch.Tensor, reference: UnevenRows | None) -> torch.Tensor:
     """The part of a tensor that meets the rows of `reference`; all of one without dims."""
     if reference is None or tensor.dim() == 0:
-        return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if isinstance(tensor, DTensor):
-        own: Any = recut(tensor, reference)
-        return own._local_tensor  # type: ignore[no-any-return]
-    if func is aten.copy_.default and tensor.shape == reference.shape:
-        # Loading a whole tensor into a parameter needs no communication.
+        return whole_tensor(tensor)
+    # Loading a whole, plain tensor into a parameter needs no communication.
+    is_source = func is aten.copy_.default and tensor.shape == reference.shape
+    if is_source and not isinstance(tensor, DTensor):
         return reference.own_rows(tensor)
-    raise _mixed_error(tensor, func)
+    _check_mixed(func, [tensor], {})
+    return local_tensor(recut(tensor, reference))
 
 
 def _outer_result(value: Any, reference: UnevenRows, outer: Mapping[int, torch.Tensor]) -> Any:
@@ -512,9 +518,10 @@ def _unscale(
 
 def _on_all_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an operation on whole tensors, as one process would, and copies the results back."""
+    _check_mixed(func, args, kwargs)
     mesh = next(_uneven_among(args, kwargs)).device_mesh
     tensors = {id(tensor): tensor for tensor in _tensors_among(args, kwargs)}
-    wholes = {number: _whole_argument(tensor, func) for number, tensor in tensors.items()}
+    wholes = {number: whole_tensor(tensor) for number, tensor in tensors.items()}
 
     def whole(value: Any) -> Any:
         return wholes[id(value)] if isinstance(value, torch.Tensor) else value
@@ -542,14 +549,6 @@ def _on_all_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return outer[id(value)] if id(value) in outer else replicated(value, mesh, kind)
 
     return tree_map(distributed, result)
-
-
-def _whole_argument(tensor: torch.Tensor, func: Any) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return whole_tensor(tensor)
-    if tensor.dim():
-        raise _mixed_error(tensor, func)
-    return tensor
 
 
 def _put_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -583,9 +582,7 @@ class CopyOfView(DTensor):
                 "copy, since the view would move rows between ranks. Write to the parameter, or to "
                 "its to_local()."
             )
-        for tensor in _tensors_among(args, kwargs):
-            if tensor.dim() and not isinstance(tensor, DTensor):
-                raise _mixed_error(tensor, func)
+        _check_mixed(func, args, kwargs)
 
         result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
         return tree_map(_as_copy, result) if _gives_views(func) else result
@@ -603,12 +600,14 @@ def _as_copy(value: Any) -> Any:
     return replicated(value._local_tensor, value.device_mesh, CopyOfView)
 
 
-def _mixed_error(tensor: torch.Tensor, func: Any) -> RuntimeError:
-    """The error for a plain tensor and a sharded one as arguments of one operator."""
-    return RuntimeError(
-        f"{func} got a sharded tensor, a weight say, and a plain one of shape "
-        f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is the mean "
-        "of the ranks' gradients. Or keep the weights of its module whole from forward to "
-        "backward, with fully_shard(..., reshard_after_forward=False). to_local() has the rows of "
-        "this rank."
-    )
+def _check_mixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """RuntimeError for a plain tensor and a sharded one as arguments of one operator."""
+    for tensor in _tensors_among(args, kwargs):
+        if tensor.dim() and not isinstance(tensor, DTensor):
+            raise RuntimeError(
+                f"{func} got a sharded tensor, a weight say, and a plain one of shape "
+                f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is "
+                "the mean of the ranks' gradients. Or keep the weights of its module whole from "
+                "forward to backward, with fully_shard(..., reshard_after_forward=False). "
+                "to_local() has the rows of this rank."
+            )

@@ -417,8 +417,12 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTen
     return kind(whole, spec, requires_grad=False)
 
 
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of any DTensor, as a plain tensor without a graph. All ranks of the mesh call it."""
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of any DTensor, as a plain tensor without a graph; a plain tensor itself. All ranks of
+    the mesh call it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
     if isinstance(tensor, UnevenRows):
         return gathered(tensor)
     if all(placement.is_replicate() for placement in tensor._spec.placements):

@@ -129,14 +129,6 @@ def test_waiting_for_weights_that_nothing_gathers_is_an_error() -> None:
 
 
 @on_ranks(2)
-def test_a_reservation_is_given_back_unused() -> None:
-    group = make_group()
-    group.reserve()
-    group.reshard()
-    assert (group.phase, has_memory(group)) == (SHARDED, False)
-
-
-@on_ranks(2)
 def test_a_gather_that_failed_fails_every_later_use_until_the_group_recovers() -> None:
     group = make_group()
     whole = group.fsdp_parameters[0].sharded.full_tensor()

@@ -155,6 +155,7 @@ LOCAL: list[Operation] = [
     lambda t: torch.full_like(t, 7.0),
     lambda t: t.frexp().mantissa,
     lambda t: t * torch.tensor(2.0),
+    lambda t: t == t.clone(),
     lambda t: torch._foreach_add([t, t], [t, t * 2], alpha=2)[1],
     lambda t: torch._foreach_addcdiv(
         [t, t], [t, t], [t * t + 1, t * t + 1], torch.tensor([0.5, 2.0])
@@ -219,6 +220,7 @@ GATHERED: list[Operation] = [
     lambda t: t[..., :3].contiguous().view(-1) if t.dim() > 1 else t.cumsum(0),
     lambda t: t.isfinite().all(),
     lambda t: torch.equal(t, t * 1),
+    lambda t: torch.allclose(t, t + 1e-9),
     lambda t: t.clone().cumsum_(0),
 ]
 OPERATIONS = [
@@ -409,6 +411,27 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 # Adafactor takes means over rows and columns, Rprop writes to masks, LBFGS has one vector of all
 # gradients.
 GATHERING = [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS]
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_does_not_know_strides_and_sends_the_same_messages() -> None:
+    mesh, expected = mesh_of((2,)), torch.randn(6, 2, 3)
+    wholes = [torch.randn(18, 8), torch.randn(18), expected, torch.randn(18, 8)]
+    tensor = DBuffer.distribute_tensors(wholes, mesh, LINE).get_dtensor(2)
+    assert tensor.rows == (range(6) if dist.get_rank() == 0 else range(6, 6))
+    for operation in (
+        lambda t: t.mT,
+        lambda t: t.mT.reshape(6, 6),
+        lambda t: t.mT.reshape(36),
+        lambda t: t[..., :2].reshape(6, 4),
+    ):
+        gradients = []
+        for start in (tensor, expected):
+            parameter = nn.Parameter(start.clone())
+            found = whole(operation(parameter))
+            (found * torch.arange(1.0, found.numel() + 1).view(found.shape)).sum().backward()
+            gradients.append(parameter.grad)
+        assert_same(*gradients)
 
 
 @on_meshes
