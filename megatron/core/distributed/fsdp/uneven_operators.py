@@ -335,15 +335,17 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
     outer: dict[int, torch.Tensor] = {}
 
+    def local(tensor: torch.Tensor, reference: UnevenRows | None) -> torch.Tensor:
+        """The local tensor of an argument, with which `outer` finds that again."""
+        found = _localised(func, tensor, reference)
+        outer[id(found)] = tensor
+        return found
+
+    # Not recursive: a function that refers to itself is a cycle, which would keep these tensors.
     def own(value: Any, reference: UnevenRows | None) -> Any:
-        """An argument with local tensors, which `outer` gets with their ids."""
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return [own(*each) for each in zip(value, references, strict=True)]
-        if not isinstance(value, torch.Tensor):
-            return value
-        local = _localised(func, value, reference)
-        outer[id(local)] = value
-        return local
+            return [local(*each) for each in zip(value, references, strict=True)]
+        return local(value, reference) if isinstance(value, torch.Tensor) else value
 
     # A tensor next to lists holds numbers, one for all or one for each.
     one = None if is_on_lists else references[0]
