@@ -24,6 +24,7 @@ import torch
 
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.index import Export, Index, SavedAs, build_index
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.state_tensors import like
@@ -136,6 +137,11 @@ class Entry:
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of `values.read()` or `values.target()` that are this entry's."""
         return values if self.num_rows is None else values.narrow(0, self.first_row, self.num_rows)
+
+    def box_of(self, box: Box, values: torch.Tensor) -> torch.Tensor:
+        """A box of the global tensor as a view of `values`, which must have all of it."""
+        part = self.part_of(values)
+        return part[box.within(self.offsets).slices()] if box.sizes else part
 
     def frozen(self) -> Entry:
         """The entry with a copy of its present values."""
