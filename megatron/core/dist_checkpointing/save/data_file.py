@@ -45,7 +45,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.dist_checkpointing.state.entries import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane

@@ -40,8 +40,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter, DataSink
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry, lies_on_device
 from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
