@@ -45,7 +45,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.dist_checkpointing.state.entries import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
@@ -253,7 +253,7 @@ class DataFileWriter:
 
     def __init__(
         self,
-        open_sink: Callable[[], DataSink],
+        open_sink: Callable[[], DataSink] | None,
         pool: BufferPool,
         disk: Lane,
         timeline: AnyTimeline = NO_TIMELINE,
@@ -265,7 +265,8 @@ class DataFileWriter:
 
         Args:
             open_sink: creates the data file. Called on the lane before the first write, because
-                creating a file may be slow, and the optimizer waits for the saving thread.
+                creating a file may be slow, and the optimizer waits for the saving thread. None: no
+                data file, only rows of exported files.
             disk: a host lane. It continues after errors of the disk.
             timeline: records the work of the disk.
             open_exported: opens an exported file. Called on the lane before the first write to it.
@@ -529,8 +530,9 @@ class DataFileWriter:
     # On the lane
 
     def _write_spans(self, spans: list[memoryview]) -> None:
-        self._check_before_write()
-        self._opened().write(spans)
+        if spans:
+            self._check_before_write()
+            self._opened().write(spans)
 
     def _write_rows(self, buffer: memoryview, segments: list[_Segment]) -> None:
         self._check_before_write()
@@ -542,10 +544,12 @@ class DataFileWriter:
     def _close_files(self) -> None:
         for file in self._exported.values():
             file.close()
-        self._opened().close()
+        if self._open_sink is not None:
+            self._opened().close()
 
     def _opened(self) -> DataSink:
         if self._sink is None:
+            assert self._open_sink is not None, "something is written to it"
             self._sink = self._open_sink()
         return self._sink
 

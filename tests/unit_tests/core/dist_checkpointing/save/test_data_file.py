@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.save.data_file import (
     BufferPool,
     DataFileWriter,
 )
-from megatron.core.dist_checkpointing.state import tensor_bytes
+from megatron.core.dist_checkpointing.state import entries
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits
@@ -189,7 +189,7 @@ def test_a_file_is_its_parts_in_order_with_zeros_between(reads, steps, num_extra
     writer = DataFileWriter(lambda: sink, pool, disk)
     with delays(seed), pytest.MonkeyPatch.context() as patch:
         if reads == "device":
-            patch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+            patch.setattr(entries, "lies_on_device", lambda _: True)
         patch.setattr(data_file, "_IN_PLACE_BYTES", DATA_ALIGNMENT)
         for kind, nbytes in steps:
             tensor = random_tensor(nbytes, 3 * MEMORY_ALIGNMENT if kind == "in place" else 64)
@@ -228,7 +228,7 @@ def test_tensors_of_any_type_shape_and_strides_are_written_as_their_bytes(
     pool, disk, dtype, shape, reads, monkeypatch
 ):
     if reads == "device":
-        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+        monkeypatch.setattr(entries, "lies_on_device", lambda _: True)
     tensor = (torch.randn(shape) * 10).to(dtype).transpose(0, -1)
     sink = MemorySink()
     writer = DataFileWriter(lambda: sink, pool, disk)
@@ -245,7 +245,7 @@ def test_a_state_with_a_scale_is_written_as_its_values(
     pool, disk, reads, dtype, shape, monkeypatch
 ):
     if reads == "device":
-        monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+        monkeypatch.setattr(entries, "lies_on_device", lambda _: True)
     stored, scale, sink = torch.randn(shape).to(dtype), torch.tensor(0.123), MemorySink()
     values = stored.float() * scale
     assert values.nbytes > 3 * SMALL or values.numel() < 2, "in several pieces"
@@ -292,7 +292,7 @@ def test_values_computed_from_a_tensor_on_a_device_are_issued_with_its_copy(
     stored = stored.t() if is_strided else stored
     sink, scale = MemorySink(), torch.tensor(0.5)
     values = stored.float().contiguous() * scale
-    monkeypatch.setattr(tensor_bytes, "lies_on_device", lambda _: True)
+    monkeypatch.setattr(entries, "lies_on_device", lambda _: True)
     monkeypatch.setattr(scaled_states, "read", noting(real_read))
     monkeypatch.setattr(torch.Tensor, "contiguous", noting(real_contiguous))
     monkeypatch.setattr(pool, "d2h", lane)
