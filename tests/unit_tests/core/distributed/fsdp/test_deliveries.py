@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.collective_history import Kind
+from megatron.core.distributed.fsdp.group_weights import MemoryPhase
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.lanes import Event, InlineLane, relay
@@ -210,6 +211,7 @@ def test_a_module_that_is_skipped_gives_its_reserved_memory_back() -> None:
         assert storage.nbytes() == 0, (
             "memory that was reserved for a module that does not come is given back"
         )
+        assert group.phase is MemoryPhase.SHARDED
         output = model[1](torch.ones(1, DIM))
     assert torch.equal(output, torch.full((1, DIM), 2.0 * DIM))
     assert context.forward_order == list(model)
