@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
@@ -156,7 +156,7 @@ def load_model(
 
     with torch.device("meta"):
         model = build_model(found.description)
-    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
+    materialize(model, Device.for_rank(kind_of(), 0, 1).torch_device, seed=0)
     found.load_into(model)
     return model.eval(), found.tokenizer, found.seq_length
 

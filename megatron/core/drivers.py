@@ -1,4 +1,5 @@
-"""What differs between kinds of accelerators. Only this file names cuda.
+"""What differs between kinds of accelerators. Only this file names cuda, and the help of
+`--device`.
 
 `Driver` uses PyTorch's common interface (`torch.accelerator`, `torch.Stream`, `torch.Event`), which
 is all that most kinds need. `register_driver` adds another kind, which is then a device like any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,27 +24,25 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, Che
 from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
-from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     plan_offload,
 )
 from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
-from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
-from megatron.core.options import expect
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.step import (
     Batch,
@@ -59,54 +57,11 @@ from megatron.training.step import (
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = names_of(FLOAT_DTYPES)
 
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """An engine's part of a run's configuration (`RunConfig.engine`).
-
-    Attributes:
-        train_iters: steps of the whole run, which the schedule spans.
-        compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
-        seed: of the initial weights.
-        records_timings: whether an offloaded optimizer, and offloaded activations, record how long
-            their lanes took.
-        ckpt_format: of the checkpoints that it saves; None: the engine's own.
-
-    Raises:
-        ConfigError: for another compute dtype, or a format that does not exist.
-    """
-
-    optimizer: OptimizerConfig
-    schedule: LRScheduleConfig
-    parallel: DataParallelConfig
-    train_iters: int
-    compute_dtype: str = "fp32"
-    seed: int = 1234
-    records_timings: bool = False
-    ckpt_format: str | None = None
-    execution: ExecutionConfig = ExecutionConfig()
-
-    def __post_init__(self) -> None:
-        formats = (None, FSDP_DTENSOR, TORCH_DCP)
-        expect(
-            self.ckpt_format in formats,
-            "ckpt_format",
-            f"{FSDP_DTENSOR} or {TORCH_DCP}",
-            self.ckpt_format,
-        )
-        expect(
-            self.compute_dtype in COMPUTE_DTYPES,
-            "compute_dtype",
-            f"one of {', '.join(COMPUTE_DTYPES)}",
-            self.compute_dtype,
-        )
-
-    def states(self, world_size: int, pins_memory: bool) -> StateSettings:
-        """What decides about the memory of weights, gradients and states."""
-        dtype = DTYPES[self.compute_dtype]
-        return StateSettings(self.optimizer, self.parallel, dtype, world_size, pins_memory)
+def state_settings(config: EngineConfig, world_size: int, *, pins_memory: bool) -> StateSettings:
+    """The settings that determine the memory of weights, gradients and states."""
+    dtype = DTYPES[config.compute_dtype]
+    return StateSettings(config.optimizer, config.parallel, dtype, world_size, pins_memory)
 
 
 class ModuleEngine:
@@ -159,7 +114,7 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        self.config.execution.check(self.device)
+        check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = self.config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
@@ -180,7 +135,7 @@ class ModuleEngine:
 
     def _prepare_layers(self, model: nn.Module) -> None:
         execution = self.config.execution
-        needs = execution.host_needs(self.device)
+        needs = host_needs(execution, self.device)
         if needs:
             # Counted at the start, too; now the optimizer has its part.
             check_memory_on_all_ranks(needs, self._num_local_ranks, self.mesh)
@@ -401,9 +356,10 @@ class ModuleEngine:
 
     def _check_host_memory(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         """Raises HostMemoryError before weights are allocated, if host memory is too small."""
-        needs = self.config.execution.host_needs(self.device)
+        needs = host_needs(self.config.execution, self.device)
         if plan is not None and plan.host_numel:
-            settings = self.config.states(self.mesh.size(), self.device.pins_host_memory)
+            pins_memory = self.device.pins_host_memory
+            settings = state_settings(self.config, self.mesh.size(), pins_memory=pins_memory)
             planned = plan_memory(model, settings, plan, self.mesh.get_local_rank())
             needs = planned.host_needs + needs
         elif not needs:

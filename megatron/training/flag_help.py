@@ -6,15 +6,14 @@ import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
+from megatron.core.config import DeviceConfig, ExecutionConfig
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.device import DeviceConfig
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.help_format import OnOffAction, ProgramParser
-from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -24,13 +23,13 @@ from megatron.core.transformer.latent_config import LatentAttentionOptions
 from megatron.core.transformer.moe_config import MoeOptions
 from megatron.core.transformer.rotary_config import RotaryOptions
 from megatron.training.config import (
+    LoggingConfig,
     RecoverConfig,
+    StopConfig,
     TrainingConfig,
     section_classes,
 )
 from megatron.training.health.inject import InjectConfig
-from megatron.training.metrics import LoggingConfig
-from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
 
 # Groups in the order in which a user needs them. A group has the options of the classes that
@@ -123,12 +122,6 @@ def build_parser(description: str, rejected: Collection[str] = ()) -> argparse.A
             for field in shown:
                 _add_flags(group, field)
     return parser
-
-
-def show_if_asked(argv: Sequence[str], description: str, rejected: Collection[str] = ()) -> None:
-    """Prints the help and exits if `argv` has -h or --help. Arguments as in `build_parser`."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        build_parser(description, rejected).parse_args(["--help"])
 
 
 def _grouped() -> dict[str, list[Field]]:

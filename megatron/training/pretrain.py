@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import log, numa
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
-from megatron.core.device import Device, peak_host_memory_bytes
+from megatron.core.device import Device, kind_of, peak_host_memory_bytes
 from megatron.core.files import Sync, published
 from megatron.core.issued_collectives import issuing
 from megatron.core.mesh import build_mesh
@@ -37,7 +37,7 @@ from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.checkpoint.saver import Frequency, Saver
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, iterations_of
 from megatron.training.engine import TrainEngine
 from megatron.training.engines import build_engine
 from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, EventLog
@@ -46,12 +46,7 @@ from megatron.training.health.inject import Injections
 from megatron.training.health.progress import Phase
 from megatron.training.health.signals import OnInterrupt
 from megatron.training.health.watchdog import Watchdog
-from megatron.training.lane_profile import (
-    NO_LANE_PROFILE,
-    AnyLaneProfile,
-    LaneProfile,
-    iterations_of,
-)
+from megatron.training.lane_profile import NO_LANE_PROFILE, AnyLaneProfile, LaneProfile
 from megatron.training.launch import Launch, process_group
 from megatron.training.log_lines import PeakMemory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
@@ -109,7 +104,8 @@ def pretrain(
     launch = Launch.from_environment()
 
     numa.set_binding(is_on=config.device.numa_binding)
-    device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
+    kind = kind_of(config.device.device)
+    device = Device.for_rank(kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank, short_time=config.logging.is_short)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import open_checkpoint
-from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
+from megatron.core.dtype_names import FLOAT_NAMES
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.core.models.hugging_face import hf_config
@@ -29,7 +30,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of an export, without its positional arguments."""
     parser.add_argument(
         "--dtype",
-        choices=names_of(FLOAT_DTYPES),
+        choices=FLOAT_NAMES,
         help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
         "fp32, others unchanged)",
     )

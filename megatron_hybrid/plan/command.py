@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.core.device import DeviceConfig
+from megatron.core.device import check_kind, kind_of
 from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import HostMemoryError
@@ -219,9 +219,10 @@ def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
     """Returns the planned device's kind: this machine's if measured, otherwise an accelerator."""
     words = _split_values(flags)
     named = dict(pairwise(words)).get("--device", "auto")
-    if named != "auto":
-        return named
-    return DeviceConfig().kind if is_measured else kinds_of_accelerators()[0]
+    if is_measured:
+        return kind_of(named)
+    check_kind(named)
+    return kinds_of_accelerators()[0] if named == "auto" else named
 
 
 def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machine | None:

@@ -1,10 +1,29 @@
 """Optimizers, gradient norms, learning-rate schedules and parameter groups.
 
-Exports the names that users' training loops need.
+Exports the names that users' training loops need. The optimizers are imported at their first use:
+flags are generated from config.py and lr_schedule.py, and `--help` must not import torch.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.fused_adam import FusedAdam
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    from megatron.core.optimizer.fused_adam import FusedAdam
 
 __all__ = ["FusedAdam", "HybridDeviceOptimizer", "OptimizerConfig"]
+
+_MODULES = {
+    "FusedAdam": "megatron.core.optimizer.fused_adam",
+    "HybridDeviceOptimizer": "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

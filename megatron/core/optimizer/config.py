@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dtypes import (
-    FLOAT_DTYPES,
-    MOMENT_DTYPES,
-    UNSCALED_MOMENT_DTYPES,
-    names_of,
-)
+from megatron.core.dtype_names import FLOAT_NAMES, MOMENT_NAMES, UNSCALED_MOMENT_NAMES
 from megatron.core.options import check_options, expect, given_options, option, options_of
 from megatron.core.parts import parse_factors
 
@@ -110,14 +105,10 @@ class OptimizerConfig:
     main_params_dtype: str = option(
         "fp32",
         "dtype of the main weights, which the optimizer updates",
-        choices=names_of(FLOAT_DTYPES),
+        choices=FLOAT_NAMES,
     )
-    exp_avg_dtype: str = option(
-        "fp32", "dtype of Adam's first moment", choices=names_of(MOMENT_DTYPES)
-    )
-    exp_avg_sq_dtype: str = option(
-        "fp32", "dtype of Adam's second moment", choices=names_of(MOMENT_DTYPES)
-    )
+    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=MOMENT_NAMES)
+    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=MOMENT_NAMES)
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
@@ -232,7 +223,7 @@ class OptimizerConfig:
             )
 
         if self.optimizer_cpu_offload:
-            allowed = names_of(UNSCALED_MOMENT_DTYPES)
+            allowed = UNSCALED_MOMENT_NAMES
             expect(
                 self.exp_avg_dtype == self.exp_avg_sq_dtype and self.exp_avg_dtype in allowed,
                 "--exp-avg-dtype",

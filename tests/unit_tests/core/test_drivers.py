@@ -7,7 +7,7 @@ import torch
 
 from megatron.core import device as device_module
 from megatron.core import drivers
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.drivers import (
     CudaDriver,
     Driver,
@@ -52,7 +52,7 @@ def pretended(monkeypatch):
 
 def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
     assert kinds_of_accelerators() == ["cuda", "pretended"]
-    assert DeviceConfig(device="pretended").kind == "pretended"
+    assert kind_of("pretended") == "pretended"
     device = Device.for_rank("pretended", 1, 2)
     assert device == Device("pretended", 1)
     assert device.collective_backend == "its own"
@@ -62,14 +62,14 @@ def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
 
 def test_auto_takes_what_is_there(pretended, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert DeviceConfig().kind == "pretended"
+    assert kind_of() == "pretended"
     pretended.count = 0
-    assert DeviceConfig().kind == "cpu"
+    assert kind_of() == "cpu"
 
 
 def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ConfigError, match="--device: expected one of auto, cpu, cuda, got 'tpu'"):
-        DeviceConfig(device="tpu")
+        kind_of("tpu")
     with pytest.raises(ValueError, match="Expected a device of kind cpu, cuda, got 'tpu'"):
         driver_of("tpu")
 

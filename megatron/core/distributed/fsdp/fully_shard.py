@@ -37,7 +37,7 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fsdp2_arguments import (
     PrecisionPolicies,
@@ -244,7 +244,7 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
 
 def _as_device(device: torch.device | str | None) -> Device:
     if device is None:
-        device = torch.device(DeviceConfig().kind)
+        device = torch.device(kind_of())
 
     device = torch.device(device)
     index = device.index
@@ -255,7 +255,7 @@ def _as_device(device: torch.device | str | None) -> Device:
 
 def _world_mesh(construction: _Construction | None) -> DeviceMesh:
     """One axis over all ranks."""
-    kind = DeviceConfig().kind if construction is None else construction.context.device.kind
+    kind = kind_of() if construction is None else construction.context.device.kind
     return build_mesh(kind)
 
 
