@@ -20,7 +20,7 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before torch is imported, which takes seconds.
-    show_help_if_asked("pretrain", sys.argv[1:])
+    show_help_if_asked("pretrain", "pretrain_gpt.py", sys.argv[1:])
 
 from megatron.training.health.exits import exit_process
 from megatron_hybrid.pretrain_gpt import main, run

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_hybrid.parsers import show_help_if_asked
 
         with quiet_pipes():
-            show_help_if_asked(command, arguments)
+            show_help_if_asked(command, program, arguments)
 
     # Imports only this program: `status` starts without importing torch.
     module = importlib.import_module(f"megatron_hybrid.{COMMANDS[command].module}")

@@ -26,9 +26,8 @@ from unittest import mock
 from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods
 from megatron.core.help_format import OnOffAction
 from megatron.training.arguments import known_flags
-from megatron.training.flag_help import build_parser
 from megatron_hybrid.command_line import COMMANDS
-from megatron_hybrid.parsers import TRAINERS
+from megatron_hybrid.parsers import TRAINERS, parser_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "public_interface"
 NAMES, FLAGS = FOLDER / "names.txt", FOLDER / "flags.txt"
@@ -149,9 +148,7 @@ def flags() -> list[str]:
 
     for program, module in PROGRAMS.items():
         lines += ["", f"# {program}"]
-        trainer = TRAINERS.get(program)
-        parser = build_parser(*trainer) if trainer else _parser_of(module, program)
-        found = _program_flags(parser)
+        found = _program_flags(parser_of(program, program) or _parser_of(module, program))
         if program in TRAINERS:
             lines.append("flags of a run")
             lines += [f"without {flag}" for flag in sorted(run_flags.keys() - found.keys())]

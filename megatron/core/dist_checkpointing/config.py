@@ -9,6 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.options import YEAR_SECONDS, ConfigError, check_options, expect, option
 
+MAX_SHARD_BYTES = 5 * 10**9  # default limit of the tensors in one file of an export
 FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
 # Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")

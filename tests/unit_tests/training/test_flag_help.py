@@ -24,7 +24,7 @@ MINIMAL = (
 
 def help_of(program: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        show_help_if_asked(program, ["--help"])
+        show_help_if_asked(program, program, ["--help"])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
