@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.cgroups import lines_of
 from megatron.core.device import Device, kind_of
-from megatron.core.local_ranks import num_usable_cores
+from megatron.core.local_ranks import lines_of, num_usable_cores
 
 
 def machine() -> dict[str, Any]:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.cgroups import CGROUPS, lines_of, own_cgroups
 from megatron.core.device import Device
+from megatron.core.local_ranks import CGROUPS, lines_of, own_cgroups
 from megatron.core.log import counted
 from megatron.core.numa import prefer_node
 

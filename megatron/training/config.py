@@ -327,7 +327,8 @@ class RunConfig:
             ConfigError: for settings that are valid by themselves, but not together or not on this
                 number of ranks.
         """
-        batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
+        size = self.parallel.data_parallel_size(world_size)
+        batch = self.training.global_batch_size or self.training.micro_batch_size * size
         training = dataclasses.replace(self.training, global_batch_size=batch)
 
         default_format = TORCH_DCP if self.parallel.use_torch_fsdp2 else FSDP_DTENSOR
@@ -335,7 +336,7 @@ class RunConfig:
             self, training=training, checkpoint=self.checkpoint.resolve(default_format)
         )
 
-        config._check_batch(world_size)
+        config._check_batch(size)
         config._check_model()
         config._check_engine(world_size)
         config._check_fp16()
@@ -427,13 +428,13 @@ class RunConfig:
             if section is not None:
                 yield field.name, section
 
-    def _check_batch(self, world_size: int) -> None:
-        unit = self.training.micro_batch_size * world_size
+    def _check_batch(self, data_parallel_size: int) -> None:
+        unit = self.training.micro_batch_size * data_parallel_size
         expect(
             self.global_batch_size % unit == 0,
             "--global-batch-size",
             f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x "
-            f"{counted(world_size, 'rank')}",
+            f"{counted(data_parallel_size, 'rank')}",
             self.global_batch_size,
         )
 

@@ -27,10 +27,9 @@ from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
 from megatron.core.device import Device, kind_of, peak_host_memory_bytes
 from megatron.core.files import Sync, published
 from megatron.core.issued_collectives import issuing
-from megatron.core.mesh import build_mesh
+from megatron.core.mesh import build_mesh, failed_collective
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
-from megatron.core.process_groups import failed_collective
 from megatron.training.arguments import as_yaml
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer

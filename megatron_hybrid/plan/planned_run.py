@@ -160,7 +160,8 @@ class PlannedRun:
     @property
     def num_microbatches(self) -> int:
         """The microbatches of a rank in one step."""
-        return self.config.num_microbatches(self.world_size)
+        size = self.config.parallel.data_parallel_size(self.world_size)
+        return self.config.num_microbatches(size)
 
     @property
     def tokens_per_step(self) -> int:

@@ -101,6 +101,10 @@ class DataParallelConfig:
             self.num_distributed_optimizer_instances,
         )
 
+    def data_parallel_size(self, world_size: int) -> int:
+        """The number of ranks that read different samples: all of them."""
+        return world_size
+
     @property
     def is_sharded(self) -> bool:
         """Whether an engine runs, rather than the bare model."""

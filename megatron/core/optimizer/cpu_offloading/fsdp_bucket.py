@@ -13,9 +13,8 @@ from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
-from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
-from megatron.core.lanes import Event, Lane
+from megatron.core.lanes import Event, IssuingLane, Lane
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot, fetch_each
 
 
