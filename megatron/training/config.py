@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import re
 import sys
@@ -589,6 +590,16 @@ def iterations_of(text: str) -> range:
             f"from 1 and at most {_MOST_ITERATIONS} of them, got {text[:40]!r}."
         )
     return range(first, stop)
+
+
+@functools.cache
+def all_options() -> dict[str, Field]:
+    """Every option of a run by its name, of models with all optional parts."""
+    return {
+        field.name: field
+        for config_class in section_classes().values()
+        for field in options_of(config_class)
+    }
 
 
 def section_classes() -> dict[str, type[Any]]:

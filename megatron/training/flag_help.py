@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import inspect
 from collections.abc import Collection
 from typing import Any
@@ -27,6 +26,7 @@ from megatron.training.config import (
     RecoverConfig,
     StopConfig,
     TrainingConfig,
+    all_options,
     section_classes,
 )
 from megatron.training.health.inject import InjectConfig
@@ -185,7 +185,7 @@ def _help_line(field: Field) -> str:
 
 def _needed_flags(field: Field) -> list[str]:
     """Flags without which this one is an error, but for values that are the default."""
-    fields = _fields_by_name()
+    fields = all_options()
     needed = []
     if field.option.requires:
         needed.append(" or ".join(fields[name].flag for name in field.option.requires))
@@ -195,12 +195,3 @@ def _needed_flags(field: Field) -> list[str]:
         if other.default not in (None, wanted):
             needed.append(other.flag if wanted is True else f"{other.flag} {wanted}")
     return needed
-
-
-@functools.cache
-def _fields_by_name() -> dict[str, Field]:
-    return {
-        field.name: field
-        for config_class in section_classes().values()
-        for field in options_of(config_class)
-    }

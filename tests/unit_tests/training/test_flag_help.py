@@ -8,14 +8,14 @@ import re
 
 import pytest
 
-from megatron.core.options import ConfigError, options_of
+from megatron.core.options import ConfigError
 from megatron.training.arguments import known_flags
-from megatron.training.config import section_classes
+from megatron.training.config import all_options
 from megatron.training.flag_help import build_parser
 from megatron_hybrid import pretrain_gpt
 from megatron_hybrid.parsers import TRAINERS, show_help_if_asked
 
-FIELDS = {field.name: field for each in section_classes().values() for field in options_of(each)}
+FIELDS = all_options()
 MINIMAL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 31 --micro-batch-size 1 --train-iters 4 --lr 0.1"
