@@ -4,6 +4,13 @@ an unsharded module in one process.
 They share the optimizer (offloaded or not), the schedule, the counters, steps and evaluations,
 saving and loading. They differ in how they shard a model and in the format of their checkpoints,
 which load in either.
+
+    engine = MegatronEngine(config, device, mesh)       # or FSDPEngine
+    engine.initialize(model)                            # any nn.Module, on meta or real
+    result = engine.train_batch(microbatches, forward_step)
+    engine.save(SaveLoadMeta("runs/mine/step_1000", with_optim=True))
+
+The names follow the engines of AReaL.
 """
 
 from __future__ import annotations
@@ -65,9 +72,13 @@ def state_settings(config: EngineConfig, world_size: int, *, pins_memory: bool) 
 
 
 class ModuleEngine:
-    """An unsharded module in one process, for debugging, and the base of the other engines.
+    """An unsharded module in one process, for debugging, and the base of the other engines. All
+    ranks call every method together.
 
-    Implements `TrainEngine`, which documents the methods.
+    Attributes:
+        activations: moves the activations of layers to host memory and back; None: they stay.
+        device: the device that this rank computes on.
+        mesh: one axis, over all ranks of the default process group.
     """
 
     own_format = FSDP_DTENSOR  # default format of its checkpoints
@@ -85,13 +96,18 @@ class ModuleEngine:
         self.device = device
         self.mesh = mesh
         self._num_local_ranks = num_local_ranks
-        self._activations: ActivationOffload | None = None
+        self.activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
         self._num_masked_steps = 0
 
     @property
     def state(self) -> RunState:
+        """Model, optimizer, schedule and counters, as they are at the moment.
+
+        Raises:
+            RuntimeError: before `initialize`.
+        """
         if self._state is None:
             raise RuntimeError(
                 "Expected initialize to have been called, got an engine without a model."
@@ -99,15 +115,19 @@ class ModuleEngine:
         return self._state
 
     @property
-    def activations(self) -> ActivationOffload | None:
-        return self._activations
-
-    @property
     def model(self) -> nn.Module:
         """The model, sharded."""
         return self.state.model
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        """Shards the model, and builds its optimizer and schedule. Called once.
+
+        Args:
+            model: in fp32, with the same weights and buffers on every rank, and buffers that stay
+                equal; or a function that builds one, which is called under the meta device.
+                Parameters on meta get their initial weights from the `reset_parameters` of their
+                modules.
+        """
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
         if not isinstance(model, nn.Module):
@@ -139,11 +159,11 @@ class ModuleEngine:
         if needs:
             # Counted at the start, too; now the optimizer has its part.
             check_memory_on_all_ranks(needs, self._num_local_ranks, self.mesh)
-        self._activations = prepare_layers(
+        self.activations = prepare_layers(
             model, execution, self.device, records_timings=self.config.records_timings
         )
-        if self._activations is not None:
-            room = format_bytes(self._activations.nbytes)
+        if self.activations is not None:
+            room = format_bytes(self.activations.nbytes)
             logger.info("activations of layers in up to %s of host memory a rank", room)
         if execution.compile_layers:
             logger.info("layers are compiled in the first step, which takes a while")
@@ -171,9 +191,15 @@ class ModuleEngine:
         )
 
     def record_to(self, timeline: AnyTimeline) -> None:
+        """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
+        computation waits for. Its phases are told to `mark` of `train_batch`.
+
+        RuntimeError if the optimizer or the activations are offloaded and record nothing
+        (`EngineConfig.records_timings`).
+        """
         self.state.optimizer.record_to(timeline)
-        if self._activations is not None:
-            self._activations.record_to(timeline)
+        if self.activations is not None:
+            self.activations.record_to(timeline)
         context = megatron_fsdp.context_of(self.model)
         if context is not None:
             context.record_to(timeline)
@@ -187,6 +213,21 @@ class ModuleEngine:
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: MarkPhase = unmarked,
     ) -> StepResult:
+        """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
+        the counters advance. A loss or gradient norm that is not finite steps nothing.
+
+        Args:
+            microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
+            forward_step: gives the loss of a microbatch, as a tensor or as a `ModelLoss`, whose
+                auxiliary losses are trained with and whose expert loads move expert biases.
+            votes: called after the backward; the result holds the sums of its numbers over ranks.
+            mark: called with each phase of the step as it begins.
+
+        Raises:
+            RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
+                the run and of a schedule whose last rate is 0: it would train nothing. Where that
+                rate is more, it is used, with a warning once.
+        """
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
         self._check_schedule()
         # The schedule counts from 0, the iterations that are logged and saved from 1.
@@ -205,8 +246,8 @@ class ModuleEngine:
             mark=mark,
         )
 
-        if self._activations is not None:
-            self._activations.end_step()
+        if self.activations is not None:
+            self.activations.end_step()
         # A skipped step counts: the schedule and the data advance.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
@@ -265,6 +306,9 @@ class ModuleEngine:
         *,
         num_microbatches: int | None = None,
     ) -> float:
+        """The mean loss over all ranks' microbatches, without dropout; the same on every rank.
+        AllMaskedError, a ValueError, if the weights of all of them are 0.
+        """
         batches, count = _counted(microbatches, num_microbatches)
         try:
             return evaluate(
@@ -283,6 +327,11 @@ class ModuleEngine:
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
     ) -> Any:
+        """The model's output for one microbatch of this rank, without gradients or dropout.
+
+        Args:
+            forward_fn: calls the model; default: `model(**batch)`.
+        """
         own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
         was_training = self.model.training
         self.model.eval()
@@ -293,6 +342,12 @@ class ModuleEngine:
             torch_fsdp2.reshard(self.model)
 
     def save(self, meta: SaveLoadMeta) -> None:
+        """Saves, and waits for it.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be saved, or something is at the path.
+                Nothing that looks like a checkpoint is left there.
+        """
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()
             save_hf(
@@ -314,8 +369,13 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError, none at
-        all a CheckpointNotFoundError.
+        """Loads in place what `save` saved, on any number of ranks. All of it is read and checked
+        first.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be used; the engine is unchanged. A
+                CheckpointDamagedError if it is damaged, a CheckpointNotFoundError without one.
+            ConfigError: likewise, if its schedule differs from the engine's.
         """
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
@@ -329,6 +389,7 @@ class ModuleEngine:
         load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 
     def step_info(self) -> StepInfo:
+        """How far training has come; a copy."""
         return replace(self.state.step_info)
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:

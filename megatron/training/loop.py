@@ -18,7 +18,7 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide, is_due
-from megatron.training.engine import TrainEngine
+from megatron.training.engines import ModuleEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.inject import Injections
 from megatron.training.health.progress import Phase
@@ -75,7 +75,7 @@ class Loop:
         profile: records a timeline of some iterations.
     """
 
-    engine: TrainEngine
+    engine: ModuleEngine
     config: RunConfig
     forward_step: ForwardStep
     metrics: Metrics

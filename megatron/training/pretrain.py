@@ -37,8 +37,7 @@ from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig, iterations_of
-from megatron.training.engine import TrainEngine
-from megatron.training.engines import build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
@@ -217,7 +216,7 @@ class _Run:
             with self.told_how_it_ends():
                 return self._train(loop, datasets)
 
-    def _built_engine(self) -> TrainEngine:
+    def _built_engine(self) -> ModuleEngine:
         self._mark(Phase.BUILD, 0)
         engine = build_engine(
             self._config.engine(),
@@ -238,7 +237,7 @@ class _Run:
         freeze(model, split_names(self._config.training.freeze or ()), "--freeze")
         return model
 
-    def _resume(self, engine: TrainEngine) -> Loaded | None:
+    def _resume(self, engine: ModuleEngine) -> Loaded | None:
         self._mark(Phase.LOAD, 0)
         resumer = Resumer(
             self._config,
@@ -275,7 +274,7 @@ class _Run:
 
     def _loop(
         self,
-        engine: TrainEngine,
+        engine: ModuleEngine,
         metrics: Metrics,
         saver: Saver,
         train_data: SampleDataset | None,

@@ -73,7 +73,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "megatron.training.checkpoint.dcp_import": ("load_dcp",),
     "megatron.training.checkpoint.hf_weights": ("load_hf", "save_hf"),
     "megatron.training.config": ("EngineConfig",),
-    "megatron.training.engine": ("SaveLoadMeta", "TrainEngine"),
+    "megatron.training.engine": ("SaveLoadMeta",),
     "megatron.training.engines": (
         "FSDPEngine",
         "MegatronEngine",
