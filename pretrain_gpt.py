@@ -10,12 +10,17 @@ Runs megatron_hybrid/pretrain_gpt.py, as does `python -m megatron_hybrid pretrai
 from __future__ import annotations
 
 import signal
+import sys
+
+from megatron_hybrid.parsers import show_help_if_asked
 
 if __name__ == "__main__":
     # Until the run begins, Ctrl-C ends the process as it would a C program: a traceback from the
     # middle of an import tells nobody anything. The run's watchdog takes over.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Before torch is imported, which takes seconds.
+    show_help_if_asked("pretrain", "pretrain_gpt.py", sys.argv[1:])
 
 from megatron.training.health.exits import exit_process
 from megatron_hybrid.pretrain_gpt import main, run

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.distributed.units import sharding_units
 from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostLimits, HostMemoryError
@@ -351,7 +351,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures."""
     arguments = parsed(argv)
-    device = Device(DeviceConfig().kind)
+    device = Device(kind_of())
     device.make_current()
     dist.init_process_group(device.collective_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -32,7 +32,8 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline, Timeline
 from megatron.core.trace_file import GATHER
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import MegatronEngine
 from megatron.training.step import Batch
 
 BENCHMARK = Benchmark(

@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Ratio, Result, measured
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.host_memory import HostSlab
 from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.fused_adam import FusedAdam
@@ -174,7 +174,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures."""
     arguments = parsed(argv)
-    device = Device(DeviceConfig().kind)
+    device = Device(kind_of())
     device.make_current()
     report.hand_over(measure(device, arguments), arguments.output)
 

@@ -26,8 +26,9 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
-from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.layer_execution import prepare_layers
 from megatron.core.local_ranks import num_usable_cores
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.model_loss import mean_of_all

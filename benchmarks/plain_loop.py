@@ -38,7 +38,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.checkpoint.hf_weights import load_hf
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import MegatronEngine
 from megatron.training.model_loss import mean_of_all
 
 BENCHMARK = Benchmark(

@@ -19,13 +19,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megatron.core import log
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.engines import MegatronEngine
 from megatron.training.health.exits import exit_process
 from megatron.training.launch import Launch, process_group
 from megatron.training.step import Batch
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     launch = Launch.from_environment()
-    device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
+    device = Device.for_rank(kind_of(), launch.local_rank, launch.local_world_size)
     log.configure(launch.rank)
     with process_group(launch, device, timeout_minutes=10.0):
         torch.manual_seed(0)  # real weights must be the same on every rank

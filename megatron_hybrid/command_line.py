@@ -82,6 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "pretrain" and is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        from megatron_hybrid.endings import quiet_pipes
+        from megatron_hybrid.parsers import show_help_if_asked
+
+        with quiet_pipes():
+            show_help_if_asked(command, program, arguments)
+
     # Imports only this program: `status` starts without importing torch.
     module = importlib.import_module(f"megatron_hybrid.{COMMANDS[command].module}")
     if command in _HANDLE_SIGNALS:

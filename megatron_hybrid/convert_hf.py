@@ -13,14 +13,13 @@ files.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
-from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
+from megatron_hybrid import parsers
+from megatron_hybrid.checkpoint.export import export_run, sentence
 from megatron_hybrid.checkpoint.from_hf import import_hf
 from megatron_hybrid.endings import one_line_errors
 
@@ -29,8 +28,8 @@ _MAX_LINE = 4000  # characters
 
 def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
     """Converts; returns the exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
-    command: Callable[[argparse.Namespace], str] = arguments.command
+    arguments = parsers.convert_hf(program).parse_args(argv)
+    command = import_folder if arguments.command == "import" else export_folder
     with one_line_errors(program, (CheckpointError, OSError, ValueError)):
         print(printable(command(arguments), _MAX_LINE))
         return 0
@@ -48,45 +47,3 @@ def import_folder(arguments: argparse.Namespace) -> str:
 def export_folder(arguments: argparse.Namespace) -> str:
     """Exports a run's model as a Hugging Face directory."""
     return sentence(export_run(arguments))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ProgramParser(description="Converts models between the transformers library and runs.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    imported = commands.add_parser(
-        "import", help=import_folder.__doc__, description=import_folder.__doc__
-    )
-    imported.set_defaults(command=import_folder)
-    imported.add_argument(
-        "folder", metavar="HF_DIR", help="directory with config.json, weights and a tokenizer"
-    )
-    imported.add_argument(
-        "root", metavar="ROOT", help="directory for the checkpoint, without others"
-    )
-    imported.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding, if there are to be more than HF_DIR has (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens per training sample (default: the model's longest)",
-    )
-
-    exported = commands.add_parser(
-        "export", help=export_folder.__doc__, description=export_folder.__doc__
-    )
-    exported.set_defaults(command=export_folder)
-    exported.add_argument("run", metavar="RUN", help="directory of checkpoints, or one checkpoint")
-    exported.add_argument("out", metavar="HF_DIR", help="directory to write, absent or empty")
-    add_export_flags(exported)
-    return parser.parse_args(argv)

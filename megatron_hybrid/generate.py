@@ -14,23 +14,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.help_format import ProgramParser
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
 from megatron.core.models.hugging_face import OwnModel, build_model, description_of
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.options import ConfigError
 from megatron.training.tokenizer import Tokenizer, say_prefix
+from megatron_hybrid import parsers
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.picture_reader import PictureReader
-from megatron_hybrid.saved_model import add_model_flags, find_model
+from megatron_hybrid.saved_model import find_model
 
 _ABOUT_PICTURES = ("What is in the picture?",)
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
@@ -38,7 +37,7 @@ _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "
 
 def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int:
     """Prints each prompt with its continuation; returns the exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv, program)
     # ValueError: unusable pictures, and prompts that the tokenizer cannot encode.
     with one_line_errors(program, (CheckpointError, ValueError, OSError)):
         model, tokenizer, seq_length = load_model(
@@ -156,7 +155,7 @@ def load_model(
 
     with torch.device("meta"):
         model = build_model(found.description)
-    materialize(model, Device.for_rank(DeviceConfig().kind, 0, 1).torch_device, seed=0)
+    materialize(model, Device.for_rank(kind_of(), 0, 1).torch_device, seed=0)
     found.load_into(model)
     return model.eval(), found.tokenizer, found.seq_length
 
@@ -214,49 +213,8 @@ def _choose(
     return int(likeliest.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ProgramParser(description="Samples text from a checkpoint.")
-    parser.add_argument(
-        "--load",
-        required=True,
-        metavar="DIR",
-        help="directory of a run's checkpoints, one checkpoint, or a directory in Hugging Face's "
-        "format",
-    )
-    add_model_flags(parser)
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue; may be given several times",
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="a picture that the prompt is about; may be given several times",
-    )
-    parser.add_argument(
-        "--processor",
-        metavar="DIR",
-        help="directory with the preprocessor_config.json for resizing pictures (default: as in "
-        "training)",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to generate")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.5,
-        help="sampling temperature; 0: always the likeliest token",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=50,
-        help="sample from this many of the likeliest tokens; 0: from all",
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the sampling")
+def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = parsers.generate(program)
     arguments = parser.parse_args(argv)
     for name in ("max_new_tokens", "temperature", "top_k"):
         if not getattr(arguments, name) >= 0:

@@ -13,15 +13,14 @@ A report goes to stderr. Exit code: 0 if no flag is left to decide, 1 if some ar
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.files import published
-from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError
 from megatron.training.flag_report import FlagLine, laid_out
+from megatron_hybrid import parsers
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.launch_script import CHANGES, LEFT, Handling, Rewritten, rewrite
 from megatron_hybrid.shell_words import ShellSyntaxError
@@ -32,7 +31,7 @@ _MAX_BYTES = 4 * 2**20
 
 def main(argv: Sequence[str], program: str = "megatron-flags") -> int:
     """Rewrites a script and returns the exit code. Error messages start with `program`."""
-    arguments = _parse(argv)
+    arguments = parsers.megatron_flags(program).parse_args(argv)
     path: Path = arguments.script
     with one_line_errors(program, (ConfigError, OSError)):
         text = _read(path)
@@ -64,28 +63,6 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
             entry = FlagLine(one.given)  # flag_answers.yaml has the reasons
         groups[one.handling.value][entry] = None  # once: a flag may be in several branches
     return [heading, *laid_out(groups)]
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ProgramParser(
-        description="Rewrites a launch script of Megatron-LM for this program. Reports the\n"
-        "changes and the flags that are left to decide.",
-        epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
-        allow_abbrev=False,
-    )
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a bash script")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="file for the rewritten script (default: standard output)",
-    )
-    target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
-    parser.add_argument(
-        "--remove-unsupported", action="store_true", help="also delete flags not supported here"
-    )
-    return parser.parse_args(argv)
 
 
 def _read(path: Path) -> str:

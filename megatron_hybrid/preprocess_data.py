@@ -23,8 +23,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
-from megatron.core.help_format import ProgramParser
-from megatron.core.options import Field, expect, options_of
+from megatron.core.options import expect
 from megatron.training.tokenizer import (
     Tokenizer,
     TokenizerConfig,
@@ -32,6 +31,7 @@ from megatron.training.tokenizer import (
     say_prefix,
     train_bpe,
 )
+from megatron_hybrid import parsers
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.input_files import (
     TEXT_KEY,
@@ -105,7 +105,7 @@ class _Totals:
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py") -> int:
     """Tokenizes the input and returns the exit code."""
-    parser = _parser(program)
+    parser = parsers.preprocess(program)
     arguments = parser.parse_args(argv)
     with one_line_errors(f"{parser.prog}: error"):
         preprocess(arguments, find_files(arguments.input, arguments.suffix))
@@ -131,7 +131,9 @@ def preprocess(arguments: argparse.Namespace, files: list[Path]) -> None:
 
     if arguments.train_tokenizer:
         _train_tokenizer(arguments, files)
-    options = {option.name: getattr(arguments, option.name) for option in _tokenizer_options()}
+    options = {
+        option.name: getattr(arguments, option.name) for option in parsers.tokenizer_options()
+    }
     tokenizer = build_tokenizer(TokenizerConfig(**options))
 
     dtype = optimal_dtype(tokenizer.vocab_size)
@@ -267,81 +269,3 @@ def _shows_progress() -> bool:
 def _shown(value: object) -> str:
     """Returns the beginning of a value's `repr`."""
     return reprlib.repr(value)[:_SHOWN]
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = ProgramParser(prog=program, description="Tokenizes text into .bin/.idx token files.")
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="text files, JSON lines (.jsonl, .ndjson, .jsonlines, .json), either of them "
-        "compressed (.gz, .bz2, .xz, .zst), and directories of such files",
-    )
-    parser.add_argument(
-        "--suffix",
-        nargs="+",
-        metavar=".EXT",
-        help="suffixes of the files to read from directories, e.g. .py .md (default: all files of "
-        "UTF-8 text)",
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=[TEXT_KEY],
-        metavar="KEY",
-        help=f"keys of JSON lines to tokenize (default: {TEXT_KEY})",
-    )
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="write PREFIX_KEY_document.bin and .idx",
-    )
-    parser.add_argument(
-        "--train-tokenizer",
-        action="store_true",
-        help="first train a BPE tokenizer with --vocab-size tokens on the input, and save it as "
-        "--tokenizer-model",
-    )
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end each document with the end-of-document token"
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help='tokenize conversations, lines with {"messages": [...]}, by the chat template; write '
-        "PREFIX_chat_document, and PREFIX_chat_document_mask, which marks the assistant's answers",
-    )
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)"
-    )
-    parser.add_argument(
-        "--skip-bad-samples",
-        action="store_true",
-        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
-        "a tenth of bad lines is an error",
-    )
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    for option in _tokenizer_options():
-        parser.add_argument(
-            option.flag,
-            type=option.scalar,
-            default=option.default,
-            choices=option.option.choices,
-            metavar=option.metavar,
-            help=option.option.help,
-        )
-
-    return parser
-
-
-def _tokenizer_options() -> list[Field]:
-    """Returns the tokenizer's options without those of the embedding."""
-    return [
-        option
-        for option in options_of(TokenizerConfig)
-        if option.name != "make_vocab_size_divisible_by"
-    ]

@@ -15,19 +15,19 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from megatron.core.datasets.image_text_files import ImageTextSample, ImageTextWriter
-from megatron.core.help_format import ProgramParser
 from megatron.core.options import ConfigError, expect
 from megatron.training.conversation_tokenizer import PictureTokenizer
 from megatron.training.conversations import parse_picture_conversation
 from megatron.training.images import ImageProcessing, find_picture
 from megatron.training.tokenizer import TokenizerConfig, build_tokenizer
+from megatron_hybrid import parsers
 from megatron_hybrid.endings import one_line_errors
 from megatron_hybrid.input_files import find_files, lines_of
 from megatron_hybrid.sample_lines import Skipped, make_samples
@@ -129,7 +129,7 @@ def preprocess(
 
 def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimodal.py") -> int:
     """Preprocesses the input and returns the exit code."""
-    parser = _parser(program)
+    parser = parsers.preprocess_multimodal(program)
     arguments = parser.parse_args(argv)
     start = time.monotonic()
     with one_line_errors(f"{parser.prog}: error"):
@@ -163,77 +163,3 @@ def _processing(arguments: argparse.Namespace) -> ImageProcessing:
     return dataclasses.replace(
         base, **{n: value for n, value in given.items() if value is not None}
     )
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = ProgramParser(
-        prog=program, description="Makes training files of conversations about pictures."
-    )
-    add: Callable[..., object] = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="files of JSON lines: messages in OpenAI's form, or conversations in LLaVA's",
-    )
-    add(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="write PREFIX_text, PREFIX_images and PREFIX.json",
-    )
-    add(
-        "--tokenizer-model",
-        required=True,
-        metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of "
-        "Qwen's chat template",
-    )
-    add("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
-    add(
-        "--processor",
-        metavar="DIR",
-        help="directory with the preprocessor_config.json for resizing and normalizing pictures; "
-        "the flags below override it",
-    )
-    add(
-        "--image-folder",
-        type=Path,
-        metavar="DIR",
-        help="directory of the pictures (default: that of the input file)",
-    )
-    add("--patch-size", type=int, help="side of a patch in pixels (default: 16)")
-    add(
-        "--merge-size",
-        type=int,
-        help="side of the square of patches of a token, in patches (default: 2)",
-    )
-    add("--min-pixels", type=int, help="least pixels of a resized picture (default: 65536)")
-    add("--max-pixels", type=int, help="most pixels of a resized picture (default: 16777216)")
-    for name, what in (("mean", "mean"), ("std", "standard deviation")):
-        add(
-            f"--image-{name}",
-            dest=name,
-            type=_numbers,
-            metavar="R,G,B",
-            help=f"{what} by which colors are normalized, from 0 to 1 (default: 0.5,0.5,0.5)",
-        )
-    add(
-        "--skip-bad-samples",
-        action="store_true",
-        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
-        "a tenth of bad lines is an error",
-    )
-    add("--workers", type=int, default=1, help="processes that read pictures")
-    return parser
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(one) for one in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected numbers as in 0.5,0.5,0.5, got {text!r}"
-        ) from None

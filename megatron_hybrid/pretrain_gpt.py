@@ -25,14 +25,12 @@ from megatron.core.datasets.sample_dataset import SplitDatasets
 from megatron.core.log import printable
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.multimodal.vision_config import VisionConfig
-from megatron.core.options import ConfigError, options_of
+from megatron.core.options import ConfigError
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
-from megatron.training.flag_help import show_if_asked
 from megatron.training.health.exits import (
     ExitCode,
     ExitError,
@@ -48,7 +46,6 @@ from megatron.training.tokenizer import Tokenizer, build_tokenizer, padded_vocab
 
 _SECONDS_TO_SAY_IT = 10.0
 _MOST_CHARACTERS = 4000  # of an error's line
-REJECTED = {field.name for field in options_of(VisionConfig)}
 
 
 def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardStep:
@@ -80,7 +77,6 @@ def forward_step_of(spec: ModelSpec, *, is_per_token: bool = False) -> ForwardSt
 
 def run(argv: Sequence[str]) -> Outcome:
     """Parses the command line and trains. Raises ConfigError before building the model."""
-    show_if_asked(argv, "Trains a GPT on text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config

@@ -32,7 +32,6 @@ from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_command_line
 from megatron.training.config import RunConfig
 from megatron.training.conversation_tokenizer import IMAGE, VIDEO, VISION_BEGIN, VISION_END
-from megatron.training.flag_help import show_if_asked
 from megatron.training.images import normalized_patches
 from megatron.training.launch import Launch
 from megatron.training.model_loss import ModelLoss, loss_of, mean_of, weight_of
@@ -52,15 +51,6 @@ _TOKENS = {
     "vision_start_token_id": VISION_BEGIN,
     "vision_end_token_id": VISION_END,
     "video_token_id": VIDEO,
-}
-# Attention never crosses samples with images, and there is no mock data for them.
-REJECTED = {
-    "sft",
-    "sft_truncate",
-    "reset_attention_mask",
-    "reset_position_ids",
-    "eod_mask_loss",
-    "mock_data",
 }
 _OF_PICTURES = ("min_pixels", "max_pixels", "mean", "std")
 
@@ -101,7 +91,6 @@ def _images_of(batch: Batch, images: ImageFormat, num_frames: int) -> Images | N
 
 def run(argv: Sequence[str]) -> Outcome:
     """Parses the command line and trains. Raises ConfigError before building the model."""
-    show_if_asked(argv, "Trains a model that reads images and text.", REJECTED)
     launch = Launch.from_environment()
     parsed = parse_command_line(argv, launch.world_size)
     config = parsed.config

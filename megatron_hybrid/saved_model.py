@@ -12,7 +12,6 @@ the current directory, and so is `--hf-model`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import reprlib
 from collections.abc import Callable
@@ -58,23 +57,6 @@ class SavedModel(NamedTuple):
     checkpoint: tuple[Store, str] | None  # None: a Hugging Face directory
     tokenizer_path: str | None = None  # None: a tokenizer without files
     base_model: str | None = None  # the Hugging Face directory of the initial weights, if any
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config`, `--ckpt-step` and `--tokenizer-model`."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with the model's and the tokenizer's settings (default: the run's)",
-    )
-    parser.add_argument(
-        "--ckpt-step", type=int, help="iteration of the checkpoint to load (default: the newest)"
-    )
-    parser.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: the run's)",
-    )
 
 
 def find_model(

@@ -21,13 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.answer_dataset import AnswerFiles, has_mask, mask_prefix
+from megatron.core.datasets.config import bin_path, idx_path
 from megatron.core.datasets.image_text_files import ImageTextFiles
-from megatron.core.datasets.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    bin_path,
-    idx_path,
-)
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.help_format import ProgramParser
 from megatron_hybrid.endings import one_line_errors, run
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.training.launch import Launch
 
 Figures = dict[str, float]
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 def launched() -> Iterator[tuple[Launch, Device]]:
     """This rank of those that torchrun started, in their process group, and its device."""
     launch = Launch.from_environment()
-    device = Device.for_rank(DeviceConfig().kind, launch.local_rank, launch.local_world_size)
+    device = Device.for_rank(kind_of(), launch.local_rank, launch.local_world_size)
     dist.init_process_group(device.collective_backend)
     try:
         yield launch, device

@@ -24,8 +24,9 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.engines import MegatronEngine
 
 
 class OurTrainer:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.cgroups import lines_of
-from megatron.core.device import Device, DeviceConfig
-from megatron.core.local_ranks import num_usable_cores
+from megatron.core.device import Device, kind_of
+from megatron.core.local_ranks import lines_of, num_usable_cores
 
 
 def machine() -> dict[str, Any]:
@@ -20,7 +19,7 @@ def machine() -> dict[str, Any]:
     """
     models = (line for line in lines_of(Path("/proc/cpuinfo")) if line.startswith("model name"))
     model = next(models, "").partition(":")[2].strip()
-    device = Device(DeviceConfig().kind)
+    device = Device(kind_of())
     return {
         "cpu": f"{model or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": num_usable_cores(),

@@ -21,48 +21,11 @@ from megatron.core import numa
 from megatron.core.drivers import Driver, driver_of, kinds_of_accelerators
 from megatron.core.lanes import Event, Lane, StreamEvent, StreamLane, ThreadEvent, ThreadLane
 from megatron.core.log import counted
-from megatron.core.options import ConfigError, check_options, option
+from megatron.core.options import ConfigError, expect
 from megatron.core.spans import ClockSpan, Origin, Span, StreamClock, StreamSpan
 
 _CPU = "cpu"
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-
-
-@dataclass(frozen=True)
-class DeviceConfig:
-    """Which kind of device to compute on."""
-
-    device: str = option(
-        "auto",
-        "device to compute on; auto: a GPU if there is one, otherwise cpu",
-        metavar=f"{{auto,cpu,{','.join(kinds_of_accelerators())}}}",
-    )
-    numa_binding: bool = option(
-        True,
-        "keep a rank's host memory and threads on the NUMA node of its GPU",
-        off_flag="--no-numa-binding",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        kinds = kinds_of_accelerators()
-        if self.device not in ("auto", _CPU, *kinds):
-            raise ConfigError(
-                f"--device: expected one of auto, cpu, {', '.join(kinds)}, got {self.device!r}."
-            )
-        if self.device in kinds and not driver_of(self.device).is_available():
-            raise ConfigError(
-                f"--device: expected a device that this machine has, got {self.device!r} without a "
-                "usable GPU."
-            )
-
-    @property
-    def kind(self) -> str:
-        """`cpu`, or the kind of an accelerator; `auto` resolved."""
-        if self.device == "auto":
-            available = (kind for kind in kinds_of_accelerators() if driver_of(kind).is_available())
-            return next(available, _CPU)
-        return self.device
 
 
 @dataclass(frozen=True)
@@ -245,6 +208,30 @@ class Device:
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
         return StreamEvent(self._driver, self.index) if self.is_accelerator else ThreadEvent.done()
+
+
+def kind_of(name: str = "auto") -> str:
+    """The kind of device that `--device` names; `auto` is an accelerator if this machine has one,
+    otherwise `cpu`.
+
+    Raises:
+        ConfigError: for an unknown kind, or one that this machine lacks.
+    """
+    check_kind(name)
+    if name == "auto":
+        available = (kind for kind in kinds_of_accelerators() if driver_of(kind).is_available())
+        return next(available, _CPU)
+    if name != _CPU and not driver_of(name).is_available():
+        raise ConfigError(
+            f"--device: expected a device that this machine has, got {name!r} without a usable GPU."
+        )
+    return name
+
+
+def check_kind(name: str) -> None:
+    """ConfigError unless `--device` is `auto`, `cpu` or a known kind of accelerator."""
+    known = ("auto", _CPU, *kinds_of_accelerators())
+    expect(name in known, "--device", f"one of {', '.join(known)}", name)
 
 
 def _is_bound_by_slurm(local_rank: int) -> bool:

@@ -1,22 +1,49 @@
-"""What differs between kinds of accelerators. Only this file names cuda.
+"""What differs between kinds of accelerators. Only this file names cuda, and the help of
+`--device`.
 
 `Driver` uses PyTorch's common interface (`torch.accelerator`, `torch.Stream`, `torch.Event`), which
 is all that most kinds need. `register_driver` adds another kind, which is then a device like any
 other: the tests do so with a simulated one.
+
+[Note: two watchdogs] Each NCCL process group of PyTorch has two separate threads. One looks for
+errors and timeouts of collectives and ends the process for one; the other ends it if the first one
+hangs or has found an error. Next to this project's watchdog, a rank that is killed in the middle of
+a roll call would look like the cause. So `leave_failures_to_watchdog` has PyTorch's threads only
+report errors on request (`ProcessGroupNCCL.get_error`). PyTorch reads these settings from the
+environment when a group is made. Their names are in PyTorch 2.11 and 2.13; their effects are from
+the sources of another version, and have not been run on a GPU.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 import resource
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 
-from megatron.core.nccl import leave_failures_to_watchdog
+logger = logging.getLogger(__name__)
 
 # The most channels of a head that PyTorch's FlashAttention takes on any device.
 FLASH_HEAD_DIM = 256
+
+# With any of these on, PyTorch ends ranks for errors of collectives or of their device. Where two
+# names are given, the second one is read if the first is not set.
+_ENDING = (
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
+    ("TORCH_NCCL_ENABLE_MONITORING",),
+    ("TORCH_NCCL_RETHROW_CUDA_ERRORS",),
+)
+# These are off by default. They turn error handling on again, or search for errors off.
+_OPPOSING = (
+    ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
+)
+_NO = ("0", "n", "no", "f", "false")
 
 
 class PinError(RuntimeError):
@@ -195,6 +222,35 @@ def pin_error(nbytes: int, reason: str) -> PinError:
         f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
         "unpinned."
     )
+
+
+def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has PyTorch find failures of collectives without ending a rank. Call it before the process
+    group is made.
+
+    The user's settings stay. If that lets PyTorch end ranks all the same, one warning names the
+    settings.
+    """
+    disarming = [
+        f"{name}={environment[name]}"
+        for name in itertools.chain(*_ENDING, *_OPPOSING)
+        if environment.get(name, "0").lower() not in _NO
+    ]
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        disarming.append("TORCH_DISTRIBUTED_DEBUG=DETAIL")
+    if disarming:
+        logger.warning(
+            "with these settings PyTorch may end ranks for failures of collectives, or not find "
+            "them, and the watchdog may name the wrong rank, or none: %s",
+            ", ".join(disarming),
+        )
+
+    for names in _ENDING:
+        if not any(name in environment for name in names):
+            environment[names[0]] = "0"
+    # A request for a dump goes through torchrun's store, without a prefix: the next start of the
+    # job would find it.
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 _drivers: dict[str, Driver] = {}

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.cgroups import CGROUPS, lines_of, own_cgroups
 from megatron.core.device import Device
 from megatron.core.issued_collectives import issuing
-from megatron.core.local_ranks import local_world_size
+from megatron.core.local_ranks import CGROUPS, lines_of, local_world_size, own_cgroups
 from megatron.core.log import counted
 from megatron.core.numa import prefer_node
 

@@ -404,6 +404,34 @@ class StreamLane:
         self._stream.synchronize()
 
 
+class IssuingLane:
+    """A device's lane, to which a host lane's thread issues the work. Its events are done when the
+    work is.
+
+    For copies to or from memory that is not pinned. They block the thread that issues them until
+    they are done, even where it asked for the opposite: the driver stages them through its own
+    pinned memory. Gradients are sent down from autograd's thread, in the middle of the backward,
+    which would stop.
+
+    Work is not issued yet when `enqueue` returns: whatever it looks at on the host, it looks at
+    later.
+    """
+
+    def __init__(self, host_lane: Lane, device_lane: Lane) -> None:
+        self._host_lane = host_lane
+        self._device_lane = device_lane
+
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        """As `Lane.enqueue`. Errors of issuing fail the lane, and its events raise them."""
+        # The device waits for the events, not the worker, unless they are of other workers.
+        return relay(self._host_lane, lambda: self._device_lane.enqueue(work, after))
+
+    def close(self) -> None:
+        """Waits for queued work; no more may be queued."""
+        self._host_lane.close()
+        self._device_lane.close()
+
+
 class _Delays:
     """Random pauses that depend on the seed and the lane's name, not on thread scheduling."""
 

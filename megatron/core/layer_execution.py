@@ -3,61 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 
 from megatron.core.activation_offload import ActivationOffload
 from megatron.core.compiled_layers import check_compiler, compile_layers
+from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.host_memory import HostNeed
 from megatron.core.models.gpt.gpt_model import TransformerBlock
-from megatron.core.options import check_options, expect, option
+from megatron.core.options import expect
 from megatron.core.transformer.layer import TransformerLayer
 
-_GIB = 1 << 30
+
+def check_execution(config: ExecutionConfig, device: Device) -> None:
+    """ConfigError for settings that this device cannot honour."""
+    if config.compile_layers:
+        check_compiler([device.kind])
 
 
-@dataclass(frozen=True)
-class ExecutionConfig:
-    """How layers run."""
-
-    activation_offload: bool = option(
-        False, "keep activations in host memory from forward until backward"
-    )
-    activation_offload_gib: float = option(
-        8.0,
-        "most GiB of host memory per rank for activations; further ones stay on the device",
-        more_than=0,
-        ceiling=2**20,
-        no_effect_unless="activation_offload",
-    )
-    activation_offload_min_kib: float = option(
-        64.0,
-        "least KiB of an activation that is moved; smaller ones stay on the device",
-        more_than=0,
-        ceiling=2**30,
-        no_effect_unless="activation_offload",
-    )
-    compile_layers: bool = option(False, "compile the transformer layers with torch.compile")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    def check(self, device: Device) -> None:
-        """ConfigError for what cannot be on this device."""
-        if self.compile_layers:
-            check_compiler([device.kind])
-
-    @property
-    def nbytes_of_host(self) -> int:
-        """Host memory for activations, of each rank."""
-        return math.ceil(self.activation_offload_gib * _GIB) if self.activation_offload else 0
-
-    def host_needs(self, device: Device) -> list[HostNeed]:
-        """The same, for the check that it fits."""
-        nbytes = self.nbytes_of_host
-        return [HostNeed("activations", nbytes, device.pins_host_memory)] if nbytes else []
+def host_needs(config: ExecutionConfig, device: Device) -> list[HostNeed]:
+    """Host memory for activations, for the check that it fits."""
+    nbytes = config.nbytes_of_host
+    return [HostNeed("activations", nbytes, device.pins_host_memory)] if nbytes else []
 
 
 def prepare_layers(

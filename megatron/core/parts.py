@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from megatron.core.options import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # the optimizer's flags are read by `parse_factors`
 
 
 def split_names(given: Sequence[str]) -> list[str]:

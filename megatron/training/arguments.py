@@ -29,7 +29,7 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError, ConfigErrors, Field, options_of, shown
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.hf_config import read_folder, take_settings
-from megatron.training.config import RunConfig, section_classes
+from megatron.training.config import RunConfig, all_options, section_classes
 from megatron.training.flag_answers import Answer, Given, Ruling, answer, meant_by
 from megatron.training.flag_report import RefusedSettings
 from megatron.training.settings_file import Setting, read_settings
@@ -467,17 +467,11 @@ def _optional_sections() -> set[str]:
     }
 
 
-def _all_fields() -> list[Field]:
-    return [
-        field for config_class in section_classes().values() for field in options_of(config_class)
-    ]
-
-
 @functools.cache
 def _switches() -> dict[str, _Switch]:
     """Every flag and every bool's opposite, by name; and field names that differ from the flag."""
     switches: dict[str, _Switch] = {}
-    for field in _all_fields():
+    for field in all_options().values():
         switches[field.flag] = _Switch(field)
         switches.setdefault("--" + field.name.replace("_", "-"), _Switch(field))
         if field.scalar is bool:

@@ -273,6 +273,9 @@ def _add_calls(tree: nodes.Template, tracer: _Tracer) -> None:
 class _GuardedNamespace(Namespace):
     """`namespace()` of templates, without names that begin with an underscore."""
 
+    # Jinja's sandbox lets templates set them: markupsafe would call a `__html_format__`, for
+    # instance `str.format`, outside of the sandbox.
+
     def __init__(*args: Any, **kwargs: Any) -> None:
         # A template may name an attribute `self`.
         self, *others = args
@@ -292,7 +295,9 @@ def _refuse_underscore(name: object) -> None:
 
 
 class _DictMaker:
-    """`dict()` of templates: no class, whose attributes they could reach."""
+    """`dict()` of templates: not the class, whose `update` would change messages in spite of the
+    sandbox.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

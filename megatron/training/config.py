@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import re
+import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config import DeviceConfig, ExecutionConfig
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.device import DeviceConfig
-from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.store import open_store
+from megatron.core.dist_checkpointing.config import (
+    FSDP_DTENSOR,
+    TORCH_DCP,
+    CheckpointConfig,
+    local_folder,
+)
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.layer_execution import ExecutionConfig
+from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.log import counted
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
@@ -31,13 +39,13 @@ from megatron.core.options import (
     options_of,
 )
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.engines import EngineConfig
-from megatron.training.health.events import METRICS_FILE
+from megatron.training.health.events import METRICS_FILE, TIMELINES_FOLDER
 from megatron.training.health.inject import InjectConfig, check_paths
-from megatron.training.lane_profile import FOLDER
-from megatron.training.metrics import NO_FILE, LoggingConfig
-from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
+
+NO_FILE = "none"
+_MOST_ITERATIONS = 100  # of a timeline; each takes some kilobytes a layer, in memory and on disk
+_SLICE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,169 @@ class RecoverConfig:
 
 
 @dataclass(frozen=True)
+class StopConfig:
+    """When to end before the last iteration. Names are Megatron's, but for the grace period."""
+
+    exit_interval: int | None = option(
+        None, "save and exit after an iteration divisible by this", more_than=0, may_change=True
+    )
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit after this many minutes", more_than=0, may_change=True
+    )
+    exit_signal_handler: bool = option(
+        False,
+        "on SIGTERM, SIGUSR1 or Ctrl-C, finish the iteration, save and exit",
+        may_change=True,
+    )
+    exit_signal_grace_seconds: float | None = option(
+        None,
+        "seconds from the signal in which the run must exit: if a save would take longer, exit "
+        "without saving (default: always save)",
+        more_than=0,
+        no_effect_unless="exit_signal_handler",
+        may_change=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where a run's progress is reported."""
+
+    log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
+    log_format: str | None = option(
+        None,
+        "long: Megatron-LM's log line; short: a line of 100 columns with memory and the time "
+        "left (default: short on a terminal, otherwise long)",
+        choices=("short", "long"),
+        may_change=True,
+    )
+    timing_log_level: int = option(
+        0,
+        "1: log how long the offloaded optimizer's copies and updates took",
+        choices=(0, 1),
+    )
+    moe_per_layer_logging: bool = option(
+        False,
+        "report each expert's load in --metrics-jsonl, and each layer's balance in TensorBoard",
+        requires="num_experts",
+        may_change=True,
+    )
+    progress_bar: bool = option(
+        True, "show a progress bar if the output is a terminal", may_change=True
+    )
+    metrics_jsonl: str | None = option(
+        None,
+        "file for a JSON object per iteration and evaluation; none: no file (default: "
+        f"{METRICS_FILE} in --events-dir)",
+        metavar="FILE",
+        may_change=True,
+    )
+    events_dir: str | None = option(
+        None,
+        "directory for events.jsonl and heartbeat.json (default: --save, unless it is a URL)",
+        metavar="DIR",
+        may_change=True,
+    )
+    profile_lanes: str | None = option(
+        None,
+        "record a timeline of copies and computation in these iterations, as a Python slice: "
+        "20:23 is 20, 21 and 22 (docs/training.md)",
+        metavar="FIRST:END",
+        may_change=True,
+    )
+    profile_lanes_dir: str | None = option(
+        None,
+        "directory for timelines (default: timelines/ in --events-dir)",
+        metavar="DIR",
+        requires="profile_lanes",
+        may_change=True,
+    )
+    tensorboard_dir: str | None = option(
+        None, "directory for TensorBoard's files (default: none)", metavar="DIR", may_change=True
+    )
+    wandb_project: str | None = option(
+        None,
+        "project in Weights & Biases; needs the package wandb (default: none)",
+        metavar="NAME",
+        noun="a name",
+    )
+    wandb_exp_name: str | None = option(
+        None, "name of the run in Weights & Biases", metavar="NAME", requires="wandb_project"
+    )
+    wandb_save_dir: str | None = option(
+        None,
+        "directory for local files of Weights & Biases",
+        metavar="DIR",
+        requires="wandb_project",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "--wandb-project: expected the package wandb (pip install "
+                "'.[wandb]' in the clone), got none."
+            )
+
+        if self.profile_lanes is not None:
+            iterations_of(self.profile_lanes)
+        folders = {"--events-dir": self.events_dir, "--profile-lanes-dir": self.profile_lanes_dir}
+        for flag, folder in folders.items():
+            if folder is not None:
+                expect("://" not in folder, flag, "a folder of the file system", folder)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether this process's log has the short format."""
+        return sys.stdout.isatty() if self.log_format is None else self.log_format == "short"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """An engine's part of a run's configuration (`RunConfig.engine`).
+
+    Attributes:
+        train_iters: steps of the whole run, which the schedule spans.
+        compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
+        seed: of the initial weights.
+        records_timings: whether an offloaded optimizer, and offloaded activations, record how long
+            their lanes took.
+        ckpt_format: of the checkpoints that it saves; None: the engine's own.
+
+    Raises:
+        ConfigError: for another compute dtype, or a format that does not exist.
+    """
+
+    optimizer: OptimizerConfig
+    schedule: LRScheduleConfig
+    parallel: DataParallelConfig
+    train_iters: int
+    compute_dtype: str = "fp32"
+    seed: int = 1234
+    records_timings: bool = False
+    ckpt_format: str | None = None
+    execution: ExecutionConfig = ExecutionConfig()
+
+    def __post_init__(self) -> None:
+        formats = (None, FSDP_DTENSOR, TORCH_DCP)
+        expect(
+            self.ckpt_format in formats,
+            "ckpt_format",
+            f"{FSDP_DTENSOR} or {TORCH_DCP}",
+            self.ckpt_format,
+        )
+        expect(
+            self.compute_dtype in FLOAT_NAMES,
+            "compute_dtype",
+            f"one of {', '.join(FLOAT_NAMES)}",
+            self.compute_dtype,
+        )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """All settings of a run, by owner. Every flag belongs to exactly one of them."""
 
@@ -157,7 +328,8 @@ class RunConfig:
             ConfigError: for settings that are valid by themselves, but not together or not on this
                 number of ranks.
         """
-        batch = self.training.global_batch_size or self.training.micro_batch_size * world_size
+        size = self.parallel.data_parallel_size(world_size)
+        batch = self.training.global_batch_size or self.training.micro_batch_size * size
         training = dataclasses.replace(self.training, global_batch_size=batch)
 
         default_format = TORCH_DCP if self.parallel.use_torch_fsdp2 else FSDP_DTENSOR
@@ -165,7 +337,7 @@ class RunConfig:
             self, training=training, checkpoint=self.checkpoint.resolve(default_format)
         )
 
-        config._check_batch(world_size)
+        config._check_batch(size)
         config._check_model()
         config._check_engine(world_size)
         config._check_fp16()
@@ -190,15 +362,15 @@ class RunConfig:
         # An evaluation of a run's checkpoints is not one of its starts.
         if self.logging.events_dir is not None or save is None or self.training.skip_train:
             return self.logging.events_dir
-        store = open_store(save)
-        return store.root if store.is_rename_atomic else None
+        folder = local_folder(save)
+        return None if folder is None else str(Path(folder))
 
     @property
     def timelines_dir(self) -> str | None:
         """The directory of recorded timelines. None: no recording."""
         if self.logging.profile_lanes_dir is not None or self.events_dir is None:
             return self.logging.profile_lanes_dir
-        return str(Path(self.events_dir) / FOLDER)
+        return str(Path(self.events_dir) / TIMELINES_FOLDER)
 
     @property
     def metrics_jsonl(self) -> str | None:
@@ -257,13 +429,13 @@ class RunConfig:
             if section is not None:
                 yield field.name, section
 
-    def _check_batch(self, world_size: int) -> None:
-        unit = self.training.micro_batch_size * world_size
+    def _check_batch(self, data_parallel_size: int) -> None:
+        unit = self.training.micro_batch_size * data_parallel_size
         expect(
             self.global_batch_size % unit == 0,
             "--global-batch-size",
             f"a multiple of {unit}, micro-batch-size {self.training.micro_batch_size} x "
-            f"{counted(world_size, 'rank')}",
+            f"{counted(data_parallel_size, 'rank')}",
             self.global_batch_size,
         )
 
@@ -402,6 +574,28 @@ class RunConfig:
             "fp32 with --fp16 and another --gpu-optimizer than native",
             dtype,
         )
+
+
+def iterations_of(text: str) -> range:
+    """The iterations that `--profile-lanes` names. ConfigError for anything else."""
+    found = _SLICE.fullmatch(text)
+    first, stop = (int(number) for number in found.groups()) if found else (0, 0)
+    if not 1 <= first < stop <= first + _MOST_ITERATIONS:
+        raise ConfigError(
+            "--profile-lanes: expected FIRST:STOP, as 20:23 for the iterations 20, 21 and 22, "
+            f"from 1 and at most {_MOST_ITERATIONS} of them, got {text[:40]!r}."
+        )
+    return range(first, stop)
+
+
+@functools.cache
+def all_options() -> dict[str, Field]:
+    """Every option of a run by its name, of models with all optional parts."""
+    return {
+        field.name: field
+        for config_class in section_classes().values()
+        for field in options_of(config_class)
+    }
 
 
 def section_classes() -> dict[str, type[Any]]:

@@ -1,29 +1,13 @@
-"""`TrainEngine`: a model that is trained, as the training loop and other programs see it.
-
-    engine = MegatronEngine(config, device, mesh)       # or FSDPEngine
-    engine.initialize(model)                            # any nn.Module, on meta or real
-    result = engine.train_batch(microbatches, forward_step)
-    engine.save(SaveLoadMeta("runs/mine/step_1000", with_optim=True))
-
-The names follow the engines of AReaL; `megatron/training/engines.py` has the implementations.
-"""
+"""`SaveLoadMeta`: what an engine saves or loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.activation_offload import ActivationOffload
-from megatron.core.device import Device
-from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_layout import check_dtype
-from megatron.training.checkpoint.run_state import RunState
-from megatron.training.step import Batch, ForwardStep, MarkPhase, StepInfo, StepResult, unmarked
 
 WEIGHT_FORMATS = ("dcp", "hf")
 
@@ -78,110 +62,3 @@ class SaveLoadMeta:
                     f"Expected a {name} only with the format hf, got one with dcp, which has no "
                     "use for it."
                 )
-
-
-class TrainEngine(Protocol):
-    """A model that is trained on all ranks, which call every method together."""
-
-    @property
-    def device(self) -> Device:
-        """The device that this rank computes on."""
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """One axis, over all ranks of the default process group."""
-
-    @property
-    def state(self) -> RunState:
-        """Model, optimizer, schedule and counters, as they are at the moment.
-
-        Raises:
-            RuntimeError: before `initialize`.
-        """
-
-    @property
-    def activations(self) -> ActivationOffload | None:
-        """What moves the activations of the layers to host memory and back; None: they stay."""
-
-    def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
-        """Shards the model, and builds its optimizer and schedule. Called once.
-
-        Args:
-            model: in fp32, with the same weights and buffers on every rank, and buffers that stay
-                equal; or a function that builds one, which is called under the meta device.
-                Parameters on meta get their initial weights from the `reset_parameters` of their
-                modules.
-        """
-
-    def record_to(self, timeline: AnyTimeline) -> None:
-        """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
-        computation waits for. Its phases are told to `mark` of `train_batch`.
-
-        RuntimeError if the optimizer or the activations are offloaded and record nothing
-        (`EngineConfig.records_timings`).
-        """
-
-    def train_batch(
-        self,
-        microbatches: Sequence[Batch] | Iterator[Batch],
-        forward_step: ForwardStep,
-        *,
-        num_microbatches: int | None = None,
-        votes: Callable[[], tuple[float, ...]] = tuple,
-        mark: MarkPhase = unmarked,
-    ) -> StepResult:
-        """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
-        the counters advance. A loss or gradient norm that is not finite steps nothing.
-
-        Args:
-            microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
-            forward_step: gives the loss of a microbatch, as a tensor or as a `ModelLoss`, whose
-                auxiliary losses are trained with and whose expert loads move expert biases.
-            votes: called after the backward; the result holds the sums of its numbers over ranks.
-            mark: called with each phase of the step as it begins.
-
-        Raises:
-            RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
-                the run and of a schedule whose last rate is 0: it would train nothing. Where that
-                rate is more, it is used, with a warning once.
-        """
-
-    def eval_batch(
-        self,
-        microbatches: Sequence[Batch] | Iterator[Batch],
-        forward_step: ForwardStep,
-        *,
-        num_microbatches: int | None = None,
-    ) -> float:
-        """The mean loss over all ranks' microbatches, without dropout; the same on every rank.
-        AllMaskedError, a ValueError, if the weights of all of them are 0.
-        """
-
-    def forward(
-        self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
-    ) -> Any:
-        """The model's output for one microbatch of this rank, without gradients or dropout.
-
-        Args:
-            forward_fn: calls the model; default: `model(**batch)`.
-        """
-
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Saves, and waits for it.
-
-        Raises:
-            CheckpointError: on all ranks, if it could not be saved, or something is at the path.
-                Nothing that looks like a checkpoint is left there.
-        """
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        """Loads in place what `save` saved, on any number of ranks. All of it is read and checked
-        first.
-
-        Raises:
-            CheckpointError: on all ranks, if it cannot be used; the engine is unchanged.
-            ConfigError: likewise, if its schedule differs from the engine's.
-        """
-
-    def step_info(self) -> StepInfo:
-        """How far training has come; a copy."""

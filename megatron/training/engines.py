@@ -4,13 +4,20 @@ an unsharded module in one process.
 They share the optimizer (offloaded or not), the schedule, the counters, steps and evaluations,
 saving and loading. They differ in how they shard a model and in the format of their checkpoints,
 which load in either.
+
+    engine = MegatronEngine(config, device, mesh)       # or FSDPEngine
+    engine.initialize(model)                            # any nn.Module, on meta or real
+    result = engine.train_batch(microbatches, forward_step)
+    engine.save(SaveLoadMeta("runs/mine/step_1000", with_optim=True))
+
+The names follow the engines of AReaL.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,26 +31,24 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, Che
 from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
-from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
-from megatron.core.layer_execution import ExecutionConfig, prepare_layers
+from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     plan_offload,
 )
-from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
+from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
-from megatron.core.options import expect
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
 from megatron.training.checkpoint.run_state import RunState, save_once, split_path
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.step import (
     Batch,
@@ -58,60 +63,21 @@ from megatron.training.step import (
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = names_of(FLOAT_DTYPES)
 
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """An engine's part of a run's configuration (`RunConfig.engine`).
-
-    Attributes:
-        train_iters: steps of the whole run, which the schedule spans.
-        compute_dtype: fp32, bf16 or fp16, of weights and activations in forward and backward.
-        seed: of the initial weights.
-        records_timings: whether an offloaded optimizer, and offloaded activations, record how long
-            their lanes took.
-        ckpt_format: of the checkpoints that it saves; None: the engine's own.
-
-    Raises:
-        ConfigError: for another compute dtype, or a format that does not exist.
-    """
-
-    optimizer: OptimizerConfig
-    schedule: LRScheduleConfig
-    parallel: DataParallelConfig
-    train_iters: int
-    compute_dtype: str = "fp32"
-    seed: int = 1234
-    records_timings: bool = False
-    ckpt_format: str | None = None
-    execution: ExecutionConfig = ExecutionConfig()
-
-    def __post_init__(self) -> None:
-        formats = (None, FSDP_DTENSOR, TORCH_DCP)
-        expect(
-            self.ckpt_format in formats,
-            "ckpt_format",
-            f"{FSDP_DTENSOR} or {TORCH_DCP}",
-            self.ckpt_format,
-        )
-        expect(
-            self.compute_dtype in COMPUTE_DTYPES,
-            "compute_dtype",
-            f"one of {', '.join(COMPUTE_DTYPES)}",
-            self.compute_dtype,
-        )
-
-    def states(self, world_size: int, pins_memory: bool) -> StateSettings:
-        """What decides about the memory of weights, gradients and states."""
-        dtype = DTYPES[self.compute_dtype]
-        return StateSettings(self.optimizer, self.parallel, dtype, world_size, pins_memory)
+def state_settings(config: EngineConfig, world_size: int, *, pins_memory: bool) -> StateSettings:
+    """The settings that determine the memory of weights, gradients and states."""
+    dtype = DTYPES[config.compute_dtype]
+    return StateSettings(config.optimizer, config.parallel, dtype, world_size, pins_memory)
 
 
 class ModuleEngine:
-    """An unsharded module in one process, for debugging, and the base of the other engines.
+    """An unsharded module in one process, for debugging, and the base of the other engines. All
+    ranks call every method together.
 
-    Implements `TrainEngine`, which documents the methods.
+    Attributes:
+        activations: moves the activations of layers to host memory and back; None: they stay.
+        device: the device that this rank computes on.
+        mesh: one axis, over all ranks of the default process group.
     """
 
     own_format = FSDP_DTENSOR  # default format of its checkpoints
@@ -129,13 +95,18 @@ class ModuleEngine:
         self.device = device
         self.mesh = mesh
         self._num_local_ranks = num_local_ranks
-        self._activations: ActivationOffload | None = None
+        self.activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
         self._num_masked_steps = 0
 
     @property
     def state(self) -> RunState:
+        """Model, optimizer, schedule and counters, as they are at the moment.
+
+        Raises:
+            RuntimeError: before `initialize`.
+        """
         if self._state is None:
             raise RuntimeError(
                 "Expected initialize to have been called, got an engine without a model."
@@ -143,22 +114,26 @@ class ModuleEngine:
         return self._state
 
     @property
-    def activations(self) -> ActivationOffload | None:
-        return self._activations
-
-    @property
     def model(self) -> nn.Module:
         """The model, sharded."""
         return self.state.model
 
     def initialize(self, model: nn.Module | Callable[[], nn.Module]) -> None:
+        """Shards the model, and builds its optimizer and schedule. Called once.
+
+        Args:
+            model: in fp32, with the same weights and buffers on every rank, and buffers that stay
+                equal; or a function that builds one, which is called under the meta device.
+                Parameters on meta get their initial weights from the `reset_parameters` of their
+                modules.
+        """
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
 
-        self.config.execution.check(self.device)
+        check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = self.config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
@@ -178,15 +153,15 @@ class ModuleEngine:
 
     def _prepare_layers(self, model: nn.Module) -> None:
         execution = self.config.execution
-        needs = execution.host_needs(self.device)
+        needs = host_needs(execution, self.device)
         if needs:
             # Counted at the start, too; now the optimizer has its part.
             check_memory_on_all_ranks(needs, self._num_local_ranks, self.mesh)
-        self._activations = prepare_layers(
+        self.activations = prepare_layers(
             model, execution, self.device, records_timings=self.config.records_timings
         )
-        if self._activations is not None:
-            room = format_bytes(self._activations.nbytes)
+        if self.activations is not None:
+            room = format_bytes(self.activations.nbytes)
             logger.info("activations of layers in up to %s of host memory a rank", room)
         if execution.compile_layers:
             logger.info("layers are compiled in the first step, which takes a while")
@@ -214,9 +189,15 @@ class ModuleEngine:
         )
 
     def record_to(self, timeline: AnyTimeline) -> None:
+        """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
+        computation waits for. Its phases are told to `mark` of `train_batch`.
+
+        RuntimeError if the optimizer or the activations are offloaded and record nothing
+        (`EngineConfig.records_timings`).
+        """
         self.state.optimizer.record_to(timeline)
-        if self._activations is not None:
-            self._activations.record_to(timeline)
+        if self.activations is not None:
+            self.activations.record_to(timeline)
         context = megatron_fsdp.context_of(self.model)
         if context is not None:
             context.record_to(timeline)
@@ -230,6 +211,21 @@ class ModuleEngine:
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: MarkPhase = unmarked,
     ) -> StepResult:
+        """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
+        the counters advance. A loss or gradient norm that is not finite steps nothing.
+
+        Args:
+            microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
+            forward_step: gives the loss of a microbatch, as a tensor or as a `ModelLoss`, whose
+                auxiliary losses are trained with and whose expert loads move expert biases.
+            votes: called after the backward; the result holds the sums of its numbers over ranks.
+            mark: called with each phase of the step as it begins.
+
+        Raises:
+            RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
+                the run and of a schedule whose last rate is 0: it would train nothing. Where that
+                rate is more, it is used, with a warning once.
+        """
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
         self._check_schedule()
         # The schedule counts from 0, the iterations that are logged and saved from 1.
@@ -248,8 +244,8 @@ class ModuleEngine:
             mark=mark,
         )
 
-        if self._activations is not None:
-            self._activations.end_step()
+        if self.activations is not None:
+            self.activations.end_step()
         # A skipped step counts: the schedule and the data advance.
         state.step_info.iteration += 1
         state.step_info.consumed_samples += result.num_samples
@@ -308,6 +304,9 @@ class ModuleEngine:
         *,
         num_microbatches: int | None = None,
     ) -> float:
+        """The mean loss over all ranks' microbatches, without dropout; the same on every rank.
+        AllMaskedError, a ValueError, if the weights of all of them are 0.
+        """
         batches, count = _counted(microbatches, num_microbatches)
         try:
             return evaluate(
@@ -326,6 +325,11 @@ class ModuleEngine:
     def forward(
         self, batch: Batch, forward_fn: Callable[[nn.Module, Batch], Any] | None = None
     ) -> Any:
+        """The model's output for one microbatch of this rank, without gradients or dropout.
+
+        Args:
+            forward_fn: calls the model; default: `model(**batch)`.
+        """
         own = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
         was_training = self.model.training
         self.model.eval()
@@ -336,6 +340,12 @@ class ModuleEngine:
             torch_fsdp2.reshard(self.model)
 
     def save(self, meta: SaveLoadMeta) -> None:
+        """Saves, and waits for it.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be saved, or something is at the path.
+                Nothing that looks like a checkpoint is left there.
+        """
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()
             save_hf(
@@ -357,8 +367,13 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads as `TrainEngine.load`. A damaged checkpoint is a CheckpointDamagedError, none at
-        all a CheckpointNotFoundError.
+        """Loads in place what `save` saved, on any number of ranks. All of it is read and checked
+        first.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be used; the engine is unchanged. A
+                CheckpointDamagedError if it is damaged, a CheckpointNotFoundError without one.
+            ConfigError: likewise, if its schedule differs from the engine's.
         """
         self.state.optimizer.synchronize()
         if meta.weight_format == "hf":
@@ -372,6 +387,7 @@ class ModuleEngine:
         load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
 
     def step_info(self) -> StepInfo:
+        """How far training has come; a copy."""
         return replace(self.state.step_info)
 
     def _shard(self, model: nn.Module, plan: OffloadPlan | None) -> None:
@@ -399,9 +415,10 @@ class ModuleEngine:
 
     def _check_host_memory(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         """Raises HostMemoryError before weights are allocated, if host memory is too small."""
-        needs = self.config.execution.host_needs(self.device)
+        needs = host_needs(self.config.execution, self.device)
         if plan is not None and plan.host_numel:
-            settings = self.config.states(self.mesh.size(), self.device.pins_host_memory)
+            pins_memory = self.device.pins_host_memory
+            settings = state_settings(self.config, self.mesh.size(), pins_memory=pins_memory)
             planned = plan_memory(model, settings, plan, self.mesh.get_local_rank())
             needs = planned.host_needs + needs
         elif not needs:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
+from megatron.core.config import DeviceConfig, ExecutionConfig
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.device import DeviceConfig
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.help_format import OnOffAction, ProgramParser
-from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -24,13 +22,14 @@ from megatron.core.transformer.latent_config import LatentAttentionOptions
 from megatron.core.transformer.moe_config import MoeOptions
 from megatron.core.transformer.rotary_config import RotaryOptions
 from megatron.training.config import (
+    LoggingConfig,
     RecoverConfig,
+    StopConfig,
     TrainingConfig,
+    all_options,
     section_classes,
 )
 from megatron.training.health.inject import InjectConfig
-from megatron.training.metrics import LoggingConfig
-from megatron.training.stop import StopConfig
 from megatron.training.tokenizer import TokenizerConfig
 
 # Groups in the order in which a user needs them. A group has the options of the classes that
@@ -125,12 +124,6 @@ def build_parser(description: str, rejected: Collection[str] = ()) -> argparse.A
     return parser
 
 
-def show_if_asked(argv: Sequence[str], description: str, rejected: Collection[str] = ()) -> None:
-    """Prints the help and exits if `argv` has -h or --help. Arguments as in `build_parser`."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        build_parser(description, rejected).parse_args(["--help"])
-
-
 def _grouped() -> dict[str, list[Field]]:
     """Options by group, in the order of `GROUPS` and, within a class, of declaration."""
     named = {member for members in GROUPS.values() for member in members}
@@ -192,7 +185,7 @@ def _help_line(field: Field) -> str:
 
 def _needed_flags(field: Field) -> list[str]:
     """Flags without which this one is an error, but for values that are the default."""
-    fields = _fields_by_name()
+    fields = all_options()
     needed = []
     if field.option.requires:
         needed.append(" or ".join(fields[name].flag for name in field.option.requires))
@@ -202,12 +195,3 @@ def _needed_flags(field: Field) -> list[str]:
         if other.default not in (None, wanted):
             needed.append(other.flag if wanted is True else f"{other.flag} {wanted}")
     return needed
-
-
-@functools.cache
-def _fields_by_name() -> dict[str, Field]:
-    return {
-        field.name: field
-        for config_class in section_classes().values()
-        for field in options_of(config_class)
-    }

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,23 +26,7 @@ from megatron.core.trace_file import Trace
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "timelines"  # in the event log's directory
 REPORT = "report"  # a phase of the timeline alone: logging, and deciding whether to continue
-
-_MOST_ITERATIONS = 100  # each takes some kilobytes a layer, in memory and on disk
-_PATTERN = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
-
-
-def iterations_of(text: str) -> range:
-    """The iterations that `--profile-lanes` names. ConfigError for anything else."""
-    found = _PATTERN.fullmatch(text)
-    first, stop = (int(number) for number in found.groups()) if found else (0, 0)
-    if not 1 <= first < stop <= first + _MOST_ITERATIONS:
-        raise ConfigError(
-            "--profile-lanes: expected FIRST:STOP, as 20:23 for the iterations 20, 21 and 22, "
-            f"from 1 and at most {_MOST_ITERATIONS} of them, got {text[:40]!r}."
-        )
-    return range(first, stop)
 
 
 class LaneProfile:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.core import process_groups
+from megatron.core import mesh
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
 from megatron.training.health.jsonl import parse_object
@@ -138,8 +138,8 @@ def process_group(
         # Longer than the watchdog's limit, which excludes time in which a rank could not run.
         if watched_seconds is not None:
             longer = timedelta(seconds=2 * watched_seconds + _TIMEOUT_MARGIN_SECONDS)
-            process_groups.set_timeout(device.torch_device, max(timeout, longer))
-        process_groups.connect(device.torch_device)
+            mesh.set_timeout(device.torch_device, max(timeout, longer))
+        mesh.connect(device.torch_device)
 
     yield
     dist.destroy_process_group()

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+from megatron.core.mesh import data_parallel_rank, data_parallel_size
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
 from megatron.training.decision import Decision, Save, decide, is_due
-from megatron.training.engine import TrainEngine
+from megatron.training.engines import ModuleEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.inject import Injections
 from megatron.training.health.progress import Phase
@@ -74,7 +75,7 @@ class Loop:
         profile: records a timeline of some iterations.
     """
 
-    engine: TrainEngine
+    engine: ModuleEngine
     config: RunConfig
     forward_step: ForwardStep
     metrics: Metrics
@@ -152,7 +153,7 @@ class Loop:
         AllMaskedError if the run only evaluates.
         """
         iteration, num_iters = self._iteration, self.config.training.eval_iters
-        num_microbatches = num_iters * self.config.num_microbatches(self.engine.mesh.size())
+        num_microbatches = num_iters * self._num_microbatches
         self.mark(Phase.EVALUATE, iteration)
 
         def batches() -> Iterator[Batch]:
@@ -186,13 +187,17 @@ class Loop:
     def _iteration(self) -> int:
         return self.engine.state.step_info.iteration
 
+    @property
+    def _num_microbatches(self) -> int:
+        return self.config.num_microbatches(data_parallel_size(self.engine.mesh))
+
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One iteration's step, and its report."""
         config, number = self.config, self._iteration + 1
         result = self.engine.train_batch(
             batches,
             self.injections.forward_step(self.forward_step, number),
-            num_microbatches=config.num_microbatches(self.engine.mesh.size()),
+            num_microbatches=self._num_microbatches,
             votes=self._votes,
             mark=lambda phase: self.mark(phase, number),
         )
@@ -294,8 +299,8 @@ class Loop:
             consumed_samples=first_sample,
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.global_batch_size,
-            data_parallel_rank=mesh.get_local_rank(),
-            data_parallel_size=mesh.size(),
+            data_parallel_rank=data_parallel_rank(mesh),
+            data_parallel_size=data_parallel_size(mesh),
         )
         pin_memory = self.engine.device.pins_batches
         loader = build_data_loader(

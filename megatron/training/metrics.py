@@ -6,10 +6,8 @@ rank 0 has any.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +15,10 @@ from typing import Any, Protocol
 
 from megatron.core.files import reason_of
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.options import ConfigError, check_options, expect, option
+from megatron.core.options import ConfigError
+from megatron.training.config import NO_FILE, LoggingConfig
 from megatron.training.expert_load import CV_BY_LAYER, LOAD, load_record
-from megatron.training.health.events import METRICS_FILE
 from megatron.training.health.jsonl import JsonLines
-from megatron.training.lane_profile import iterations_of
 from megatron.training.log_lines import (
     LoggedSteps,
     PeakMemory,
@@ -39,101 +36,7 @@ _MILLISECONDS = 1000.0
 _GIGA = 1e9
 _TERA = 1e12
 _TIMES = ("d2h", "host", "h2d", "waited_d2h", "waited_host", "waited_h2d")
-NO_FILE = "none"
 _LOSSES, _WANDB_RUN = "interval_losses", "wandb_run_id"  # keys of `Metrics.state`
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    """Where a run's progress is reported."""
-
-    log_interval: int = option(100, "iterations between log lines", at_least=1, may_change=True)
-    log_format: str | None = option(
-        None,
-        "long: Megatron-LM's log line; short: a line of 100 columns with memory and the time "
-        "left (default: short on a terminal, otherwise long)",
-        choices=("short", "long"),
-        may_change=True,
-    )
-    timing_log_level: int = option(
-        0,
-        "1: log how long the offloaded optimizer's copies and updates took",
-        choices=(0, 1),
-    )
-    moe_per_layer_logging: bool = option(
-        False,
-        "report each expert's load in --metrics-jsonl, and each layer's balance in TensorBoard",
-        requires="num_experts",
-        may_change=True,
-    )
-    progress_bar: bool = option(
-        True, "show a progress bar if the output is a terminal", may_change=True
-    )
-    metrics_jsonl: str | None = option(
-        None,
-        "file for a JSON object per iteration and evaluation; none: no file (default: "
-        f"{METRICS_FILE} in --events-dir)",
-        metavar="FILE",
-        may_change=True,
-    )
-    events_dir: str | None = option(
-        None,
-        "directory for events.jsonl and heartbeat.json (default: --save, unless it is a URL)",
-        metavar="DIR",
-        may_change=True,
-    )
-    profile_lanes: str | None = option(
-        None,
-        "record a timeline of copies and computation in these iterations, as a Python slice: "
-        "20:23 is 20, 21 and 22 (docs/training.md)",
-        metavar="FIRST:END",
-        may_change=True,
-    )
-    profile_lanes_dir: str | None = option(
-        None,
-        "directory for timelines (default: timelines/ in --events-dir)",
-        metavar="DIR",
-        requires="profile_lanes",
-        may_change=True,
-    )
-    tensorboard_dir: str | None = option(
-        None, "directory for TensorBoard's files (default: none)", metavar="DIR", may_change=True
-    )
-    wandb_project: str | None = option(
-        None,
-        "project in Weights & Biases; needs the package wandb (default: none)",
-        metavar="NAME",
-        noun="a name",
-    )
-    wandb_exp_name: str | None = option(
-        None, "name of the run in Weights & Biases", metavar="NAME", requires="wandb_project"
-    )
-    wandb_save_dir: str | None = option(
-        None,
-        "directory for local files of Weights & Biases",
-        metavar="DIR",
-        requires="wandb_project",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-            raise ConfigError(
-                "--wandb-project: expected the package wandb (pip install "
-                "'.[wandb]' in the clone), got none."
-            )
-
-        if self.profile_lanes is not None:
-            iterations_of(self.profile_lanes)
-        folders = {"--events-dir": self.events_dir, "--profile-lanes-dir": self.profile_lanes_dir}
-        for flag, folder in folders.items():
-            if folder is not None:
-                expect("://" not in folder, flag, "a folder of the file system", folder)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether this process's log has the short format."""
-        return sys.stdout.isatty() if self.log_format is None else self.log_format == "short"
 
 
 class Sink(Protocol):

@@ -24,34 +24,27 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core import log, numa
 from megatron.core.datasets.sample_dataset import SampleDataset, SplitDatasets
-from megatron.core.device import Device, peak_host_memory_bytes
+from megatron.core.device import Device, kind_of, peak_host_memory_bytes
 from megatron.core.files import Sync, published
 from megatron.core.issued_collectives import issuing
-from megatron.core.mesh import build_mesh
+from megatron.core.mesh import build_mesh, failed_collective
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
-from megatron.core.process_groups import failed_collective
 from megatron.training.arguments import as_yaml
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import place_of, split_path
 from megatron.training.checkpoint.saver import Frequency, Saver
-from megatron.training.config import RunConfig
-from megatron.training.engine import TrainEngine
-from megatron.training.engines import build_engine
+from megatron.training.config import RunConfig, iterations_of
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.health.events import CONFIG_FILE, STOPPED, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError, code_of, is_foreseen
 from megatron.training.health.inject import Injections
 from megatron.training.health.progress import Phase
 from megatron.training.health.signals import OnInterrupt
 from megatron.training.health.watchdog import Watchdog
-from megatron.training.lane_profile import (
-    NO_LANE_PROFILE,
-    AnyLaneProfile,
-    LaneProfile,
-    iterations_of,
-)
+from megatron.training.lane_profile import NO_LANE_PROFILE, AnyLaneProfile, LaneProfile
 from megatron.training.launch import Launch, process_group
 from megatron.training.log_lines import PeakMemory
 from megatron.training.loop import Loop, NoWatch, Watch, num_train_samples
@@ -109,7 +102,8 @@ def pretrain(
     launch = Launch.from_environment()
 
     numa.set_binding(is_on=config.device.numa_binding)
-    device = Device.for_rank(config.device.kind, launch.local_rank, launch.local_world_size)
+    kind = kind_of(config.device.device)
+    device = Device.for_rank(kind, launch.local_rank, launch.local_world_size)
     log.configure(launch.rank, short_time=config.logging.is_short)
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
@@ -222,7 +216,7 @@ class _Run:
             with self.told_how_it_ends():
                 return self._train(loop, datasets)
 
-    def _built_engine(self) -> TrainEngine:
+    def _built_engine(self) -> ModuleEngine:
         self._mark(Phase.BUILD, 0)
         engine = build_engine(
             self._config.engine(),
@@ -243,7 +237,7 @@ class _Run:
         freeze(model, split_names(self._config.training.freeze or ()), "--freeze")
         return model
 
-    def _resume(self, engine: TrainEngine) -> Loaded | None:
+    def _resume(self, engine: ModuleEngine) -> Loaded | None:
         self._mark(Phase.LOAD, 0)
         resumer = Resumer(
             self._config,
@@ -280,7 +274,7 @@ class _Run:
 
     def _loop(
         self,
-        engine: TrainEngine,
+        engine: ModuleEngine,
         metrics: Metrics,
         saver: Saver,
         train_data: SampleDataset | None,

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
+from megatron.core.mesh import data_parallel_size
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -176,7 +177,8 @@ def _result(
 ) -> StepResult:
     """Of a step that is not skipped, with this rank's number of samples."""
     _, *zeros = agreed.measures
-    loss, *auxiliary = (total / mesh.size() / agreed.grad_divisor for total in agreed.loss_sums)
+    size = data_parallel_size(mesh)
+    loss, *auxiliary = (total / size / agreed.grad_divisor for total in agreed.loss_sums)
     return StepResult(
         loss=loss,
         grad_norm=agreed.grad_norm,
@@ -185,7 +187,7 @@ def _result(
         votes=agreed.votes,
         loss_scale=loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
-        num_samples=num_samples * mesh.size(),
+        num_samples=num_samples * size,
         is_masked=agreed.is_masked,
         auxiliary=dict(zip(told.names, auxiliary, strict=True)),
         expert_load=agreed.load,
@@ -403,7 +405,7 @@ def _grad_divisor(weight: float, told: Told, mesh: DeviceMesh) -> float:
     Args:
         weight: the sum over all microbatches of all ranks.
     """
-    return weight / (told.num_microbatches * mesh.size()) if weight else 1.0
+    return weight / (told.num_microbatches * data_parallel_size(mesh)) if weight else 1.0
 
 
 def _ranks_with_bad_loss(told: Told, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from megatron.core.options import check_options, option
+from megatron.training.config import StopConfig
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.signals import Press, Presses
 
@@ -23,34 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Signals of schedulers before they take the machine away, and of a terminal's Ctrl-C.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class StopConfig:
-    """When to end before the last iteration. Names are Megatron's, but for the grace period."""
-
-    exit_interval: int | None = option(
-        None, "save and exit after an iteration divisible by this", more_than=0, may_change=True
-    )
-    exit_duration_in_mins: float | None = option(
-        None, "save and exit after this many minutes", more_than=0, may_change=True
-    )
-    exit_signal_handler: bool = option(
-        False,
-        "on SIGTERM, SIGUSR1 or Ctrl-C, finish the iteration, save and exit",
-        may_change=True,
-    )
-    exit_signal_grace_seconds: float | None = option(
-        None,
-        "seconds from the signal in which the run must exit: if a save would take longer, exit "
-        "without saving (default: always save)",
-        more_than=0,
-        no_effect_unless="exit_signal_handler",
-        may_change=True,
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class Votes(NamedTuple):

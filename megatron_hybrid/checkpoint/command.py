@@ -22,7 +22,6 @@ import argparse
 import fnmatch
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -56,15 +55,15 @@ from megatron.core.dist_checkpointing.store import (
     open_store,
     path_of,
 )
-from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import counted, printable
 from megatron.training.checkpoint.hf_weights import HF_FOLDER
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
+from megatron_hybrid import parsers
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
-from megatron_hybrid.checkpoint.export import add_export_flags, export_run, sentence
-from megatron_hybrid.checkpoint.from_dcp import add_import_flags, import_dcp
+from megatron_hybrid.checkpoint.export import export_run, sentence
+from megatron_hybrid.checkpoint.from_dcp import import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
@@ -88,26 +87,11 @@ class Location(NamedTuple):
         return path_of(self.store, self.name)
 
 
-# The arguments of commands. A directory may be a URL that fsspec opens.
-_PLACES = {
-    "root": "directory of checkpoints",
-    "checkpoint": "directory of one checkpoint",
-    "a": "directory of one checkpoint",
-    "b": "directory of another checkpoint",
-    "source": "directory of one checkpoint, or a .safetensors or torch.save file",
-    "target": "file to write, or iter_NNNNNNN to write a checkpoint",
-    "run": "directory of a run's checkpoints, or one checkpoint",
-    "out": "directory to write, absent or empty",
-    "path": "directory that torch.distributed.checkpoint saved",
-}
-
-
 def main(argv: Sequence[str] | None = None, program: str = "checkpoint") -> int:
     """Runs one command; returns the exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    arguments = parsers.checkpoint(program).parse_args(argv)
     with one_line_errors(program, (CheckpointError, OSError, ValueError)):
-        return command(arguments)
+        return _COMMANDS[arguments.command](arguments)
     return 2
 
 
@@ -448,47 +432,12 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ProgramParser(
-        description="Lists, shows, verifies, compares, converts, exports and imports checkpoints."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(
-        name: str, command: Callable[[argparse.Namespace], int], *places: str
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
-        added.set_defaults(command=command)
-        for place in places:
-            added.add_argument(place, metavar=place.upper(), help=_PLACES[place])
-        added.add_argument("--json", action="store_true", help="print JSON")
-        return added
-
-    add("list", list_checkpoints, "root")
-    shown = add("show", show, "checkpoint")
-    shown.add_argument(
-        "--chunks", action="store_true", help="also show a line for each chunk of a tensor"
-    )
-    add("verify", verify, "checkpoint")
-    compared = add("diff", diff, "a", "b")
-    for each in (shown, compared):
-        each.add_argument(
-            "--key",
-            nargs="+",
-            metavar="PATTERN",
-            help="only keys that match these patterns, as in a shell",
-        )
-    converted = add("convert", convert, "source", "target")
-    converted.add_argument(
-        "--prefix",
-        default="",
-        metavar="TEXT",
-        help="text before each key of a file, e.g. model. (default: none)",
-    )
-    exported = add("export", export, "run", "out")
-    exported.add_argument(
-        "--format", choices=("hf",), default="hf", help="hf: the format of the transformers library"
-    )
-    add_export_flags(exported)
-    add_import_flags(add("import", import_folder, "path", "root"))
-    return parser.parse_args(argv)
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": list_checkpoints,
+    "show": show,
+    "verify": verify,
+    "diff": diff,
+    "convert": convert,
+    "export": export,
+    "import": import_folder,
+}

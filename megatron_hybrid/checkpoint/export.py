@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import open_checkpoint
-from megatron.core.dtypes import DTYPES, FLOAT_DTYPES, names_of
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import printable
 from megatron.core.models.hugging_face import hf_config
 from megatron.training.checkpoint.hf_config import FolderExtras
 from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
-from megatron.training.checkpoint.hf_layout import MAX_SHARD_BYTES
 from megatron_hybrid.checkpoint.progress import progress_bar
-from megatron_hybrid.saved_model import add_model_flags, find_model
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d{1,12})(|KB|MB|GB|TB)")
-
-
-def add_export_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of an export, without its positional arguments."""
-    parser.add_argument(
-        "--dtype",
-        choices=names_of(FLOAT_DTYPES),
-        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
-        "fp32, others unchanged)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=_num_bytes,
-        default=MAX_SHARD_BYTES,
-        metavar="SIZE",
-        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
-    )
-    add_model_flags(parser)
-
-
-def _num_bytes(text: str) -> int:
-    """Parses a size."""
-    match = _SIZE.fullmatch(text.upper())
-    if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
-    return int(match[1]) * _UNITS[match[2]]
+from megatron_hybrid.saved_model import find_model
 
 
 def export_run(arguments: argparse.Namespace) -> dict[str, Any]:

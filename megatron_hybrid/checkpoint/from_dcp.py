@@ -20,28 +20,12 @@ from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store, path_of
 from megatron.core.optimizer.state_tensors import STEP
 from megatron.training.checkpoint.dcp_import import DcpView
-from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG, Heads, KeyMap
+from megatron.training.checkpoint.dcp_key_map import COUNTS, Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import RowSource
 from megatron.training.checkpoint.run_info import FORMAT_VERSION, RecoverInfo
 from megatron.training.step import StepInfo
 from megatron_hybrid.checkpoint.from_file import expect_no_checkpoint, publish_import
 from megatron_hybrid.checkpoint.progress import progress_bar
-
-
-def add_import_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `import_dcp`, without PATH and ROOT."""
-    parser.add_argument(
-        FLAG,
-        required=True,
-        metavar="TABLE",
-        help="YAML file that maps the other program's tensors to this model's",
-    )
-    for name in COUNTS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            help="as in pretrain; must be given for a TABLE that uses it",
-        )
 
 
 def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:

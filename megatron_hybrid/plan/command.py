@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.core.device import DeviceConfig
+from megatron.core.device import check_kind, kind_of
 from megatron.core.drivers import kinds_of_accelerators
-from megatron.core.help_format import ProgramParser
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
-from megatron_hybrid.plan import quantities
+from megatron_hybrid import parsers
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure
 from megatron_hybrid.plan.planned_run import PlannedRun, with_defaults
@@ -41,93 +40,9 @@ _MOST_CHARACTERS = 4000  # of an error's line
 _RATES = ("flops", "link", "host_bandwidth")  # required for the time of a step
 
 
-# By flag: the type, the metavar and the help line.
-_FLAGS = {
-    "--gpu-memory": (
-        quantities.size,
-        "SIZE",
-        "memory of each device, e.g. 80GB (default: not checked)",
-    ),
-    "--gpu-reserve": (
-        quantities.size_or_zero,
-        "SIZE",
-        "part of --gpu-memory left to CUDA, its libraries and gaps between tensors (default: 5 %%, "
-        "but at least 2GB)",
-    ),
-    "--host-memory": (
-        quantities.size,
-        "SIZE",
-        "host memory for all ranks of the machine, e.g. 256GB (default: not checked)",
-    ),
-    "--flops": (
-        quantities.flops,
-        "RATE",
-        "speed of a device in training, e.g. 400TFLOP/s (default: no step time)",
-    ),
-    "--link": (
-        quantities.rate,
-        "RATE",
-        "bandwidth between device and host, each way, e.g. 50GB/s (default: no step time)",
-    ),
-    "--host-bandwidth": (
-        quantities.rate,
-        "RATE",
-        "bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
-    ),
-    "--gpu-bandwidth": (
-        quantities.rate,
-        "RATE",
-        "bandwidth of a device's memory (default: not counted)",
-    ),
-    "--interconnect": (
-        quantities.rate,
-        "RATE",
-        "bandwidth at which a device sends and receives in collectives (default: not counted)",
-    ),
-    "--disk": (
-        quantities.rate,
-        "RATE",
-        "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
-    ),
-    "--tokens-per-step": (
-        quantities.whole_number,
-        "N",
-        "--global-batch-size in tokens instead of sequences (default: the run's)",
-    ),
-}
-
-
-def build_parser(program: str) -> argparse.ArgumentParser:
-    """Returns the parser of the plan's flags, without those of a run."""
-    parser = ProgramParser(
-        prog=program,
-        description=__doc__,
-        allow_abbrev=False,
-        epilog="Flags of a run may follow: python -m megatron_hybrid pretrain --help lists them.",
-    )
-    ranks = "ranks, all on one machine"
-    parser.add_argument("--gpus", type=quantities.whole_number, default=1, metavar="N", help=ranks)
-    for flag, (kind, metavar, text) in _FLAGS.items():
-        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure on this machine all rates that are not given; takes some seconds",
-    )
-    parser.add_argument(
-        "--measure-disk",
-        metavar="DIR",
-        help="with --measure: directory in which to measure --disk (default: not measured)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
     """Prints the plan. Returns the exit code: 2 for bad flags and for a run that does not fit."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments, flags = build_parser(program).parse_known_args(given)
+    arguments, flags = parsers.plan(program).parse_known_args(argv)
     try:
         found = plan(arguments, flags)
     except (ConfigError, HostMemoryError) as error:
@@ -219,9 +134,10 @@ def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
     """Returns the planned device's kind: this machine's if measured, otherwise an accelerator."""
     words = _split_values(flags)
     named = dict(pairwise(words)).get("--device", "auto")
-    if named != "auto":
-        return named
-    return DeviceConfig().kind if is_measured else kinds_of_accelerators()[0]
+    if is_measured:
+        return kind_of(named)
+    check_kind(named)
+    return kinds_of_accelerators()[0] if named == "auto" else named
 
 
 def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machine | None:

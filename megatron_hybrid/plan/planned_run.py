@@ -23,6 +23,7 @@ from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_config import expect_model_folder, has_tokenizer
 from megatron.training.config import RunConfig
+from megatron.training.engines import state_settings
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 OFFLOADING = (
@@ -159,7 +160,8 @@ class PlannedRun:
     @property
     def num_microbatches(self) -> int:
         """The microbatches of a rank in one step."""
-        return self.config.num_microbatches(self.world_size)
+        size = self.config.parallel.data_parallel_size(self.world_size)
+        return self.config.num_microbatches(size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -186,7 +188,7 @@ class PlannedRun:
     def states(self, config: RunConfig) -> StateSettings:
         """Returns the settings that determine the memory of weights, gradients and states."""
         is_pinned = self.device_kind != "cpu"
-        return config.engine().states(self.world_size, pins_memory=is_pinned)
+        return state_settings(config.engine(), self.world_size, pins_memory=is_pinned)
 
     def at(self, fraction: float | None) -> RunConfig:
         """Returns the config at an offload fraction; None: without offloading."""

@@ -46,7 +46,8 @@ from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_run
 from megatron.training.checkpoint.run_state import save_torch_dcp
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.health.events import (
     METRICS_FILE,
     EarlierFindings,

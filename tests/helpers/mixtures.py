@@ -23,7 +23,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import ModuleEngine, build_engine
 from tests.helpers.ranks import rank_device
 
 VOCAB, SEQ = 31, 6

@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods
 from megatron.core.help_format import OnOffAction
 from megatron.training.arguments import known_flags
 from megatron_hybrid.command_line import COMMANDS
+from megatron_hybrid.parsers import TRAINERS, parser_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "public_interface"
 NAMES, FLAGS = FOLDER / "names.txt", FOLDER / "flags.txt"
@@ -71,9 +72,9 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.config": ("TransformerConfig",),
     "megatron.training.checkpoint.dcp_import": ("load_dcp",),
     "megatron.training.checkpoint.hf_weights": ("load_hf", "save_hf"),
-    "megatron.training.engine": ("SaveLoadMeta", "TrainEngine"),
+    "megatron.training.config": ("EngineConfig",),
+    "megatron.training.engine": ("SaveLoadMeta",),
     "megatron.training.engines": (
-        "EngineConfig",
         "FSDPEngine",
         "MegatronEngine",
         "ModuleEngine",
@@ -99,7 +100,6 @@ SHOWN_MEMBERS: dict[str, tuple[str, ...]] = {
 # Special methods that are called by syntax.
 _SPECIAL = ("__bool__", "__call__", "__enter__", "__getitem__", "__iter__", "__len__")
 
-TRAINERS = ("pretrain", "pretrain-vlm")  # which have the flags of a run
 # By name, the modules whose `main` is the program. `launch` has torchrun's flags.
 PROGRAMS = {
     **{
@@ -148,7 +148,7 @@ def flags() -> list[str]:
 
     for program, module in PROGRAMS.items():
         lines += ["", f"# {program}"]
-        found = _program_flags(_parser_of(module, program))
+        found = _program_flags(parser_of(program, program) or _parser_of(module, program))
         if program in TRAINERS:
             lines.append("flags of a run")
             lines += [f"without {flag}" for flag in sorted(run_flags.keys() - found.keys())]

@@ -17,7 +17,8 @@ from megatron.core.dist_checkpointing.formats import open_checkpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.store import open_store
 from megatron.training.checkpoint.resume import Resumer
-from megatron.training.engine import SaveLoadMeta, TrainEngine
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import ModuleEngine
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.images import ImageProcessing
 from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
@@ -92,7 +93,7 @@ def save_what_is_loaded(argv: list[str], folder: str) -> None:
     """On each rank: a run that saves its checkpoint anew as soon as it has loaded it, and ends."""
     load = Resumer.load
 
-    def load_and_save(self: Resumer, engine: TrainEngine) -> Any:
+    def load_and_save(self: Resumer, engine: ModuleEngine) -> Any:
         load(self, engine)
         engine.save(SaveLoadMeta(f"{folder}/loaded", with_optim=True))
         raise ExitError(ExitCode.FINISHED, "it has saved")

@@ -12,7 +12,8 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import build_engine
 from tests.helpers.fp32_models import LR, SEED, Model, batches, forward_step, seen_dtypes
 from tests.helpers.ranks import random_delays, run_ranks
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.vision_language_model import Images
@@ -24,7 +24,8 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.parts import freeze
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import MegatronEngine
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers.behaviours import LANES_LAST, Behaviour, all_behaviours
 from tests.unit_tests.core.models.multimodal.helpers import vision_models

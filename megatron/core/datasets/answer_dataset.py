@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron.core.datasets.config import bin_path, idx_path
 from megatron.core.datasets.data_files import IndexedDatasetError, check_vocabulary
-from megatron.core.datasets.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.packing import PackedRows
 from megatron.core.datasets.sample_dataset import NumberedDataset, collate_rows
 from megatron.core.options import ConfigError

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.datasets.document_boundaries import Boundaries
-from megatron.core.datasets.indexed_dataset import bin_path, idx_path
 from megatron.core.options import ConfigError, check_options, expect, option, shown
 
 
@@ -18,6 +16,24 @@ class BlendPart(NamedTuple):
 
     weight: float  # only proportions count
     prefix: str
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The effects of an end of document, as Megatron's flags have it.
+
+    Attributes:
+        reset_attention_mask: tokens see their own document only.
+        reset_position_ids: positions are counted from the beginning of each document.
+        eod_mask_loss: what follows an end of document is not learned.
+    """
+
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+
+    def __bool__(self) -> bool:
+        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 
 @dataclass(frozen=True)
@@ -151,6 +167,16 @@ class GPTDatasetConfig:
             first = parts.setdefault(place, BlendPart(0.0, prefix))
             parts[place] = BlendPart(first.weight + weight, first.prefix)
         return list(parts.values())
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The file of tokens."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The file with the place of each sequence."""
+    return Path(f"{prefix}.idx")
 
 
 def missing_files(prefix: str) -> list[Path]:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.datasets.config import Boundaries
 from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset, collate_rows
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """The effects of an end of document, as Megatron's flags have it.
-
-    Attributes:
-        reset_attention_mask: tokens see their own document only.
-        reset_position_ids: positions are counted from the beginning of each document.
-        eod_mask_loss: what follows an end of document is not learned.
-    """
-
-    reset_attention_mask: bool = False
-    reset_position_ids: bool = False
-    eod_mask_loss: bool = False
-
-    def __bool__(self) -> bool:
-        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 
 class DelimitedDataset(NumberedDataset):

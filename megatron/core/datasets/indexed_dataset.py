@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.config import bin_path, idx_path
 from megatron.core.datasets.data_files import DataFile, FileVersion, IndexedDatasetError
 from megatron.core.datasets.index_format import (
     DTYPES,
@@ -39,16 +40,6 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
     int32.
     """
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """The file of tokens."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """The file with the place of each sequence."""
-    return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from megatron.core.options import YEAR_SECONDS, ConfigError, check_options, expect, option
 
+MAX_SHARD_BYTES = 5 * 10**9  # default limit of the tensors in one file of an export
 FSDP_DTENSOR, TORCH_DCP = "fsdp_dtensor", "torch_dcp"
 # Megatron's names: keys are unexpected that the model expects but the checkpoint lacks.
 STRICTNESS = ("raise_all", "raise_unexpected")
@@ -205,7 +207,11 @@ class CheckpointConfig:
         """
         config = replace(self, ckpt_format=self.ckpt_format or default_format)
         save = config.save
-        is_folder = save is None or "://" not in save or save.startswith("file://")
+        places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))
+        for flag, place in places:
+            check_protocol(place or "", f"{flag}: ")
+
+        is_folder = save is None or local_folder(save) is not None
         expect(
             is_folder or config.ckpt_format != TORCH_DCP,
             "--save",
@@ -220,10 +226,15 @@ class CheckpointConfig:
             "checkpoint",
             save,
         )
-        places = (("--save", save), ("--load", config.load), ("--load-dcp", config.load_dcp))
-        for flag, place in places:
-            check_protocol(place or "", f"{flag}: ")
         return config
+
+
+def local_folder(place: str) -> str | None:
+    """The path of a directory in the file system; None if `place` is the URL of a remote store."""
+    if "://" not in place:
+        return place
+    file_system, path = fsspec.url_to_fs(place)
+    return path if isinstance(file_system, LocalFileSystem) else None
 
 
 def check_protocol(place: str, prefix: str = "") -> None:

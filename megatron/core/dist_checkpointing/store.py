@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
-from megatron.core.dist_checkpointing.config import check_protocol
+from megatron.core.dist_checkpointing.config import check_protocol, local_folder
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -84,12 +83,8 @@ def open_store(root: str | Path) -> Store:
     `check_protocol`.
     """
     check_protocol(str(root))
-    if "://" not in str(root):
-        return LocalStore(Path(root))
-    file_system, path = fsspec.url_to_fs(str(root))
-    if isinstance(file_system, LocalFileSystem):
-        return LocalStore(Path(path))
-    return RemoteStore(str(root))
+    folder = local_folder(str(root))
+    return RemoteStore(str(root)) if folder is None else LocalStore(Path(folder))
 
 
 def expect_folder(store: Store, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dtypes import FLOAT_DTYPES, names_of
+from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
 
 
@@ -50,12 +50,12 @@ class DataParallelConfig:
         "fp32",
         "dtype of the gradients that the optimizer reads, and of their sums over microbatches; "
         "bf16 takes half of the memory and rounds each sum",
-        choices=names_of(FLOAT_DTYPES),
+        choices=FLOAT_NAMES,
     )
     megatron_fsdp_grad_comm_dtype: str = option(
         "auto",
         "dtype in which gradients are reduced; auto: that of the main gradients",
-        choices=(*names_of(FLOAT_DTYPES), "auto"),
+        choices=(*FLOAT_NAMES, "auto"),
         no_effect_unless="use_megatron_fsdp",
     )
     megatron_fsdp_reshard_after_forward: bool = option(
@@ -100,6 +100,10 @@ class DataParallelConfig:
             "--num-distributed-optimizer-instances of at least 2",
             self.num_distributed_optimizer_instances,
         )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """The number of ranks that read different samples: all of them."""
+        return world_size
 
     @property
     def is_sharded(self) -> bool:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dtypes import (
-    FLOAT_DTYPES,
-    STATE_DTYPES,
-    UNSCALED_STATE_DTYPES,
-    names_of,
-)
+from megatron.core.dtype_names import FLOAT_NAMES, STATE_NAMES, UNSCALED_STATE_NAMES
 from megatron.core.options import check_options, expect, given_options, option, options_of
 from megatron.core.parts import parse_factors
 
@@ -125,16 +120,14 @@ class OptimizerConfig:
     main_params_dtype: str = option(
         "fp32",
         "dtype of the main weights, which the optimizer updates",
-        choices=names_of(FLOAT_DTYPES),
+        choices=FLOAT_NAMES,
     )
     exp_avg_dtype: str = option(
         "fp32",
         "dtype of Adam's first moment, and of the momentum of SGD and Lion",
-        choices=names_of(STATE_DTYPES),
+        choices=STATE_NAMES,
     )
-    exp_avg_sq_dtype: str = option(
-        "fp32", "dtype of Adam's second moment", choices=names_of(STATE_DTYPES)
-    )
+    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=STATE_NAMES)
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
@@ -263,7 +256,7 @@ class OptimizerConfig:
             self.exp_avg_sq_dtype,
         )
         if self.optimizer_cpu_offload:
-            allowed = names_of(UNSCALED_STATE_DTYPES)
+            allowed = UNSCALED_STATE_NAMES
             is_one = self.optimizer != "adam" or self.exp_avg_dtype == self.exp_avg_sq_dtype
             expect(
                 is_one and self.exp_avg_dtype in allowed,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.dist_checkpointing.config import MAX_SHARD_BYTES
 from megatron.core.dist_checkpointing.dcp.torch_dcp import MODEL_PREFIX, weights_prefix
 from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
@@ -44,7 +45,6 @@ from megatron.training.checkpoint.hf_files import (
     write_rows,
 )
 from megatron.training.checkpoint.hf_layout import (
-    MAX_SHARD_BYTES,
     FolderLayout,
     Part,
     file_dtype,

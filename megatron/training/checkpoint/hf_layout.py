@@ -35,7 +35,6 @@ from megatron.core.models.families.row_map import RowMap
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5 * 10**9  # default limit of the tensors in one file
 _LENGTH_BYTES = 8  # the header's length, at the start of a file
 
 # The dtypes of safetensors, with its names.

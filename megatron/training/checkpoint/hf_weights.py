@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.agreement import (
     on_first_rank,
     sum_of_ranks,
 )
+from megatron.core.dist_checkpointing.config import MAX_SHARD_BYTES
 from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model, few
 from megatron.core.dist_checkpointing.format.index import (
     ExportedRows,
@@ -79,7 +80,6 @@ from megatron.training.checkpoint.hf_files import (
     write_own_rows,
 )
 from megatron.training.checkpoint.hf_layout import (
-    MAX_SHARD_BYTES,
     FileTensor,
     FolderLayout,
     Part,

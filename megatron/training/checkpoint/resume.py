@@ -34,7 +34,8 @@ from megatron.training.checkpoint.run_state import (
     place_of,
 )
 from megatron.training.config import RunConfig
-from megatron.training.engine import SaveLoadMeta, TrainEngine
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import ModuleEngine
 from megatron.training.health.events import EarlierFindings, EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 
@@ -56,7 +57,7 @@ class Resumer:
         self._events = events
         self._restart_count = restart_count
 
-    def load(self, engine: TrainEngine) -> Loaded | None:
+    def load(self, engine: ModuleEngine) -> Loaded | None:
         """Loads the state from which the run resumes.
 
         With `--recover-mode` on or auto, that is the newest intact checkpoint in the directory of
@@ -109,7 +110,7 @@ class Resumer:
         )
         return loaded
 
-    def _load_first_state(self, engine: TrainEngine) -> None:
+    def _load_first_state(self, engine: ModuleEngine) -> None:
         """Loads the initial weights of a run."""
         checkpoint = self._config.checkpoint
         folder, table = checkpoint.load_dcp, checkpoint.dcp_key_map
@@ -120,7 +121,7 @@ class Resumer:
             # --vocab-size may request more rows.
             engine.load(SaveLoadMeta(checkpoint.hf_model, "hf", adds_rows=True))
 
-    def prepare_folder(self, engine: TrainEngine, loaded: Loaded | None) -> None:
+    def prepare_folder(self, engine: ModuleEngine, loaded: Loaded | None) -> None:
         """Sets aside skipped damaged checkpoints in the directory of `--save`.
 
         Raises:

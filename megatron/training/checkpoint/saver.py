@@ -33,7 +33,7 @@ from megatron.training.checkpoint.hf_weights import HfExport
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import checkpoint_path, save_torch_dcp
 from megatron.training.config import RunConfig
-from megatron.training.engine import TrainEngine
+from megatron.training.engines import ModuleEngine
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.exits import ExitCode, ExitError
 from megatron.training.step import StepInfo
@@ -174,7 +174,7 @@ class Saver:
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
-    def prepare(self, engine: TrainEngine) -> None:
+    def prepare(self, engine: ModuleEngine) -> None:
         """Prepares saves. All ranks call it together, before the first step.
 
         Raises:
@@ -193,7 +193,7 @@ class Saver:
             max_length = self._config.data.seq_length
             self._export = HfExport.of(engine.state.model, dtype, extras, max_length=max_length)
 
-    def save(self, engine: TrainEngine, info: RecoverInfo) -> None:
+    def save(self, engine: ModuleEngine, info: RecoverInfo) -> None:
         """Saves, in the background with `--async-save`. All ranks call it together.
 
         A failed write is logged and affects the next votes. A state that the format cannot store is
@@ -213,7 +213,7 @@ class Saver:
         logger.warning("iteration %d is not saved: %s", iteration, reason)
         self._on_rank_0(EventKind.SAVE_SKIPPED, iteration=iteration, reason=reason)
 
-    def save_last(self, engine: TrainEngine, info: RecoverInfo) -> None:
+    def save_last(self, engine: ModuleEngine, info: RecoverInfo) -> None:
         """Saves at the end of a run, and waits for it. ExitError (NOT_SAVED) if it failed."""
         self._note(self._begin(engine, info, self._export))
 
@@ -228,7 +228,7 @@ class Saver:
         return failure
 
     def _begin(
-        self, engine: TrainEngine, info: RecoverInfo, export: HfExport | None
+        self, engine: ModuleEngine, info: RecoverInfo, export: HfExport | None
     ) -> CheckpointError | None:
         """Starts a save. Returns the failure of the previous save, if any.
 
@@ -251,7 +251,7 @@ class Saver:
         self._manager.save(iteration, contents, info.to_plain())
         return failure
 
-    def _save_torch_dcp(self, root: str, engine: TrainEngine, info: RecoverInfo) -> None:
+    def _save_torch_dcp(self, root: str, engine: ModuleEngine, info: RecoverInfo) -> None:
         iteration, with_optim = engine.step_info().iteration, self._config.checkpoint.save_optim
         self._on_rank_0(EventKind.SAVE_BEGUN, iteration=iteration)
         try:

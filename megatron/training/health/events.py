@@ -30,6 +30,7 @@ HEARTBEAT_FILE = "heartbeat.json"
 CONFIG_FILE = "config.yaml"
 # The name in the exit event of a planned stop before the end, whose code is 0 as well.
 STOPPED = "STOPPED"
+TIMELINES_FOLDER = "timelines"
 METRICS_FILE = "metrics.jsonl"  # in the same directory, unless --metrics-jsonl names another file
 _MOST_HEARTBEAT_BYTES = 65536
 _MOST_REASON_CHARACTERS = 1000

@@ -19,20 +19,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from megatron.core.dist_checkpointing.format.names import parse_folder
-from megatron.core.dist_checkpointing.save.data_file import DataSink
-from megatron.core.dist_checkpointing.store import Store
 from megatron.core.files import Sync
 from megatron.core.options import check_options, expect, option
 from megatron.training.health.events import EventKind, EventLog
 from megatron.training.health.progress import Phase
-from megatron.training.model_loss import ModelLoss
-from megatron.training.step import Batch, ForwardStep
+
+if TYPE_CHECKING:
+    # Flags are generated from `InjectConfig`, and `--help` must not import torch.
+    import torch
+    from torch import nn
+
+    from megatron.core.dist_checkpointing.save.data_file import DataSink
+    from megatron.core.dist_checkpointing.store import Store
+    from megatron.training.model_loss import ModelLoss
+    from megatron.training.step import Batch, ForwardStep
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +210,7 @@ class Injections:
             while due:
                 self._tell(due.pop(), Phase.FORWARD, iteration)
             loss = forward_step(model, batch)
-            if isinstance(loss, ModelLoss):
+            if isinstance(loss, tuple):
                 return loss._replace(loss=loss.loss * math.nan)
             return loss * math.nan
 
@@ -217,7 +220,7 @@ class Injections:
         """Returns the store for checkpoints: the given one, or one with faults in some saves."""
         for armed in self._armed:
             if armed.injection.kind in _IN_SAVES:
-                store = cast(Store, _FaultyStore(store, armed.injection, self._tell))
+                store = cast("Store", _FaultyStore(store, armed.injection, self._tell))
         return store
 
     def _strike(self, injection: Injection, is_first: bool) -> None:

@@ -6,7 +6,7 @@ signal handlers. So a separate thread checks once a second, and at every signal,
 - the main thread has made progress within its limit (`progress.py`);
 - another rank has started a roll call (`roll_call.py`);
 - the backend has detected a failed collective, which the main thread may never see
-  (`process_groups.py`);
+  (`mesh.py`);
 - a signal was received (`signals.py`);
 - torchrun's agent, the parent of the rank, is alive.
 

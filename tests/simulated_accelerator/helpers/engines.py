@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import ModuleEngine, build_engine
 from tests.helpers.ranks import rank_device
 
 Batch = dict[str, torch.Tensor]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megatron.core.compiled_layers import check_compiler, compile_layers
+from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.layer_execution import ExecutionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -24,7 +24,8 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import MegatronEngine
 from tests.helpers.ranks import run_ranks
 
 VOCAB, BATCH, SEQ = 64, 2, 32

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 
 from megatron.core import device as device_module
 from megatron.core import drivers
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.drivers import (
     CudaDriver,
     Driver,
     PinError,
     driver_of,
     kinds_of_accelerators,
+    leave_failures_to_watchdog,
     register_driver,
 )
 from megatron.core.options import ConfigError
@@ -52,7 +54,7 @@ def pretended(monkeypatch):
 
 def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
     assert kinds_of_accelerators() == ["cuda", "pretended"]
-    assert DeviceConfig(device="pretended").kind == "pretended"
+    assert kind_of("pretended") == "pretended"
     device = Device.for_rank("pretended", 1, 2)
     assert device == Device("pretended", 1)
     assert device.collective_backend == "its own"
@@ -62,14 +64,14 @@ def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
 
 def test_auto_takes_what_is_there(pretended, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert DeviceConfig().kind == "pretended"
+    assert kind_of() == "pretended"
     pretended.count = 0
-    assert DeviceConfig().kind == "cpu"
+    assert kind_of() == "cpu"
 
 
 def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
     with pytest.raises(ConfigError, match="--device: expected one of auto, cpu, cuda, got 'tpu'"):
-        DeviceConfig(device="tpu")
+        kind_of("tpu")
     with pytest.raises(ValueError, match="Expected a device of kind cpu, cuda, got 'tpu'"):
         driver_of("tpu")
 
@@ -142,3 +144,55 @@ def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch)
     with pytest.raises(PinError, match="error 2"):
         Device("cuda").pin(8192, 4096)
     assert left == []
+
+
+OURS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+def test_pytorch_finds_failures_and_ends_no_rank(caplog):
+    environment: dict[str, str] = {}
+    leave_failures_to_watchdog(environment)
+    assert environment == OURS
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warns"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", True),
+        ("TORCH_NCCL_ENABLE_MONITORING", "False", False),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", False),
+        ("TORCH_DISTRIBUTED_DEBUG", "INFO", False),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", True),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1", True),
+        ("NCCL_BLOCKING_WAIT", "1", True),
+    ],
+)
+def test_what_the_user_has_set_stays_with_one_warning(name, value, warns, caplog):
+    environment = {name: value}
+    leave_failures_to_watchdog(environment)
+    assert environment == {**OURS, name: value}
+    warnings = [record.getMessage().endswith(f": {name}={value}") for record in caplog.records]
+    assert warnings == [True] * warns
+
+
+def test_an_old_name_counts_as_long_as_the_new_one_is_not_set():
+    """PyTorch prefers the new one, so that setting it would go over the user's head."""
+    environment = {"NCCL_ASYNC_ERROR_HANDLING": "1"}
+    leave_failures_to_watchdog(environment)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environment
+
+
+def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
+    for name in OURS:
+        monkeypatch.setenv(name, "")  # so that later settings go again
+        monkeypatch.delenv(name)
+    Device("cpu").prepare_collectives()
+    assert not OURS.keys() & os.environ.keys()
+    Device("cuda").prepare_collectives()
+    assert {name: os.environ[name] for name in OURS} == OURS

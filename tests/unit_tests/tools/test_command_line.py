@@ -17,6 +17,8 @@ from megatron_hybrid import pretrain_gpt
 from megatron_hybrid.command_line import COMMANDS, PROGRAM, main
 
 ROOT = Path(__file__).resolve().parents[3]
+# Programs whose `--help` does not wait for torch. `launch` has torchrun's flags.
+QUICK_HELP = sorted(set(COMMANDS) - {"launch"})
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,29 @@ def test_a_run_ends_without_the_interpreters_finalisation(monkeypatch):
     assert ended == [75]
     # The event log and argparse take the program's name from there.
     assert sys.argv == [f"{PROGRAM} pretrain", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["pretrain_gpt.py", "pretrain_vlm.py", *(f"megatron_hybrid {name}" for name in QUICK_HELP)],
+)
+def test_help_is_shown_without_importing_torch_or_numpy(program):
+    start = "runpy.run_path('{}', run_name='__main__')"
+    if not program.endswith(".py"):
+        start = "runpy.run_module('{}', run_name='__main__')"
+    name, *words = program.split()
+    code = f"""
+import atexit, runpy, sys
+sys.argv = [{name!r}, *{words!r}, "--help"]
+sys.path.insert(0, {str(ROOT)!r})
+atexit.register(lambda: print(sorted({{"torch", "numpy"}} & {{*sys.modules}})))
+{start.format(name)}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert done.stdout.startswith("usage: "), done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_status_is_told_without_torch(tmp_path):

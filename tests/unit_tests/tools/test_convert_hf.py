@@ -147,7 +147,7 @@ def test_shards_of_a_size_and_dtype_that_are_asked_for(model, tmp_path, capsys):
     assert digest[0] == digest[1]
     with pytest.raises(SystemExit):
         convert_hf.main(["export", str(tmp_path / "runs"), "x", "--max-shard-size", "5XB"])
-    assert "--max-shard-size: expected a size such as 500MB or 5GB" in capsys.readouterr().err
+    assert "--max-shard-size: expected a size such as" in capsys.readouterr().err
 
 
 FEW = ("llama", "qwen3_next")

@@ -182,6 +182,7 @@ def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{{ namespace(__class__=1) }}", "SecurityError"),
         ("{% set n = namespace() %}{% set n._x = 1 %}", "SecurityError"),
+        ("{% set _ = dict.update(messages[0], {'role': 'user'}) %}", "UndefinedError"),
         ("{% for x in range(10**9) %}{% endfor %}", "OverflowError"),
     ],
 )

@@ -18,7 +18,8 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_config
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import MegatronEngine
 from megatron_hybrid import pretrain_gpt
 from tests.helpers.ranks import on_ranks, run_ranks
 

@@ -39,14 +39,9 @@ from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import engines
 from megatron.training.checkpoint.run_state import split_path
-from megatron.training.engine import SaveLoadMeta, TrainEngine
-from megatron.training.engines import (
-    EngineConfig,
-    FSDPEngine,
-    MegatronEngine,
-    ModuleEngine,
-    build_engine,
-)
+from megatron.training.config import EngineConfig
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import FSDPEngine, MegatronEngine, ModuleEngine, build_engine
 from megatron.training.model_loss import ModelLoss
 from megatron.training.step import StepInfo
 from tests.helpers.checkpoints import chunks_of
@@ -103,7 +98,7 @@ def make(config: EngineConfig, model: nn.Module | Callable[[], nn.Module] = gpt)
     return engine
 
 
-def step(engine: TrainEngine, number: int) -> tuple[float, float]:
+def step(engine: ModuleEngine, number: int) -> tuple[float, float]:
     result = engine.train_batch(batches(number), forward_step)
     return result.loss, result.grad_norm
 

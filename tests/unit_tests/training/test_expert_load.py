@@ -8,8 +8,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.training.config import LoggingConfig
 from megatron.training.expert_load import load_record
-from megatron.training.metrics import JsonlSink, LoggingConfig, Metrics, Rates, TensorBoardSink
+from megatron.training.metrics import JsonlSink, Metrics, Rates, TensorBoardSink
 from megatron.training.step import StepResult
 
 LOAD = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 6, 2]])

@@ -19,8 +19,9 @@ from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer import FusedAdam, OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.tokenizer import ByteTokenizer
 from tests.helpers.ranks import on_ranks
 

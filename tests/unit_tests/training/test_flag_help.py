@@ -8,23 +8,23 @@ import re
 
 import pytest
 
-from megatron.core.options import ConfigError, options_of
+from megatron.core.options import ConfigError
 from megatron.training.arguments import known_flags
-from megatron.training.config import section_classes
+from megatron.training.config import all_options
 from megatron.training.flag_help import build_parser
-from megatron_hybrid import pretrain_gpt, pretrain_vlm
+from megatron_hybrid import pretrain_gpt
+from megatron_hybrid.parsers import TRAINERS, show_help_if_asked
 
-FIELDS = {field.name: field for each in section_classes().values() for field in options_of(each)}
+FIELDS = all_options()
 MINIMAL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 31 --micro-batch-size 1 --train-iters 4 --lr 0.1"
 ).split()
-PROGRAMS = {"gpt": pretrain_gpt, "vlm": pretrain_vlm}
 
 
 def help_of(program: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        PROGRAMS[program].run(["--help"])
+        show_help_if_asked(program, program, ["--help"])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -41,7 +41,7 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_shows_the_values_of_every_flag(capsys):
-    entries = entries_of(help_of("gpt", capsys)) | entries_of(help_of("vlm", capsys))
+    entries = entries_of(help_of("pretrain", capsys)) | entries_of(help_of("pretrain-vlm", capsys))
     for field in FIELDS.values():
         entry = entries[field.flag]
         if field.scalar is bool:
@@ -55,7 +55,7 @@ def test_help_shows_the_values_of_every_flag(capsys):
 
 
 def test_help_shows_the_default_of_every_flag_that_has_one_and_which_must_be_given(capsys):
-    entries = entries_of(help_of("gpt", capsys)) | entries_of(help_of("vlm", capsys))
+    entries = entries_of(help_of("pretrain", capsys)) | entries_of(help_of("pretrain-vlm", capsys))
     for field in FIELDS.values():
         if field.default is dataclasses.MISSING:
             assert "(required" in entries[field.flag]
@@ -66,23 +66,23 @@ def test_help_shows_the_default_of_every_flag_that_has_one_and_which_must_be_giv
 
 
 def test_help_names_the_flags_that_a_flag_needs(capsys):
-    entries = entries_of(help_of("gpt", capsys))
+    entries = entries_of(help_of("pretrain", capsys))
     assert "needs --optimizer-cpu-offload" in entries["--optimizer-offload-fraction"]
     assert "needs --position-embedding-type yarn" in entries["--yarn-beta-fast"]
     assert "needs --load" in entries["--ckpt-step"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", TRAINERS)
 def test_every_flag_that_help_lists_exists_and_all_others_are_rejected(program, capsys):
     listed = {flag for flag in entries_of(help_of(program, capsys)) if flag.startswith("--")}
     assert listed - {"--config"} <= set(known_flags())
     hidden = {field.name for field in FIELDS.values() if field.flag not in listed}
-    assert hidden == PROGRAMS[program].REJECTED
+    assert hidden == TRAINERS[program].rejected
 
 
 def test_text_training_rejects_every_flag_that_its_help_leaves_out():
     for name in ("vision_num_layers", "vision_patch_size", "image_mean", "video_token_id"):
-        assert name in pretrain_gpt.REJECTED
+        assert name in TRAINERS["pretrain"].rejected
         value = "0.5" if FIELDS[name].scalar is float else "1"
         with pytest.raises(ConfigError, match="--vision"):
             pretrain_gpt.run([*MINIMAL, FIELDS[name].flag, value])

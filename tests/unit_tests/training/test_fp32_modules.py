@@ -22,8 +22,9 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, state_memory
 from megatron.training import engines
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.fp32_models import (
     LR,

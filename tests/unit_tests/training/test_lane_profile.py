@@ -10,14 +10,9 @@ import pytest
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
 from megatron.core.trace_file import GATHER, ITERATION, PHASE, Trace
+from megatron.training.config import iterations_of
 from megatron.training.health.progress import Phase
-from megatron.training.lane_profile import (
-    NO_LANE_PROFILE,
-    REPORT,
-    LaneProfile,
-    NoLaneProfile,
-    iterations_of,
-)
+from megatron.training.lane_profile import NO_LANE_PROFILE, REPORT, LaneProfile, NoLaneProfile
 from megatron.training.loop import Loop
 from tests.unit_tests.training.helpers.fake_runs import config_of
 

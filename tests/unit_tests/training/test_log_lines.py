@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.training.config import LoggingConfig
 from megatron.training.log_lines import (
     LoggedSteps,
     PeakMemory,
     long_line,
     short_line,
 )
-from megatron.training.metrics import LoggingConfig
 
 TIME = "16:18:18 "  # what the logger puts in front
 COLUMNS = 100

@@ -16,16 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
-from megatron.training.config import RunConfig
+from megatron.training.config import LoggingConfig, RunConfig
 from megatron.training.log_lines import PeakMemory
-from megatron.training.metrics import (
-    JsonlSink,
-    LoggingConfig,
-    Metrics,
-    Rates,
-    TensorBoardSink,
-    build_sinks,
-)
+from megatron.training.metrics import JsonlSink, Metrics, Rates, TensorBoardSink, build_sinks
 from megatron.training.step import StepResult
 
 RATES = Rates(

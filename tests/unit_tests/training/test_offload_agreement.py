@@ -15,7 +15,8 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training import engines
-from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import build_engine
 from tests.helpers.ranks import run_ranks
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1.0)

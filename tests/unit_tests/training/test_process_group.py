@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import process_groups
+from megatron.core import mesh
 from megatron.core.device import Device
 from megatron.core.drivers import CudaDriver
 from megatron.core.options import ConfigError
@@ -103,9 +103,9 @@ def test_where_a_watchdog_will_run_the_backend_of_a_gpu_leaves_failures_to_it(
         CudaDriver, "prepare_collectives", lambda _self: done.append(dist.is_initialized())
     )
     monkeypatch.setattr(
-        process_groups, "set_timeout", lambda _device, timeout: done.append(timeout.total_seconds())
+        mesh, "set_timeout", lambda _device, timeout: done.append(timeout.total_seconds())
     )
-    monkeypatch.setattr(process_groups, "connect", done.append)
+    monkeypatch.setattr(mesh, "connect", done.append)
     with process_group(Launch(), Device("cuda"), timeout_minutes=1.0, watched_seconds=watched):
         pass
     assert done == [*([] if watched is None else [False, timeout]), torch.device("cuda", 0)]

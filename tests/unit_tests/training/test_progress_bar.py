@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from tqdm import tqdm
 
+from megatron.training.config import LoggingConfig
 from megatron.training.log_lines import PeakMemory
-from megatron.training.metrics import LoggingConfig, Metrics, Rates
+from megatron.training.metrics import Metrics, Rates
 from megatron.training.progress_bar import Pace, ProgressBar
 from megatron.training.step import StepResult
 

@@ -14,7 +14,8 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.training.engines import EngineConfig, ModuleEngine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import ModuleEngine
 from megatron.training.step import StepInfo
 from tests.helpers.ranks import run_ranks
 

@@ -8,8 +8,9 @@ import signal
 import pytest
 
 from megatron.core.options import ConfigError
+from megatron.training.config import StopConfig
 from megatron.training.health.exits import ExitCode
-from megatron.training.stop import Stop, StopConditions, StopConfig, Votes
+from megatron.training.stop import Stop, StopConditions, Votes
 
 
 class Clock:

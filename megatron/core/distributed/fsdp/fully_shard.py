@@ -37,7 +37,7 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fsdp2_arguments import (
     PrecisionPolicies,
@@ -239,7 +239,7 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
 
 def _as_device(device: torch.device | str | None) -> Device:
     if device is None:
-        device = torch.device(DeviceConfig().kind)
+        device = torch.device(kind_of())
 
     device = torch.device(device)
     index = device.index
@@ -270,7 +270,7 @@ def _construction_for(
     """The construction that a unit of `modules` joins, its mesh, and its placements."""
     construction = _current.get()
     if mesh is None:
-        kind = DeviceConfig().kind if construction is None else construction.context.device.kind
+        kind = kind_of() if construction is None else construction.context.device.kind
         mesh = build_mesh(kind)  # one axis over all ranks
     if placements is None:
         placements = Placements.usual(mesh.ndim)

@@ -26,9 +26,8 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
-from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
-from megatron.core.lanes import Event, Lane, RelayedEvent
+from megatron.core.lanes import Event, IssuingLane, Lane, RelayedEvent
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
 

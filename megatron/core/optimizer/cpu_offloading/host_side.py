@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.issuing_lane import IssuingLane
 from megatron.core.lane_timings import (
     D2H,
     H2D,
@@ -22,7 +21,7 @@ from megatron.core.lane_timings import (
     StepRecorder,
     TimingRecorder,
 )
-from megatron.core.lanes import Event, InlineLane, Lane, is_lane_thread, relay
+from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.executors import (

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.builder import build_gpt_datasets
-from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.document_boundaries import Boundaries, DelimitedDataset
+from megatron.core.datasets.config import Boundaries, GPTDatasetConfig
+from megatron.core.datasets.document_boundaries import DelimitedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.options import ConfigError
 from tests.unit_tests.core.datasets.conftest import write_tokens

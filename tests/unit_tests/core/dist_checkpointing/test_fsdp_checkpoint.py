@@ -19,8 +19,9 @@ from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, MegatronEngine
+from megatron.training.engines import MegatronEngine
 from tests.helpers.ranks import run_ranks
 
 

@@ -22,7 +22,8 @@ from megatron.core.optimizer.state_memory import StateBytes
 from megatron.core.parts import freeze
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import engines
-from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.config import EngineConfig
+from megatron.training.engines import build_engine
 from tests.helpers.ranks import run_ranks
 
 VOCAB = 61  # rows that no number of ranks divides

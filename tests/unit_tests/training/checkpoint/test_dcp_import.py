@@ -30,8 +30,9 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.dcp_import import load_dcp
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.engine_contents import contents_of, differing
 from tests.helpers.ranks import run_ranks

@@ -25,8 +25,9 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint import run_state as checkpointing
 from megatron.training.checkpoint.load_extras import options_to_load
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.rng import rng_state
 from tests.helpers.checkpoints import install_param_groups
 from tests.helpers.ranks import run_ranks

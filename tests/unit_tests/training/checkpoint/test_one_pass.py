@@ -29,8 +29,9 @@ from megatron.core.transformer.fused_weight import FusedWeight
 from megatron.training import engines
 from megatron.training.checkpoint import loading
 from megatron.training.checkpoint.loading import load_run
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, ModuleEngine, build_engine
+from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.rng import rng_state
 from tests.helpers.checkpoints import raw_bytes, read_index
 from tests.helpers.ranks import run_ranks

@@ -29,8 +29,9 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.training.checkpoint.loading import load_weights
+from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
-from megatron.training.engines import EngineConfig, build_engine
+from megatron.training.engines import build_engine
 from megatron.training.step import StepInfo
 from tests.helpers.ranks import run_ranks
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.issuing_lane import IssuingLane
-from megatron.core.lanes import Event, InlineLane, ThreadEvent
+from megatron.core.lanes import Event, InlineLane, IssuingLane, ThreadEvent
 from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import on_ranks
