@@ -69,11 +69,8 @@ class RowCut(NamedTuple):
         """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
         block = piece * self.num_blocks // self.num_pieces
         block_numel = self.piece_numel * self.num_pieces // self.num_blocks
-        inside = piece * self.piece_numel - block * block_numel - self.offset
-
-        # Rounded up. Positions before the first row give less than 0, positions behind the last too
-        # much.
-        rows = -(-inside // self.row_numel)
+        # Whole rows, since pieces end between rows; less than 0 before the first one.
+        rows = (piece * self.piece_numel - block * block_numel - self.offset) // self.row_numel
         return block * self.block_rows + min(max(rows, 0), self.block_rows)
 
 

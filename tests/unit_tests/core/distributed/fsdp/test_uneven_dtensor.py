@@ -415,18 +415,21 @@ GATHERING = [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS]
 
 @on_ranks(2)
 def test_a_rank_without_rows_does_not_know_strides_and_sends_the_same_messages() -> None:
-    mesh, expected = mesh_of((2,)), torch.randn(6, 2, 3)
-    wholes = [torch.randn(18, 8), torch.randn(18), expected, torch.randn(18, 8)]
-    tensor = DBuffer.distribute_tensors(wholes, mesh, LINE).get_dtensor(2)
-    assert tensor.rows == (range(6) if dist.get_rank() == 0 else range(6, 6))
-    for operation in (
-        lambda t: t.mT,
-        lambda t: t.mT.reshape(6, 6),
-        lambda t: t.mT.reshape(36),
-        lambda t: t[..., :2].reshape(6, 4),
-    ):
-        gradients = []
-        for start in (tensor, expected):
+    mesh = mesh_of((2,))
+    wholes = [torch.randn(shape) for shape in [(18, 8), (18,), (6, 2, 3), (1, 8), (18, 8)]]
+    buffer = DBuffer.distribute_tensors(wholes, mesh, LINE)
+    cases: list[tuple[int, Operation]] = [
+        (2, lambda t: t.mT),
+        (2, lambda t: t.mT.reshape(6, 6)),
+        (2, lambda t: t.mT.reshape(36)),
+        (2, lambda t: t[..., :2].reshape(6, 4)),
+        (3, lambda t: t.unsqueeze(0)),
+        (3, lambda t: t[:, :2]),
+    ]
+    for index, operation in cases:
+        tensor, gradients = buffer.get_dtensor(index), []
+        assert len(tensor.rows) in (0, len(tensor))
+        for start in (tensor, wholes[index]):
             parameter = nn.Parameter(start.clone())
             found = whole(operation(parameter))
             (found * torch.arange(1.0, found.numel() + 1).view(found.shape)).sum().backward()
