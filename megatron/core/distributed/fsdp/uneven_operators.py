@@ -114,7 +114,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _on_all_rows(func, args, kwargs) if result is NotImplemented else result
 
 
-# What an operator does, by its schema
+# Properties of operators, by their schemas
 
 
 def _name(func: Any) -> str:
@@ -133,8 +133,8 @@ def _is_elementwise(func: Any) -> bool:
 
 @cache
 def _is_on_lists(func: Any) -> bool:
-    """Whether an operator does the same to each element of the tensors in its lists, as those of
-    optimizers do.
+    """Whether an operator is elementwise on the tensors in its lists, as operators for optimizers
+    are.
     """
     name = _name(func).removesuffix("_")
     single = name.removeprefix("_foreach_")
@@ -262,7 +262,7 @@ def _view(func: Any, tensor: UnevenRows, *args: Any, **kwargs: Any) -> Any:
     """A view of the local rows. NotImplemented where dim 0 of the result is not dim 0 of the
     tensor.
     """
-    # From the shape alone, which all ranks know: strides of empty shards have no meaning.
+    # By the shape, which is the same on all ranks: strides of empty shards have no meaning.
     shell = torch.empty(tensor.shape, device="meta")
     views = func(shell, *args, **kwargs)
     # Where there is only one row, dim 0 may be a new dim of the same size and stride.
@@ -563,7 +563,7 @@ def _put_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 class CopyOfView(DTensor):
     """A gathered copy of what would be a view on one process: the same on all ranks, read-only.
 
-    Writes to it would be lost, so in-place operators are refused. All others are DTensor's.
+    Writes to it would be lost, so in-place operators raise an error. All others are DTensor's.
     """
 
     @classmethod
@@ -605,7 +605,7 @@ def _check_mixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     for tensor in _tensors_among(args, kwargs):
         if tensor.dim() and not isinstance(tensor, DTensor):
             raise RuntimeError(
-                f"{func} got a sharded tensor, a weight say, and a plain one of shape "
+                f"{func} got a sharded tensor, such as a weight, and a plain one of shape "
                 f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is "
                 "the mean of the ranks' gradients. Or keep the weights of its module whole from "
                 "forward to backward, with fully_shard(..., reshard_after_forward=False). "
