@@ -337,13 +337,13 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
     def own(value: Any, reference: UnevenRows | None) -> Any:
         """An argument with local tensors, which `outer` gets with their ids."""
+        if isinstance(value, torch.Tensor):
+            local = _localised(func, value, reference)
+            outer[id(local)] = value
+            return local
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             return [own(*each) for each in zip(value, references, strict=True)]
-        if not isinstance(value, torch.Tensor):
-            return value
-        local = _localised(func, value, reference)
-        outer[id(local)] = value
-        return local
+        return value
 
     # A tensor next to lists holds numbers, one for all or one for each.
     one = None if is_on_lists else references[0]
@@ -419,11 +419,14 @@ def _localised(func: Any, tensor: torch.Tensor, reference: UnevenRows | None) ->
     """The part of a tensor that meets the rows of `reference`; all of one without dims."""
     if reference is None or tensor.dim() == 0:
         return whole_tensor(tensor)
-    # Loading a whole, plain tensor into a parameter needs no communication.
-    is_source = func is aten.copy_.default and tensor.shape == reference.shape
-    if is_source and not isinstance(tensor, DTensor):
-        return reference.own_rows(tensor)
-    _check_mixed(func, [tensor], {})
+    if isinstance(tensor, UnevenRows) and tensor.is_cut_as(reference):
+        return tensor._local_tensor
+
+    if not isinstance(tensor, DTensor):
+        # Loading a whole tensor into a parameter needs no communication.
+        if func is aten.copy_.default and tensor.shape == reference.shape:
+            return reference.own_rows(tensor)
+        _check_mixed(func, [tensor], {})
     return local_tensor(recut(tensor, reference))
 
 
