@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.core.dist_checkpointing import store as stores
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    TorchDcpCheckpoint,
     load_tensors,
     save_checkpoint,
 )
