@@ -302,7 +302,7 @@ class _Unread(metaclass=_StandIn):
         return None
 
 
-_RECORDS = {
+_RECORDS: dict[type, type] = {
     kind: _StandIn(kind.__name__, (_Record,), {"__slots__": ()})
     for kind in (*_COMPOSED_CLASSES, dcp.StorageMeta)
 }
