@@ -302,7 +302,7 @@ class _Unread(metaclass=_StandIn):
         return None
 
 
-_RECORDS: dict[type, type] = {
+_RECORDS: dict[type, Any] = {
     kind: _StandIn(kind.__name__, (_Record,), {"__slots__": ()})
     for kind in (*_COMPOSED_CLASSES, dcp.StorageMeta)
 }
@@ -382,7 +382,7 @@ class _RecordReader:
 
     def _dtype(self, record: Any, key: str) -> torch.dtype:
         # DCP pickles these as a tuple.
-        state = record.state if type(record) is _RECORDS[dcp.TensorProperties] else record
+        state = record.state if type(record) is _RECORDS[dcp.TensorProperties] else None
         if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
             fail(f"properties of {key} that begin with its dtype", shown(state), self._source)
         dtype: torch.dtype = state[0]
