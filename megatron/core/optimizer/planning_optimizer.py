@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.timeline import AnyTimeline
+
+if TYPE_CHECKING:
+    # Its package imports the offloaded optimizer, which is one of these.
+    from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 
 
 class PlanningOptimizer(torch.optim.Optimizer, ABC):
