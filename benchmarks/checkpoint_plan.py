@@ -46,9 +46,8 @@ from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.checkpoint.simulated import even_tensors, flat_tensors, layouts_for
 from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result, measured
-from megatron.core.dist_checkpointing.format.index import Index
+from megatron.core.dist_checkpointing.format.index import Index, SavedAs, build_index
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata, nested_path
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
 
 BENCHMARK = Benchmark(
     name="checkpoint_plan",

@@ -28,8 +28,9 @@ from benchmarks.helpers.result import NotRun, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.piece import Piece
 from megatron_hybrid.plan.measure import host_array
 
 try:
@@ -99,16 +100,17 @@ class Arrays:
 
     def piece(
         self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False
-    ) -> AdamPiece:
+    ) -> Piece:
         """The pass in one of its forms. With a remainder, the weight is what other forms write to
         `out`.
         """
         grad = self.over if over_grad else self.grad
-        moments = self.bf16_moments if bf16_moments else self.moments
+        exp_avg, exp_avg_sq = self.bf16_moments if bf16_moments else self.moments
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         if split:
             weight, remainder = self.split
-            return AdamPiece(STEP, grad, weight, *moments, remainder=remainder)
-        return AdamPiece(STEP, grad, self.weight, *moments, out=grad if over_grad else self.out)
+            return Piece(STEP, grad, weight, states, remainder=remainder)
+        return Piece(STEP, grad, self.weight, states, out=grad if over_grad else self.out)
 
 
 def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
@@ -176,7 +178,7 @@ def torch_sides(arrays: Arrays) -> dict[str, Side]:
         FUSED: Side(whole.step, 28),
         FUSED_BY_TENSOR: Side(lambda: [optimizer.step() for optimizer in each], 28),
         FUSED_WITH_CASTS: Side(with_casts, 40),
-        "torch in chunks (no library)": Side(lambda: torch_adam.run([piece]), 28),
+        "torch in chunks (no library)": Side(lambda: torch_adam.run([piece], 1.0), 28),
     }
     if DeepSpeedCPUAdam is not None:
         parameter = torch.nn.Parameter(arrays.weight)

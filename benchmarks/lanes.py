@@ -26,8 +26,9 @@ from megatron.core.device import Device, kind_of
 from megatron.core.host_memory import HostSlab
 from megatron.core.local_ranks import num_usable_cores
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.piece import Piece
 from megatron_hybrid.plan.measure import host_array
 from megatron_hybrid.plan.quantities import shown_rate
 
@@ -145,19 +146,18 @@ def pass_sides(device: Device, numel: int) -> Sides:
     return sides
 
 
-def host_piece(numel: int) -> AdamPiece:
+def host_piece(numel: int) -> Piece:
     """Arrays as an offloaded bucket has them: bf16 gradient and weight, fp32 states."""
 
     def array(dtype: torch.dtype, value: float) -> torch.Tensor:
         return host_array(numel, dtype, Device("cpu")).fill_(value)
 
     fp32, bf16 = torch.float32, torch.bfloat16
-    return AdamPiece(
+    return Piece(
         AdamStep(10, lr=1e-4, weight_decay=0.01),
         grad=array(bf16, 1e-2),
         weight=array(fp32, 1.0),
-        exp_avg=array(fp32, 1e-4),
-        exp_avg_sq=array(fp32, 1e-4),
+        states={"exp_avg": array(fp32, 1e-4), "exp_avg_sq": array(fp32, 1e-4)},
         out=array(bf16, 0.0),
     )
 

@@ -49,7 +49,7 @@ from megatron.core.distributed.units import sharding_units
 from megatron.core.materialize import materialize
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.state_memory import state_memory

@@ -75,4 +75,4 @@ def shard(
     )
     if optimizer is None:
         return None
-    return build_optimizer(model, optimizer, 1e-4, num_local_ranks, plan=plan)
+    return build_optimizer(model, optimizer, 1e-4, num_local_ranks)

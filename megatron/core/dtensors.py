@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -30,6 +31,25 @@ def check_whole(gradients: Iterable[torch.Tensor | None]) -> None:
             "Expected the gradients of a whole step, got partial sums: the last microbatch has to "
             "run in microbatch(context, is_last=True)."
         )
+
+
+def dtensor_over(
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    device: torch.device | None = None,
+    cls: type[DTensor] = DTensor,
+) -> DTensor:
+    """A DTensor over a local tensor, which may start anywhere in its storage. No communication.
+
+    Args:
+        device: the DTensor's reported device; default: the device of `local`.
+    """
+    # A DTensor made over `local` itself would take over its offset in the storage, and code that
+    # copies tensors (`copy.deepcopy`) would take it for one with a separate storage.
+    placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
+    dtensor = cls(placeholder, spec, requires_grad=False)
+    dtensor._local_tensor = local
+    return dtensor
 
 
 def deep_copied(tensor: DTensor, memo: dict[int, Any]) -> Any:

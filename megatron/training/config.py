@@ -560,17 +560,13 @@ class RunConfig:
         if not self.training.fp16:
             return
 
-        # Our Adam divides by the loss scale as it reads gradients. For other optimizers they are
+        # Our optimizers divide by the loss scale as they read gradients. For others they are
         # divided in place, where fp16 would underflow again.
-        is_ours = self.optimizer.optimizer == "adam" and self.optimizer.gpu_optimizer in (
-            "auto",
-            "native",
-        )
         dtype = self.parallel.main_grads_dtype
         expect(
-            is_ours or dtype != "fp16",
+            self.optimizer.has_rule or dtype != "fp16",
             "--main-grads-dtype",
-            "fp32 with --fp16 and another optimizer than our own Adam",
+            "fp32 with --fp16 and another --gpu-optimizer than native",
             dtype,
         )
 

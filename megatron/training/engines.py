@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.dtypes import DTYPES
-from megatron.core.host_memory import format_bytes
+from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
 from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
@@ -41,7 +41,6 @@ from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     plan_offload,
 )
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
@@ -146,7 +145,6 @@ class ModuleEngine:
             self._num_local_ranks,
             scales_loss=config.compute_dtype == "fp16",
             records_timings=config.records_timings,
-            plan=plan,
         )
         self._prepare_layers(model)
         schedule = LRSchedule.build(config.schedule, config.train_iters)

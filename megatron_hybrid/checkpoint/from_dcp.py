@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
-from megatron.core.dist_checkpointing.layout.holdings import Replicated
+from megatron.core.dist_checkpointing.layout.holdings import replicated
 from megatron.core.dist_checkpointing.state.entries import Entry, Stored, Values
 from megatron.core.dist_checkpointing.store import open_store, path_of
 from megatron.core.optimizer.state_tensors import STEP
@@ -24,7 +24,7 @@ from megatron.training.checkpoint.dcp_key_map import COUNTS, Heads, KeyMap
 from megatron.training.checkpoint.dcp_sources import RowSource
 from megatron.training.checkpoint.run_info import FORMAT_VERSION, RecoverInfo
 from megatron.training.step import StepInfo
-from megatron_hybrid.checkpoint.from_file import publish_import
+from megatron_hybrid.checkpoint.from_file import expect_no_checkpoint, publish_import
 from megatron_hybrid.checkpoint.progress import progress_bar
 
 
@@ -37,6 +37,9 @@ def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
             tensors that are not in the table; later, if a chunk is damaged. A failed import leaves
             no files.
     """
+    store = open_store(arguments.root)
+    expect_no_checkpoint(store)  # before chunks are read
+
     given = {name: getattr(arguments, name) for name in COUNTS}
     heads = Heads({name: count for name, count in given.items() if count is not None})
     view = DcpView.open(arguments.path, KeyMap.read(arguments.dcp_key_map, heads))
@@ -44,7 +47,6 @@ def import_dcp(arguments: argparse.Namespace) -> dict[str, Any]:
 
     entries = [_entry(view, key, source) for key, source in view.sources.ours.items()]
     num_bytes = sum(entry.values.stored.nbytes for entry in entries)
-    store = open_store(arguments.root)
     with progress_bar("import", num_bytes) as progress:
         publish_import(store, entries, _train_state(view), progress)
     return {
@@ -83,7 +85,7 @@ def _train_state(view: DcpView) -> dict[str, Any]:
 
 def _entry(view: DcpView, key: str, source: RowSource) -> Entry:
     shape, values = source.shape, _Rows(view, key, source)
-    saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, [0]))
+    saved_as = SavedAs(key, values.dtype, shape, replicated(shape, [0]))
     return Entry(saved_as, (0,) * len(shape), values)
 
 

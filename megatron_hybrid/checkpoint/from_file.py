@@ -24,9 +24,9 @@ from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError, shown
 from megatron.core.dist_checkpointing.format.blob import plain_blob
 from megatron.core.dist_checkpointing.format.blob_reading import read_archive
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
-from megatron.core.dist_checkpointing.layout.holdings import Replicated
+from megatron.core.dist_checkpointing.layout.holdings import replicated
 from megatron.core.dist_checkpointing.load.checkpoint import train_state_bytes
 from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
@@ -71,8 +71,9 @@ def read_file(path: Path, prefix: str = "") -> FileContent:
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, object] = {}
     for key, value in _flat(state, prefix):
-        if key in tensors or key in plain:
-            raise CheckpointError(f"Expected each key once in {path}, got several of {key!r}.")
+        if not key or key in tensors or key in plain:
+            got = f"several of {key!r}" if key else "an empty one"
+            raise CheckpointError(f"Expected each key once in {path}, got {got}.")
         if isinstance(value, torch.Tensor):
             tensors[key] = value
         else:
@@ -184,7 +185,7 @@ def _write(
 
 def _entry(key: str, tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
-    saved_as = SavedAs(key, tensor.dtype, shape, Replicated(shape, [0]))
+    saved_as = SavedAs(key, tensor.dtype, shape, replicated(shape, [0]))
     return Entry(saved_as, (0,) * len(shape), Values(tensor))
 
 

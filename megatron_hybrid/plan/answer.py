@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.log import counted
-from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, StateBytes
+from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, SHOWN, StateBytes
 from megatron.core.options import ConfigError
 from megatron_hybrid.plan.planned_run import PlannedRun, RunMemory
 from megatron_hybrid.plan.quantities import shown_size
@@ -18,8 +18,8 @@ from megatron_hybrid.plan.workload import checkpoint_nbytes, flops_of_microbatch
 
 WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
 IN_BACKWARD = "gradients in backward"
-MOMENTS, MOMENTUM = "moments", "momentum"
-_KINDS = {"exp_avg": MOMENTS, "exp_avg_sq": MOMENTS, "momentum_buffer": MOMENTUM}
+STATES = "optimizer states"  # of all names
+_WEIGHTS = (COMPUTE, MAIN, GRADIENTS, SHOWN[COMPUTE])
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
     """Returns bytes by kind, whose sum is the peak of a step."""
     rows = dict.fromkeys((COMPUTE, MAIN, GRADIENTS), StateBytes(0, 0))
     for name, row in memory.states.at_rest.items():
-        kind = _KINDS.get(name, name)
+        kind = name if name in _WEIGHTS else STATES
         before = rows.get(kind, StateBytes(0, 0))
         rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
 

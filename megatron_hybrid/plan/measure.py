@@ -36,14 +36,14 @@ from torch.multiprocessing.spawn import start_processes
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import collectives
 from megatron.core.distributed.units import sharding_units
-from megatron.core.dtypes import DTYPES
+from megatron.core.dtypes import DTYPES, UNSCALED_STATE_DTYPES
 from megatron.core.host_memory import HostNeed, HostSlab, check_host_memory
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.models.gpt.gpt_model import TransformerBlock
-from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
-from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.kernels.host_threads import host_threads
+from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+from megatron.core.optimizer.rules import UpdateRule, rule_of
 from megatron.core.shared_file import SharedFile
 from megatron.core.transformer.linear_cross_entropy import weighted_cross_entropy
 from megatron.core.transformer.spec import LayerSpec, ModelSpec
@@ -74,7 +74,7 @@ class Job(NamedTuple):
     size: int  # sequences of a microbatch
     seq_length: int
     compute_dtype: torch.dtype
-    moment_dtypes: tuple[torch.dtype, torch.dtype]
+    rule: UpdateRule
     recompute_granularity: str | None
     num_host_threads: int | None
     num_ranks: int
@@ -122,7 +122,7 @@ def job_of(run: PlannedRun, folder: str | None = None) -> Job:
         config.training.micro_batch_size,
         config.data.seq_length,
         DTYPES[config.training.compute_dtype],
-        (DTYPES[optimizer.exp_avg_dtype], DTYPES[optimizer.exp_avg_sq_dtype]),
+        rule_of(optimizer),
         config.model.recompute_granularity,
         optimizer.host_threads,
         run.world_size,
@@ -335,37 +335,33 @@ def _slowest(work: Callable[[], object], device: Device) -> float:
 
 
 def _device_pass(job: Job, device: Device) -> float:
-    """Returns the bytes per second of our AdamW on the device."""
+    """Returns the bytes per second of the optimizer on the device."""
     parameter = nn.Parameter(torch.zeros(_PASS_NUMEL, device=device.torch_device))
     parameter.grad = torch.zeros_like(parameter)
-    exp_avg, exp_avg_sq = job.moment_dtypes
-    optimizer = FusedAdam([parameter], exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
-    moments = exp_avg.itemsize + exp_avg_sq.itemsize
-    nbytes = _PASS_NUMEL * (4 + 2 * (4 + moments))
+    optimizer = RuleOptimizer([parameter], job.rule)
+    states = sum(dtype.itemsize for dtype in job.rule.state_dtypes.values())
+    nbytes = _PASS_NUMEL * (4 + 2 * (4 + states))
     return nbytes / _timed(optimizer.step, device)
 
 
 def _host_pass(job: Job, device: Device) -> float:
-    """Returns the bytes per second of our AdamW in host memory."""
-    exp_avg, exp_avg_sq = job.moment_dtypes
-    if exp_avg != exp_avg_sq or exp_avg not in (torch.float32, torch.bfloat16):
-        exp_avg = exp_avg_sq = torch.float32  # others are not offloaded
+    """Returns the bytes per second of the optimizer in host memory."""
 
-    arrays = {"grad": job.compute_dtype, "weight": torch.float32}
-    arrays |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    tensors = {
-        name: host_array(_PASS_NUMEL, dtype, device).zero_() for name, dtype in arrays.items()
+    def array(dtype: torch.dtype) -> torch.Tensor:
+        return host_array(_PASS_NUMEL, dtype, device).zero_()
+
+    # Scaled states are not offloaded: fp32 takes their place.
+    states = {
+        name: array(dtype if dtype in UNSCALED_STATE_DTYPES else torch.float32)
+        for name, dtype in job.rule.state_dtypes.items()
     }
-    out = tensors["grad"] if job.compute_dtype != torch.float32 else None
-    piece = AdamPiece(AdamStep(10, lr=1e-4, weight_decay=0.01), out=out, **tensors)
+    grad = array(job.compute_dtype)
+    out = grad if job.compute_dtype != torch.float32 else None
+    step = job.rule.scalars(job.rule.defaults, 10)
+    piece = Piece(step, grad, array(torch.float32), states, out=out)
     threads = host_threads(device, job.num_ranks, job.num_host_threads)
-    kernel = HostAdam(threads.number, cores=threads.cores)
-
-    nbytes = _PASS_NUMEL * sum(
-        (1 if name == "grad" else 2) * dtype.itemsize for name, dtype in arrays.items()
-    )
-    nbytes += 0 if out is None else _PASS_NUMEL * out.dtype.itemsize
-    return nbytes / _timed(lambda: kernel.run([piece]), device)
+    kernel = job.rule.host_kernel(threads.number, threads.cores)
+    return piece.traffic / _timed(lambda: kernel([piece], 1.0), device)
 
 
 def host_array(

@@ -11,6 +11,7 @@ from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.rules import rule_of
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import Overlap, Work
 
@@ -102,9 +103,7 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
 
 def _state_bytes(optimizer: OptimizerConfig) -> int:
     """Returns the bytes of an element's optimizer states."""
-    if optimizer.optimizer == "sgd":
-        return torch.float32.itemsize if optimizer.sgd_momentum else 0
-    return DTYPES[optimizer.exp_avg_dtype].itemsize + DTYPES[optimizer.exp_avg_sq_dtype].itemsize
+    return sum(dtype.itemsize for dtype in rule_of(optimizer).state_dtypes.values())
 
 
 def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:

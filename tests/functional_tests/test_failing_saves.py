@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.data_file import DataSink
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import Sync
 from megatron.training.checkpoint.saver import Saver

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.optimizer.kernels import torch_adam
+from megatron.core.optimizer.kernels import torch_flat
 from megatron.training import step as step_module
 from tests.helpers.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def _planning(case: str) -> list[str]:
     engine = make_engine(case, "sim")
     _one_step(engine, 0)
     order: list[str] = []
-    read, run, optimizer = step_module._read, torch_adam.run, engine.state.optimizer
+    read, run, optimizer = step_module._read, torch_flat.run, engine.state.optimizer
     plan = optimizer.plan_step
 
     def noting(name: str, function: Any) -> Any:
@@ -103,13 +103,13 @@ def _planning(case: str) -> list[str]:
 
         return called
 
-    step_module._read, torch_adam.run = noting("read", read), noting("launch", run)
+    step_module._read, torch_flat.run = noting("read", read), noting("launch", run)
     optimizer.plan_step = noting("plan", plan)
     optimizer.optimizer.plan_step = noting("plan of the optimizer", optimizer.optimizer.plan_step)
     try:
         _one_step(engine, 1)
     finally:
-        step_module._read, torch_adam.run = read, run
+        step_module._read, torch_flat.run = read, run
     return order
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
-    FlatTensor,
     Holdings,
     RankMesh,
-    Replicated,
-    SectionHoldings,
+    replicated,
+    section_holdings,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.transformer.fused_weight import FusedWeight
@@ -79,7 +79,11 @@ def named(prefix: str, weight: Weight, whole: Holdings) -> list[Named]:
         first_row = weight.fused.row_range(name)[0]
         shape = (num_rows, *weight.shape[1:])
         found.append(
-            Named(f"{parent}.{name}.weight", shape, SectionHoldings(whole, first_row, num_rows))
+            Named(
+                f"{parent}.{name}.weight",
+                shape,
+                partial(section_holdings, whole, first_row, num_rows),
+            )
         )
     return found
 
@@ -109,16 +113,16 @@ def flat_tensors(
         shards = FlatShards(layouts[prefix], mesh, (True,))
         shards = alike.setdefault(shards, shards)
         for number, weight in enumerate(weights):
-            parts = named(prefix, weight, FlatTensor(shards, number))
+            parts = named(prefix, weight, partial(shards.holdings, number))
             found += tensors_of(parts)
             if is_whole:
                 keys = [f"optimizer.state.{part.fqn}.step" for part in parts]
-                found += [SavedAs(key, torch.float32, (), Replicated((), everyone)) for key in keys]
+                found += [SavedAs(key, torch.float32, (), replicated((), everyone)) for key in keys]
     if is_whole:
         for kind, nbytes in RANDOM_STATES.items():
             shape = (nbytes,)
             found += [
-                SavedAs(f"rng.{r}.{kind}", torch.uint8, shape, Replicated(shape, (r,)))
+                SavedAs(f"rng.{r}.{kind}", torch.uint8, shape, replicated(shape, (r,)))
                 for r in everyone
             ]
     return found
@@ -130,6 +134,8 @@ def even_tensors(num_ranks: int) -> list[SavedAs]:
     found = []
     for prefix, weights in UNITS.items():
         for weight in weights:
-            for part in named(prefix, weight, Replicated(weight.shape, (0,))):
-                found += tensors_of([part._replace(holdings=EvenShards(part.shape, mesh, [0]))])
+            for part in named(prefix, weight, replicated(weight.shape, (0,))):
+                found += tensors_of(
+                    [part._replace(holdings=EvenShards(part.shape, mesh, [0]).holdings)]
+                )
     return found

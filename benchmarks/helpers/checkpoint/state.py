@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from benchmarks.helpers.checkpoint.known_values import Part, fill
 from benchmarks.helpers.models import OFFLOADED, llama_config, on_meta, shard
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.layout.file_layout import build_index
+from megatron.core.dist_checkpointing.format.index import build_index
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.mesh import build_mesh

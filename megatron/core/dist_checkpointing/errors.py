@@ -35,20 +35,31 @@ def fail(expected: str, got: str, source: str) -> NoReturn:
     raise CheckpointDamagedError(f"Expected {expected} in {source}, got {got}.") from None
 
 
-def other_model(path: str, problems: Sequence[str]) -> CheckpointError:
-    """The error for a checkpoint that does not fit the model it is to be loaded into.
+def expect_same_model(
+    path: str,
+    differences: Sequence[str],
+    *,
+    missing: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> None:
+    """CheckpointError for a checkpoint that does not fit the model it is to be loaded into.
 
     Args:
         path: the checkpoint.
-        problems: what differs, each as a clause.
+        differences: each as a clause.
+        missing, extra: the keys that only the model has, and that only the checkpoint has.
     """
-    more = len(problems) - _MAX_SHOWN
-    return CheckpointError(
-        f"Expected a checkpoint of this model in {path}, got another: "
-        + "; ".join(problems[:_MAX_SHOWN])
-        + (f"; and {more} more differences" if more > 0 else "")
-        + "."
-    )
+    clauses = [f"it lacks {few(missing)}"] if missing else []
+    clauses += [f"nothing here takes {few(extra)}"] if extra else []
+    clauses += differences
+    if clauses:
+        more = len(clauses) - _MAX_SHOWN
+        raise CheckpointError(
+            f"Expected a checkpoint of this model in {path}, got another: "
+            + "; ".join(clauses[:_MAX_SHOWN])
+            + (f"; and {more} more differences" if more > 0 else "")
+            + "."
+        )
 
 
 def few(keys: Sequence[str]) -> str:

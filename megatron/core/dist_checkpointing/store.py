@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.format.names import (
     iteration_of,
     parse_folder,
 )
-from megatron.core.dist_checkpointing.save.data_sink import DataSink, LocalSink, RemoteSink
+from megatron.core.dist_checkpointing.save.data_file import DataSink, LocalSink, RemoteSink
 from megatron.core.files import (
     Sync,
     UnusableFileError,
@@ -59,7 +59,8 @@ from megatron.core.shared_file import naming
 logger = logging.getLogger(__name__)
 
 MOST_SMALL_BYTES = 1 << 26  # of a file that is read whole
-MOST_METADATA_BYTES = 1 << 36  # of an index, `.metadata` or a manifest; no save writes more
+# Of an index, `.metadata` or a manifest: about 40 million chunks.
+MOST_METADATA_BYTES = 1 << 32
 _REQUEST_BYTES = 1 << 22  # of one request to a remote store
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -137,12 +138,6 @@ class LocalStore:
         with os.scandir(self._root / name) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
         return sorted(name for name in names if not name.endswith(_TEMPORARY))
-
-    def is_published(self, name: str) -> bool:  # noqa: ARG002 (a draft has another name)
-        """Whether an existing directory with a checkpoint's name contains a published
-        checkpoint.
-        """
-        return True
 
     def make_folder(self, name: str) -> None:
         """Makes a directory, and the root if need be. An existing one stays as it is."""
@@ -311,9 +306,6 @@ class RemoteStore:
     def files(self, name: str) -> list[str]:
         return sorted(file for file, kind in self._list(self._at(name)).items() if kind == "file")
 
-    def is_published(self, name: str) -> bool:
-        return self.exists(f"{name}/{MARKER_FILE}")
-
     def make_folder(self, name: str) -> None:
         self._files.makedirs(self._at(name), exist_ok=True)
         # An object store has no directories, so a file marks them.
@@ -363,11 +355,8 @@ class RemoteStore:
     def draft_name(self, final: str, token: str) -> str:  # noqa: ARG002 (there is no rename)
         return final
 
-    def publish(self, draft: str, final: str) -> bool:
+    def publish(self, draft: str, final: str) -> bool:  # noqa: ARG002 (the same)
         """Only checks: writing the marker has published the checkpoint."""
-        if draft != final:
-            raise ValueError(f"Expected the draft of {final} under its own name, got {draft}.")
-
         path = path_of(self, final)
         try:
             is_whole = all(self.exists(f"{final}/{name}") for name in (MARKER_FILE, METADATA_FILE))
@@ -462,7 +451,11 @@ def published_iterations(store: Store) -> list[int]:
         raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
     names = {name: iteration_of(name) for name in store.folders()}
     found = [(name, iteration) for name, iteration in names.items() if iteration is not None]
-    return sorted(iteration for name, iteration in found if store.is_published(name))
+    return sorted(
+        iteration
+        for name, iteration in found
+        if store.is_rename_atomic or store.exists(f"{name}/{MARKER_FILE}")
+    )
 
 
 def latest_iteration(store: Store) -> int | None:

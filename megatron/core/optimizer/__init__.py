@@ -1,4 +1,4 @@
-"""Optimizers, gradient norms, learning-rate schedules and parameter groups.
+"""Optimizers, update rules, gradient norms, learning-rate schedules and parameter groups.
 
 Exports the names that users' training loops need. The optimizers are imported at their first use:
 flags are generated from config.py and lr_schedule.py, and `--help` must not import torch.
@@ -14,16 +14,32 @@ from megatron.core.optimizer.config import OptimizerConfig
 if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer.fused_adam import FusedAdam
+    from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+    from megatron.core.optimizer.rules import SGD, Adam, Lion, UpdateRule
 
-__all__ = ["FusedAdam", "HybridDeviceOptimizer", "OptimizerConfig"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "FusedAdam",
+    "HybridDeviceOptimizer",
+    "Lion",
+    "OptimizerConfig",
+    "RuleOptimizer",
+    "UpdateRule",
+]
 
 _MODULES = {
-    "FusedAdam": "megatron.core.optimizer.fused_adam",
-    "HybridDeviceOptimizer": "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+    "SGD": "rules",
+    "Adam": "rules",
+    "FusedAdam": "fused_adam",
+    "HybridDeviceOptimizer": "cpu_offloading.hybrid_optimizer",
+    "Lion": "rules",
+    "RuleOptimizer": "rule_optimizer",
+    "UpdateRule": "rules",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

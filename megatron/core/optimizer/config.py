@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dtype_names import FLOAT_NAMES, MOMENT_NAMES, UNSCALED_MOMENT_NAMES
+from megatron.core.dtype_names import FLOAT_NAMES, STATE_NAMES, UNSCALED_STATE_NAMES
 from megatron.core.options import check_options, expect, given_options, option, options_of
 from megatron.core.parts import parse_factors
 
@@ -19,8 +19,8 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adam",
-        "adam: AdamW, with decoupled weight decay; sgd: SGD with momentum",
-        choices=("adam", "sgd"),
+        "adam: AdamW, with decoupled weight decay; sgd: SGD with momentum; lion: Lion",
+        choices=("adam", "sgd", "lion"),
     )
     weight_decay: float = option(
         0.01,
@@ -51,6 +51,20 @@ class OptimizerConfig:
     sgd_momentum: float = option(
         0.9,
         "momentum of SGD",
+        at_least=0,
+        less_than=1,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    lion_beta1: float = option(
+        0.9,
+        "share of the momentum in Lion's update",
+        at_least=0,
+        less_than=1,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    lion_beta2: float = option(
+        0.99,
+        "decay rate of Lion's momentum",
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
@@ -98,8 +112,9 @@ class OptimizerConfig:
     )
     gpu_optimizer: str = option(
         "auto",
-        "Adam for states on the device: this project's (auto, native), TransformerEngine's "
-        "(te), Apex's (apex), or PyTorch's (torch); te and apex need their packages and a GPU",
+        "implementation for states on the device: this project's (auto, native), "
+        "TransformerEngine's Adam (te), Apex's (apex), or PyTorch's (torch); te and apex need "
+        "their packages and a GPU",
         choices=("auto", "native", "te", "apex", "torch"),
     )
     main_params_dtype: str = option(
@@ -107,8 +122,12 @@ class OptimizerConfig:
         "dtype of the main weights, which the optimizer updates",
         choices=FLOAT_NAMES,
     )
-    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=MOMENT_NAMES)
-    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=MOMENT_NAMES)
+    exp_avg_dtype: str = option(
+        "fp32",
+        "dtype of Adam's first moment, and of the momentum of SGD and Lion",
+        choices=STATE_NAMES,
+    )
+    exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=STATE_NAMES)
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
@@ -168,23 +187,31 @@ class OptimizerConfig:
         )
 
         # TransformerEngine's, Apex's and torch's have neither our threads nor our dtypes.
-        is_ours = self.optimizer == "adam" and self.gpu_optimizer in ("auto", "native")
         expect(
-            is_ours or self.host_threads is None,
+            self.has_rule or self.host_threads is None,
             "--host-threads",
-            "our own Adam, --optimizer adam and --gpu-optimizer native",
-            f"{self.optimizer}, {self.gpu_optimizer}",
+            "our own optimizers, --gpu-optimizer native",
+            self.gpu_optimizer,
         )
-        if self.optimizer == "sgd":
-            expect(
-                self.gpu_optimizer in ("auto", "torch"),
-                "--gpu-optimizer",
-                "auto or torch for sgd",
-                self.gpu_optimizer,
-            )
+        implementations = {
+            "adam": ("auto", "native", "te", "apex", "torch"),
+            "sgd": ("auto", "native", "torch"),
+            "lion": ("auto", "native"),
+        }[self.optimizer]
+        expect(
+            self.gpu_optimizer in implementations,
+            "--gpu-optimizer",
+            f"{' or '.join(implementations)} for {self.optimizer}",
+            self.gpu_optimizer,
+        )
 
-        self._check_dtypes(is_ours)
+        self._check_dtypes()
         self._check_loss_scale()
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether states on the device are updated by this project's rules."""
+        return self.gpu_optimizer in ("auto", "native")
 
     @property
     def lr_factors(self) -> dict[str, float]:
@@ -210,24 +237,31 @@ class OptimizerConfig:
             self.min_loss_scale,
         )
 
-    def _check_dtypes(self, is_ours: bool) -> None:
+    def _check_dtypes(self) -> None:
         for field in options_of(OptimizerConfig):
             if field.name not in _DTYPE_OPTIONS:
                 continue
             dtype = getattr(self, field.name)
             expect(
-                is_ours or dtype == "fp32",
+                self.has_rule or dtype == "fp32",
                 field.flag,
-                "fp32 for other optimizers than our own Adam",
+                "fp32 with another --gpu-optimizer than native",
                 dtype,
             )
 
+        expect(
+            self.optimizer == "adam" or self.exp_avg_sq_dtype == "fp32",
+            "--exp-avg-sq-dtype",
+            f"fp32 for {self.optimizer}, which has no second moment",
+            self.exp_avg_sq_dtype,
+        )
         if self.optimizer_cpu_offload:
-            allowed = UNSCALED_MOMENT_NAMES
+            allowed = UNSCALED_STATE_NAMES
+            is_one = self.optimizer != "adam" or self.exp_avg_dtype == self.exp_avg_sq_dtype
             expect(
-                self.exp_avg_dtype == self.exp_avg_sq_dtype and self.exp_avg_dtype in allowed,
+                is_one and self.exp_avg_dtype in allowed,
                 "--exp-avg-dtype",
-                f"{' or '.join(allowed)}, the same as --exp-avg-sq-dtype, with "
+                f"{' or '.join(allowed)}, and for adam the same as --exp-avg-sq-dtype, with "
                 "--optimizer-cpu-offload",
                 f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}",
             )

@@ -3,7 +3,7 @@
 It computes the norm of all ranks' gradients, clips by a coefficient that the optimizer applies as
 it reads gradients, and skips steps whose norm is not finite. In fp16 it scales the loss, and the
 same coefficient unscales the gradients; reported norms are of unscaled gradients. It wraps
-`FusedAdam`, `HybridDeviceOptimizer` over both sides, or another class, according to
+`RuleOptimizer`, `HybridDeviceOptimizer` over both sides, or another class, according to
 `OptimizerConfig`.
 """
 
@@ -20,20 +20,21 @@ from torch import nn
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import expert_units, units_of
-from megatron.core.dtypes import DTYPES
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
     global_grad_norm,
     global_num_zeros,
-    scale_grads,
 )
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.device_side import step_scaled
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
+from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+from megatron.core.optimizer.rules import options_of, rule_of
 from megatron.core.optimizer.state_memory import StateBytes, state_memory
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer, parameter_groups
 from megatron.core.options import ConfigError
@@ -54,14 +55,6 @@ class PlannedStep(Protocol):
     """The optimizer's step, of which only the factor of the gradients is missing."""
 
     def __call__(self, *, grad_scale: float) -> object: ...
-
-
-class _Planning(Protocol):
-    """`FusedAdam` and `HybridDeviceOptimizer`: each steps by a plan that it has made."""
-
-    def plan_step(self) -> Any: ...
-
-    def step(self, *, grad_scale: float, planned: Any) -> object: ...
 
 
 class DistributedOptimizer:
@@ -93,8 +86,8 @@ class DistributedOptimizer:
                 computed.
         """
         # The norm is computed from .grad, which such an optimizer does not step with.
-        ours = optimizer if isinstance(optimizer, (FusedAdam, HybridDeviceOptimizer)) else None
-        if ours is not None and ours.use_decoupled_grad:
+        self._ours = optimizer if isinstance(optimizer, PlanningOptimizer) else None
+        if self._ours is not None and self._ours.use_decoupled_grad:
             raise NotImplementedError(
                 "Expected an optimizer of .grad, got use_decoupled_grad=True."
             )
@@ -112,7 +105,7 @@ class DistributedOptimizer:
     @property
     def plan(self) -> OffloadPlan | None:
         """Which groups live in host memory; None without offloading."""
-        return self.optimizer.plan if isinstance(self.optimizer, HybridDeviceOptimizer) else None
+        return None if self._ours is None else self._ours.plan
 
     @property
     def loss_scale(self) -> float:
@@ -149,11 +142,9 @@ class DistributedOptimizer:
         Raises:
             ValueError, RuntimeError: for gradients that the optimizer cannot step with.
         """
-        if not isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
+        if self._ours is None:
             return None
-
-        optimizer: _Planning = self.optimizer
-        return partial(optimizer.step, planned=optimizer.plan_step())
+        return partial(self._ours.step, planned=self._ours.plan_step())
 
     def step(
         self, grad_norm: float, planned: PlannedStep | None = None, *, grad_divisor: float = 1.0
@@ -190,11 +181,10 @@ class DistributedOptimizer:
         # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
         if planned is not None:
             planned(grad_scale=scale)
-        elif isinstance(self.optimizer, (FusedAdam, HybridDeviceOptimizer)):
-            self.optimizer.step(grad_scale=scale)
+        elif self._ours is not None:
+            self._ours.step(grad_scale=scale)
         else:
-            scale_grads(self._parameters(), torch.tensor(scale, dtype=torch.float64))
-            self.optimizer.step()
+            step_scaled(self.optimizer, scale)
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
@@ -202,19 +192,19 @@ class DistributedOptimizer:
 
     def synchronize(self) -> None:
         """Waits for pending background updates, and raises their errors."""
-        if isinstance(self.optimizer, HybridDeviceOptimizer):
-            self.optimizer.synchronize()
+        if self._ours is not None:
+            self._ours.synchronize()
 
     def state_memory(self, model: nn.Module) -> dict[str, StateBytes]:
         """The bytes of each state of this rank; see `state_memory`.
 
-        Allocates AdamW's states, which are then counted too.
+        Allocates the states of a rule, which are then counted too.
 
         Args:
             model: whose parameters these are.
         """
-        if isinstance(self.optimizer, FusedAdam):
-            self.optimizer.init_state()
+        if self._ours is not None and self._ours.plan is None:
+            self._ours.init_state()
         return state_memory(model, self.optimizer)
 
     def record_to(self, timeline: AnyTimeline) -> None:
@@ -222,8 +212,8 @@ class DistributedOptimizer:
 
         RuntimeError for an offloaded optimizer that `build_optimizer` was not asked to record.
         """
-        if isinstance(self.optimizer, HybridDeviceOptimizer):
-            self.optimizer.record_to(timeline)
+        if self._ours is not None:
+            self._ours.record_to(timeline)
         self.timeline = timeline
 
     def timings(self) -> LaneTimings | None:
@@ -232,9 +222,7 @@ class DistributedOptimizer:
         None if there were none, if nothing is offloaded, or if `build_optimizer` was not asked to
         record.
         """
-        if not isinstance(self.optimizer, HybridDeviceOptimizer):
-            return None
-        return self.optimizer.timings()
+        return None if self._ours is None else self._ours.timings()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
@@ -249,7 +237,6 @@ def build_optimizer(
     *,
     scales_loss: bool = False,
     records_timings: bool = False,
-    plan: OffloadPlan | None = None,
 ) -> DistributedOptimizer:
     """The optimizer that `config` names over `model`'s parameters, sharded already.
 
@@ -259,8 +246,6 @@ def build_optimizer(
         scales_loss: whether the model computes in fp16.
         records_timings: whether an offloaded optimizer records timings for
             `DistributedOptimizer.timings`.
-        plan: what `plan_offload` answered before the model was sharded; default: the optimizer
-            makes one.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -274,14 +259,14 @@ def build_optimizer(
 
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
-        optimizer = _build_hybrid(groups, config, lr, num_local_ranks, records_timings, plan)
+        optimizer = _build_hybrid(model, groups, config, lr, num_local_ranks, records_timings)
     elif choice == "native":
-        optimizer = FusedAdam(
+        optimizer = RuleOptimizer(
             groups,
-            exp_avg_dtype=DTYPES[config.exp_avg_dtype],
-            exp_avg_sq_dtype=DTYPES[config.exp_avg_sq_dtype],
+            rule_of(config),
             num_host_threads=config.host_threads,
-            **_options(config, lr),
+            lr=lr,
+            **options_of(config),
         )
     else:
         optimizer = _other_optimizer(model, groups, config, lr, choice)
@@ -300,21 +285,21 @@ def build_optimizer(
 def plan_offload(
     model: nn.Module, config: OptimizerConfig, *, by_module: bool = True
 ) -> OffloadPlan | None:
-    """Which groups of a model will be in host memory, made once, before the model is sharded.
+    """Which groups of a model will be in host memory, before the model is sharded. The optimizer
+    makes the same plan of the sharded one.
 
     Args:
         by_module: mixtures' experts, layers without these, and the remainder are each moved as a
             whole, like the engine's units; otherwise each tensor is moved alone.
 
     Returns:
-        For `shard_model`, `plan_memory` and `build_optimizer`; None without offloading.
+        For `shard_model` and `plan_memory`; None without offloading.
     """
     if not config.optimizer_cpu_offload:
         return None
 
     groups = offload_groups(model, config, by_module=by_module)
-    first = _expert_parameters(model) if config.optimizer_offload_experts_first else ()
-    return build_plan(groups, config.optimizer_offload_fraction, first)
+    return build_plan(groups, config.optimizer_offload_fraction, _goes_first(model, config))
 
 
 def offload_groups(
@@ -330,25 +315,24 @@ def offload_groups(
     return groups_of(parameter_groups(model, config), lambda parameter: units.get(id(parameter)))
 
 
-def _expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for unit in expert_units(model):
-        yield from unit.parameters()
+def _goes_first(model: nn.Module, config: OptimizerConfig) -> Iterator[nn.Parameter]:
+    """The parameters whose groups go to the host before any other."""
+    if config.optimizer_offload_experts_first:
+        for unit in expert_units(model):
+            yield from unit.parameters()
 
 
 def _build_hybrid(
+    model: nn.Module,
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
     lr: float,
     num_local_ranks: int,
     records_timings: bool,
-    plan: OffloadPlan | None,
 ) -> HybridDeviceOptimizer:
-    cls = torch.optim.SGD if config.optimizer == "sgd" else None
     return HybridDeviceOptimizer(
         groups,
         config.optimizer_offload_fraction,
-        cpu_optimizer_cls=cls,
-        gpu_optimizer_cls=cls,
         param_update_in_fp32=True,
         pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,
@@ -356,28 +340,21 @@ def _build_hybrid(
         # Gradients are not modified between backward and step: clipping is a factor.
         fetch_during_backward=config.overlap_cpu_optimizer_d2h_h2d,
         overlap_step_with_forward=config.overlap_optimizer_with_forward,
-        exp_avg_dtype=DTYPES[config.exp_avg_dtype],
-        exp_avg_sq_dtype=DTYPES[config.exp_avg_sq_dtype],
         num_host_threads=config.host_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
-        plan=plan,
-        **_options(config, lr),
+        offload_first=_goes_first(model, config),
+        rule=rule_of(config),
+        lr=lr,
+        **options_of(config),
     )
-
-
-def _options(config: OptimizerConfig, lr: float) -> dict[str, Any]:
-    if config.optimizer == "sgd":
-        return {"lr": lr, "momentum": config.sgd_momentum}
-    return {"lr": lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
 def _choice(config: OptimizerConfig, is_on_cpu: bool) -> str:
     """`--gpu-optimizer` with `auto` resolved. ConfigError if it does not support the settings."""
-    # SGD is torch's on both sides; there is no other.
     choice = config.gpu_optimizer
     if choice == "auto":
-        return "torch" if config.optimizer == "sgd" else "native"
+        return "native"
 
     if choice in ("te", "apex") and is_on_cpu:
         raise ConfigError(
@@ -392,11 +369,12 @@ def _other_optimizer(
     if choice == "torch":
         return build_torch_optimizer(model, config, lr)
 
-    cls: type[torch.optim.Optimizer] | None = {"te": TEFusedAdam, "apex": ApexFusedAdam}[choice]
+    cls: Any = {"te": TEFusedAdam, "apex": ApexFusedAdam}[choice]
     if cls is None:
         package = {"te": "TransformerEngine", "apex": "NVIDIA's Apex"}[choice]
         raise ConfigError(
             f"--gpu-optimizer: expected {package} to be installed for {choice}, got no such "
             "package."
         )
-    return cls(groups, **_options(config, lr))
+    optimizer: torch.optim.Optimizer = cls(groups, lr=lr, **options_of(config))
+    return optimizer

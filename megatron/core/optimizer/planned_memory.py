@@ -29,11 +29,12 @@ from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.tensor_bucket import padded_numel
 from megatron.core.optimizer.distrib_optimizer import offload_groups
+from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (
     COMPUTE,
     GRADIENTS,
@@ -42,7 +43,6 @@ from megatron.core.optimizer.state_memory import (
     StateBytes,
     in_order,
 )
-from megatron.core.optimizer.state_tensors import MOMENTS
 
 _T = TypeVar("_T")
 
@@ -70,8 +70,8 @@ class PlannedMemory:
 
     Attributes:
         at_rest: by state, in the order of `state_memory`'s table. The states of other optimizers
-            than our AdamW, which allocate them in their first step, are in it.
-        host_needs: by purpose, moments together.
+            than our own, which allocate them in their first step, are in it.
+        host_needs: by purpose, the states of a rule together.
         shards: of Megatron-FSDP; without units for other engines.
     """
 
@@ -140,10 +140,11 @@ class _Planner:
         return in_order(self._device, shown)
 
     def host_needs(self) -> list[HostNeed]:
-        """The host's part, moments as one need."""
+        """The host's part, the states of a rule as one need."""
         nbytes: dict[str, int] = {}
+        states = rule_of(self._config).state_dtypes
         for name, size in self._host.items():
-            what = "moments" if name in MOMENTS else name
+            what = "optimizer states" if name in states else name
             nbytes[what] = nbytes.get(what, 0) + size
         return [HostNeed(what, size, what in self._pinned) for what, size in nbytes.items() if size]
 
@@ -185,19 +186,16 @@ class _Planner:
                 for group in buckets
             ]
         )
-        for group in buckets:
-            for numel in _local_numels(group, rank):
-                self._add_wrapped_states(self._host, numel, group.main_dtype)
 
     def _add_group_states(self, group: GroupPlan, rank: int) -> None:
         """States of a group that is stepped on the device."""
-        if self._has_flat_states:
+        if self._config.has_rule:
             # Parameter groups have separate main weights, whatever their dtype.
-            for name, dtype in self._moments().items():
+            for name, dtype in rule_of(self._config).state_dtypes.items():
                 self._add(name, group.optimizer_numel * dtype.itemsize)
             return
         for numel in _local_numels(group, rank):
-            self._add_wrapped_states(self._device, numel, group.main_dtype)
+            self._add_torch_states(numel, group.main_dtype)
 
     # Other tensors
 
@@ -215,15 +213,15 @@ class _Planner:
 
             self._add(GRADIENTS, share.numel * itemsize)
             if id(parameter) in on_host:
-                self._add_wrapped_states(self._host, share.numel, parameter.dtype)
-            elif self._has_flat_states:
-                for name, dtype in self._moments().items():
+                continue
+            if self._config.has_rule:
+                for name, dtype in rule_of(self._config).state_dtypes.items():
                     self._add(name, share.numel * dtype.itemsize)
                 # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
                 if plan is not None and itemsize < torch.float32.itemsize:
                     self._add(MAIN, share.numel * torch.float32.itemsize)
             else:
-                self._add_wrapped_states(self._device, share.numel, parameter.dtype)
+                self._add_torch_states(share.numel, parameter.dtype)
 
         # Every array is whole cache lines, so it does not matter which tensors share a bucket.
         numels: dict[torch.dtype, int] = {}
@@ -257,11 +255,10 @@ class _Planner:
 
     def _add_buckets(self, buckets: Sequence[BucketShape]) -> None:
         config = self._config
-        moments = (DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype])
         layout = HostLayout(
             buckets,
             HostRules(
-                moments if config.optimizer == "adam" else None,
+                rule_of(config).state_dtypes,
                 config.pin_cpu_grads,
                 config.pin_cpu_params,
                 self._settings.pins_memory,
@@ -270,27 +267,12 @@ class _Planner:
         self._host.update(layout.nbytes_by_state)
         self._pinned = {need.what for need in layout.needs if need.is_pinned}
 
-    @property
-    def _has_flat_states(self) -> bool:
-        """Whether the device's optimizer is our AdamW."""
-        return self._config.optimizer == "adam" and self._config.gpu_optimizer in ("auto", "native")
-
-    def _moments(self) -> dict[str, torch.dtype]:
-        """Of our AdamW on the device, by name."""
-        dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
-        return {name: DTYPES[dtype] for name, dtype in zip(MOMENTS, dtypes, strict=True)}
-
-    def _add_wrapped_states(self, side: dict[str, int], numel: int, dtype: torch.dtype) -> None:
+    def _add_torch_states(self, numel: int, dtype: torch.dtype) -> None:
         """Adds states that an optimizer of another package allocates for each parameter."""
-        config = self._config
-        names: tuple[str, ...] = ()
-        if config.optimizer == "sgd":
-            names = ("momentum_buffer",) if config.sgd_momentum else ()
-        elif side is self._device:
-            names = MOMENTS
-            dtype = dtype if config.gpu_optimizer == "torch" else torch.float32
-        for name in names:
-            side[name] = side.get(name, 0) + numel * dtype.itemsize
+        # TransformerEngine's and Apex's are fp32, torch's like their parameter.
+        own = dtype if self._config.gpu_optimizer == "torch" else torch.float32
+        for name in rule_of(self._config).state_dtypes:
+            self._add(name, numel * own.itemsize)
 
     def _offloaded(
         self, model: nn.Module, plan: OffloadPlan | None, *, by_module: bool

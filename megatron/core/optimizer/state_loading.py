@@ -12,23 +12,9 @@ import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.kernels.adam import AdamStep
+from megatron.core.optimizer.rules import IMPLEMENTATIONS, UpdateRule
 from megatron.core.optimizer.state_tensors import STEP, difference
 from megatron.core.optimizer.step_inputs import IDENTITIES
-
-# The options of `torch.optim.AdamW` that choose among implementations.
-IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
-# What torch's fused AdamW has besides rates and betas. Groups of our optimizers have the same
-# options, because PyTorch's helpers expect every option of the loading optimizer in a checkpoint.
-ADAMW_OPTIONS: Mapping[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": True,
-    "decoupled_weight_decay": True,
-}
 
 
 def kept_options(own: Mapping[str, Any]) -> tuple[str, ...]:
@@ -53,10 +39,9 @@ def loaded_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[st
     return found
 
 
-def check_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """ValueError if a loaded group has options that our AdamW cannot honour."""
-    options = {**own, **loaded_options(own, loaded)}
-    AdamStep.of(options, 1, 1.0, options.get("decoupled_weight_decay", True))
+def check_options(rule: UpdateRule, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """ValueError if a loaded group has options that the rule cannot honour."""
+    rule.scalars({**own, **loaded_options(own, loaded)}, 1)
 
 
 def can_be_trained(parameter: torch.Tensor) -> bool:
@@ -68,7 +53,9 @@ def can_be_trained(parameter: torch.Tensor) -> bool:
 
 
 def states_by_parameter(
-    own_groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+    own_groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    rule: UpdateRule | None,
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """The loaded states of the parameters that have any; on each rank, of the rows that it has.
 
@@ -76,6 +63,7 @@ def states_by_parameter(
         own_groups: the optimizer's.
         state_dict: `{"state": {number: states}, "param_groups": groups}`. A group's `step` counts
             for its parameters whose states have none.
+        rule: the rule that has these states; None for an optimizer of torch's.
 
     Raises:
         ValueError: for groups of other sizes, and for states of parameters that are in none.
@@ -105,12 +93,15 @@ def states_by_parameter(
             }
             if step is not None:
                 found[parameter].setdefault(STEP, step)
+            elif rule is not None and not rule.counts_steps:
+                found[parameter].setdefault(STEP, torch.zeros(()))
     return found
 
 
 def checked_states(
     own_groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any],
+    rule: UpdateRule,
     state_dtypes: Callable[[torch.Tensor], dict[str, torch.dtype]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """As `states_by_parameter`, once the states are known to fit too.
@@ -118,7 +109,7 @@ def checked_states(
     Args:
         state_dtypes: which states a parameter has besides `step`, and how they are kept.
     """
-    found = states_by_parameter(own_groups, state_dict)
+    found = states_by_parameter(own_groups, state_dict, rule)
     for number, (parameter, loaded) in enumerate(found.items()):
         _check_states(loaded, parameter, number, state_dtypes(parameter))
     return found

@@ -19,10 +19,9 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 
-# The names of states: a parameter's own count of steps, Adam's moments, and the main weight of a
-# parameter which is not one itself.
+# The names of the states that every rule has: a parameter's own count of steps, and the main weight
+# of a parameter which is not one itself.
 STEP = "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from megatron.core.distributed.fsdp.parameters import REPLACED
+from megatron.core.distributed.fsdp.group_weights import REPLACED
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import global_grad_norm
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.formats import read_piece
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.reader import Wanted, check_contents, load_entries
 from megatron.core.dist_checkpointing.state.collect import collect

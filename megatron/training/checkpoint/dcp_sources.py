@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import other_model
+from megatron.core.dist_checkpointing.errors import expect_same_model
 from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.optimizer.state_tensors import STEP
@@ -129,8 +129,7 @@ def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str)
         if read.moment is None and first is not None:
             found.tied.update(zip(own_keys, map(read.own_key, first.names), strict=False))
 
-    if problems:
-        raise other_model(path, problems)
+    expect_same_model(path, problems)
     return found
 
 

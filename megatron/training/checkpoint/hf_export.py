@@ -21,12 +21,11 @@ import torch
 
 from megatron.core.dist_checkpointing.config import MAX_SHARD_BYTES
 from megatron.core.dist_checkpointing.dcp.torch_dcp import MODEL_PREFIX, weights_prefix
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_piece
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, bytes_of
 from megatron.core.fp32_module import names_in_fp32
-from megatron.core.log import printable
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import (
@@ -242,13 +241,8 @@ def _tensors(
             problems.append(f"{key} is {saved.dtype} where the model has floats")
 
     known = {tensor.key for tensor in found}
-    others = [key for key in stored if _is_weight(key, prefix) and key not in known]
-    if missing:
-        problems.append(f"it lacks {few(missing)}")
-    if others:
-        problems.append(f"nothing here takes {printable(few(others))}")
-    if problems:
-        raise other_model(checkpoint.path, problems)
+    extra = [key for key in stored if _is_weight(key, prefix) and key not in known]
+    expect_same_model(checkpoint.path, problems, missing=missing, extra=extra)
     return found
 
 

@@ -7,9 +7,8 @@ writes (`holdings.py`), so the ranks write in parallel without communication:
     rows of this rank  ->  a buffer, in the file's dtype  ->  their offsets in the file
                    this thread                        a lane for the disk
 
-Pieces of a few MiB are converted where they are; a device copies them in the file's dtype. Tensors
-in host memory that already have that dtype are written without a copy. Once everything is on disk,
-one rename publishes the draft:
+A `DataFileWriter` does it, as for `hf/` in a checkpoint. Once everything is on disk, one rename
+publishes the draft:
 
     .gpt.4f0c93aa.writing/    next to `gpt`, the directory that it becomes
 
@@ -23,10 +22,8 @@ import os
 import re
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +38,9 @@ from megatron.core.dist_checkpointing.errors import (
     few,
     shown,
 )
-from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.load.checkpoint import system_errors
-from megatron.core.dist_checkpointing.save.data_file import BufferPool
-from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.files import (
     open_regular,
@@ -55,7 +51,6 @@ from megatron.core.files import (
 )
 from megatron.core.host_memory import format_bytes
 from megatron.core.json_reading import parse_json
-from megatron.core.lanes import Event, ThreadEvent
 from megatron.core.log import printable
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.shared_file import SharedFile
@@ -68,7 +63,6 @@ from megatron.training.checkpoint.hf_layout import (
     OwnRows,
     Place,
     rows_in_file,
-    shifted,
 )
 
 CONFIG_FILE = "config.json"
@@ -205,38 +199,21 @@ def write_own_rows(folder: Path, shares: Sequence[OwnRows], device: Device) -> i
         CheckpointError: if this rank does not see the files.
         OSError: if the file system fails.
     """
-    with ExitStack() as stack:
-        files = {}
-        for name in sorted({own.place.file for own in shares}):
-            files[name] = open_rows(folder / name)
-            stack.callback(files[name].abort)
-        with _Staging(device) as staging:
-            for own in shares:
-                _stage(own, files[own.place.file], staging)
-        for file in files.values():
-            file.close()
+    device.event().synchronize()
+    disk = device.host_lane("rows to disk")
+    writer = DataFileWriter(
+        None, BufferPool(device), disk, open_exported=lambda name: open_rows(folder / name)
+    )
+    try:
+        for entry, row_map, place, box in shares:
+            stored = entry.values.as_stored()
+            for rows in rows_in_file(row_map, box, place):
+                writer.write_rows(rows, entry.box_of(rows.own, stored.tensor), stored.scale)
+        writer.finish()
+    finally:
+        writer.abort()
+        disk.close()
     return sum(own.box.numel * own.place.tensor.dtype.itemsize for own in shares)
-
-
-def _stage(own: OwnRows, file: SharedFile, staging: _Staging) -> None:
-    """Queues the writes of a share, piece by piece."""
-    entry, rows, place, box = own
-    stored = entry.values.as_stored()
-    tensor = entry.part_of(stored.tensor)
-    if box.sizes:
-        tensor = tensor[box.within(entry.offsets).slices()]
-    source = TensorBytes(tensor, stored.scale, place.tensor.dtype)
-
-    begin = 0
-    in_place = source.in_host_memory()
-    for piece in pieces(box.sizes, staging.buffer_bytes // place.tensor.dtype.itemsize):
-        nbytes = piece.numel * place.tensor.dtype.itemsize
-        write = partial(write_rows, file, rows, shifted(piece, box.offsets), place)
-        if in_place is None:
-            staging.copy(source, begin, nbytes, write)
-        else:
-            staging.enqueue(partial(write, in_place[begin : begin + nbytes]))
-        begin += nbytes
 
 
 def write_rows(file: SharedFile, rows: RowMap, box: Box, place: Place, content: memoryview) -> None:
@@ -261,49 +238,6 @@ def open_rows(path: Path) -> SharedFile:
             f"Expected every rank to see {path}, which rank 0 has made, got no such file. Save to "
             "a file system that all ranks share."
         ) from error
-
-
-class _Staging:
-    """A ring of buffers between this thread and the disk's lane. Entered once."""
-
-    def __init__(self, device: Device) -> None:
-        device.event().synchronize()
-        self._pool = BufferPool(device)
-        self._disk = device.host_lane("rows to disk")
-        done: Event = ThreadEvent.done()
-        # (buffer, the event after which it is free)
-        self._buffers = deque((buffer, done) for buffer in self._pool.lend())
-        self._last = done  # the event after which all writes so far are done
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._pool.buffer_bytes
-
-    def __enter__(self) -> _Staging:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After a failure, too, the lane must not write once the files are closed.
-        self._disk.close()
-        if kind is None:
-            self._last.synchronize()
-
-    def copy(
-        self, source: TensorBytes, begin: int, nbytes: int, write: Callable[[memoryview], None]
-    ) -> None:
-        """Queues a write of some bytes of a tensor. They have been read when this returns.
-
-        Raises the error of an earlier write, if any.
-        """
-        buffer, is_free = self._buffers.popleft()
-        is_free.synchronize()
-        source.copy(begin, buffer[:nbytes], self._pool.d2h)
-        self.enqueue(partial(write, buffer[:nbytes]))
-        self._buffers.append((buffer, self._last))
-
-    def enqueue(self, write: Callable[[], None]) -> None:
-        """Queues a write. After a write fails, later ones are skipped."""
-        self._last = self._disk.enqueue(write)
 
 
 # Reading weights

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT
 from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.layout.holdings import shares
 from megatron.core.dist_checkpointing.state.entries import Entry
 from megatron.core.models.families.row_map import RowMap

@@ -40,20 +40,19 @@ from megatron.core.dist_checkpointing.agreement import (
     sum_of_ranks,
 )
 from megatron.core.dist_checkpointing.config import MAX_SHARD_BYTES
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
-from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
-from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
-from megatron.core.dist_checkpointing.layout.file_layout import (
+from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model, few
+from megatron.core.dist_checkpointing.format.index import (
     ExportedRows,
     ExportedTensor,
     ExportFile,
 )
+from megatron.core.dist_checkpointing.format.manifest import FURTHER_FILE
+from megatron.core.dist_checkpointing.layout.boxes import Box, ranges
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.fp32_module import names_in_fp32
-from megatron.core.log import printable
 from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import (
@@ -459,12 +458,7 @@ def _sources(
 
     # The transformers library saves empty matrices for a model without shared experts.
     unexpected = {name for name in unexpected if 0 not in files.shape(name)}
-    if missing:
-        problems.append(f"it lacks {few(missing)}")
-    if unexpected:
-        problems.append(f"nothing here takes {printable(few(sorted(unexpected)))}")
-    if problems:
-        raise other_model(str(files.folder), problems)
+    expect_same_model(str(files.folder), problems, missing=missing, extra=sorted(unexpected))
     return sources
 
 

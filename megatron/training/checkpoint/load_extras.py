@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing.store import Store, path_of
 from megatron.core.log import counted
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
-from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, kept_options
+from megatron.core.optimizer.rules import Adam
+from megatron.core.optimizer.state_loading import kept_options
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run, no_run_error
 from megatron.training.checkpoint.run_state import RunState
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 RNG_KEY = re.compile(r"rng\.(\d{1,9})\.(.+)")
 # Optimizer options that a run never takes from a checkpoint: the schedule sets `lr` in every step.
-_NEVER_TAKEN = {"lr", *kept_options(ADAMW_OPTIONS)}
+_NEVER_TAKEN = {"lr", *kept_options(Adam().defaults)}
 
 
 class RunData(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from megatron.core.dist_checkpointing.save.data_sink import DataSink
+    from megatron.core.dist_checkpointing.save.data_file import DataSink
     from megatron.core.dist_checkpointing.store import Store
     from megatron.training.model_loss import ModelLoss
     from megatron.training.step import Batch, ForwardStep
@@ -299,7 +299,7 @@ class _FaultyStore:
     def open_data(self, path: str) -> DataSink:
         sink = self._store.open_data(path)
         if self._is_of_draft(path):
-            setattr(sink, _IN_SAVES[self._injection.kind], lambda _: self._strike(path))
+            setattr(sink, _IN_SAVES[self._injection.kind], lambda *_: self._strike(path))
         return sink
 
     def _is_of_draft(self, path: str) -> bool:

@@ -17,10 +17,10 @@ import torch
 
 from megatron.core.activation_offload import ActivationOffload, _Saving
 from megatron.core.distributed.fsdp.context import FsdpContext
-from megatron.core.distributed.fsdp.delivery import Delivery
+from megatron.core.distributed.fsdp.group_weights import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import StreamLane
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 
 

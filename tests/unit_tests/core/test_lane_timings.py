@@ -247,7 +247,7 @@ def test_the_recorder_keeps_neither_buckets_nor_events() -> None:
     recorder = optimizer._sides.host_side.timings
     references = [
         weakref.ref(each)
-        for updating in optimizer._sides.host_side.optimizers
+        for updating in optimizer._sides.host_side.executors
         for each in (updating, updating.bucket, updating.bucket.sent)
     ]
     assert all(reference() is not None for reference in references)

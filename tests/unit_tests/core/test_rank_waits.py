@@ -26,10 +26,10 @@ from megatron.core import rank_waits
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.distributed.fsdp import collectives
+from megatron.core.host_memory import check_memory_on_all_ranks
 from megatron.core.lanes import ThreadEvent, ThreadLane
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.clip_grads import global_grad_norm
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.rank_waits import rank_wait, waiting_for_ranks, waiting_for_thread
 from megatron.training import pretrain, step
 from megatron.training.launch import Launch

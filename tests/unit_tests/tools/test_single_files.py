@@ -201,6 +201,7 @@ def test_a_file_that_would_run_code_is_refused_and_has_not(tmp_path):
         ([torch.ones(2)], "got list"),
         ({"train_state": 5}, "'train_state' in .*, got int"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "got several of 'a.b'"),
+        ({"": torch.ones(1)}, "x.pt, got an empty one"),
         ({"s": torch.ones(2, 2).to_sparse()}, "x.pt, got .*sparse"),
         ({"p": {"c": 1j}}, "x.pt, got .*complex"),
         ({"p": {"c": torch.ones(1).untyped_storage()}}, "x.pt, got a TypedStorage"),

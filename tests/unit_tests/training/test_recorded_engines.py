@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.timeline import NoTimeline, Timeline
 from megatron.core.trace_file import (

@@ -169,22 +169,19 @@ class TorchDcpCheckpoint:
         return memory, source
 
     def _check_sizes(self) -> None:
-        limits = []
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 least, blob = tensor.chunk_nbytes(chunk), self._index.blobs[key, chunk.box.offsets]
-                limits.append((key, blob, least, least + MAX_FRAME_BYTES))
-
-        for key, blob, least, most in limits:
-            # The length of a transformed blob does not depend on the tensor alone.
-            if not least <= blob.nbytes <= most and not blob.transforms:
-                raise CheckpointDamagedError(
-                    f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, got "
-                    f"{blob.nbytes} bytes."
-                )
+                most = least + MAX_FRAME_BYTES
+                # The length of a transformed blob does not depend on the tensor alone.
+                if not least <= blob.nbytes <= most and not blob.transforms:
+                    raise CheckpointDamagedError(
+                        f"Expected {least} to {most} bytes of {key!r} in {self.path}/{blob.file}, "
+                        f"got {blob.nbytes} bytes."
+                    )
 
         ends: dict[str, int] = {}
-        for blob in (*self._index.plain.values(), *(blob for _, blob, _, _ in limits)):
+        for blob in (*self._index.plain.values(), *self._index.blobs.values()):
             ends[blob.file] = max(ends.get(blob.file, 0), blob.offset + blob.nbytes)
         # A file's size is asked for once, however many blobs it has: stores may be remote.
         for file, end in ends.items():

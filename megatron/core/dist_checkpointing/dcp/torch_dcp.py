@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model, few
 from megatron.core.dist_checkpointing.format.blob_reading import read_plain
 from megatron.core.dist_checkpointing.format.manifest import METADATA_FILE, TRAIN_STATE_FILE
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
@@ -212,7 +212,16 @@ def frozen_changes(
     checkpoint: TorchDcpCheckpoint, state: dict[str, Any], frozen: Collection[str] = ()
 ) -> FrozenChanges:
     """What `load_tensors` returns, before it is called."""
-    return _frozen_changes(checkpoint, flatten_state_dict(state)[0], frozen)
+    wanted, saved = flatten_state_dict(state)[0], checkpoint.tensors
+    prefix = "model."  # wherever there are states of an optimizer
+    names = [key.removeprefix(prefix) for key in wanted if key.startswith(prefix) and key in saved]
+    rounded = [
+        key
+        for key in frozen
+        if key in saved and key in wanted and is_rounded(saved[key].dtype, wanted[key].dtype)
+    ]
+    own = [key for key, value in wanted.items() if isinstance(value, torch.Tensor)]
+    return FrozenChanges.of(own, saved.keys(), names)._replace(rounded=rounded)
 
 
 def _load(
@@ -222,7 +231,7 @@ def _load(
     frozen: Collection[str],
 ) -> FrozenChanges:
     wanted, places = flatten_state_dict(state)
-    changes = _frozen_changes(checkpoint, wanted, frozen)
+    changes = frozen_changes(checkpoint, state, frozen)
     fresh = changes.fresh_keys
     wanted = {key: value for key, value in wanted.items() if key not in fresh}
     _check_fits(checkpoint, wanted, ignored_prefixes, changes)
@@ -238,21 +247,6 @@ def _load(
         set_element(state, places[key], value)
     changes.log()
     return changes
-
-
-def _frozen_changes(
-    checkpoint: TorchDcpCheckpoint, wanted: dict[str, Any], frozen: Collection[str]
-) -> FrozenChanges:
-    saved = checkpoint.tensors
-    prefix = "model."  # wherever there are states of an optimizer
-    names = [key.removeprefix(prefix) for key in wanted if key.startswith(prefix) and key in saved]
-    rounded = [
-        key
-        for key in frozen
-        if key in saved and key in wanted and is_rounded(saved[key].dtype, wanted[key].dtype)
-    ]
-    own = [key for key, value in wanted.items() if isinstance(value, torch.Tensor)]
-    return FrozenChanges.of(own, saved.keys(), names)._replace(rounded=rounded)
 
 
 def _check_fits(
@@ -271,23 +265,18 @@ def _check_fits(
         if key not in wanted and key not in ignored and not key.startswith(ignored_prefixes)
     ]
     missing = [key for key in tensors if key not in saved]
-    missing += [key for key in wanted if key in plain and key not in (*saved, *checkpoint.plain)]
+    missing += sorted(plain - saved.keys() - set(checkpoint.plain))
 
-    problems = []
-    if missing:
-        problems.append(f"it lacks {few(missing)}")
-    if extra:
-        problems.append(f"the model has no {few(extra)}")
+    problems = [
+        f"{key} is a tensor where plain data is wanted" for key in sorted(plain & saved.keys())
+    ]
     for key, value in tensors.items():
         if key in saved:
             may_round = key in changes.rounded
             problems += differences(
                 saved[key], tuple(value.shape), value.dtype, may_round=may_round
             )
-    if others := [key for key in wanted if key in plain and key in saved]:
-        problems.append(f"it has tensors where the model has none: {few(others)}")
-    if problems:
-        raise other_model(checkpoint.path, problems)
+    expect_same_model(checkpoint.path, problems, missing=missing, extra=extra)
 
 
 def _local_parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -1,5 +1,5 @@
 """Arithmetic on the parts of tensors, without communication and without tensors.
 
-Which rank holds and writes each part (holdings.py), its offset in a rank's file (file_layout.py),
-which parts overlap (boxes.py), and whether they tile a tensor (saved.py).
+Which rank holds and writes each part (holdings.py), which parts overlap (boxes.py), and whether
+they tile a tensor (saved.py).
 """

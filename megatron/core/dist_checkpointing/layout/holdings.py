@@ -21,10 +21,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,15 +39,9 @@ class Holding(NamedTuple):
     ranks: tuple[int, ...] | range  # ascending
 
 
-class Holdings(Protocol):
-    """The parts of one tensor on the ranks."""
-
-    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        """The boxes of the tensor that have elements, in the order of their offsets.
-
-        Args:
-            rank: only this rank's, in time that does not grow with the number of ranks.
-        """
+# The boxes of one tensor that have elements, in the order of their offsets. Given a rank, only this
+# rank's, in time that does not grow with the number of ranks.
+Holdings: TypeAlias = Callable[[int | None], Sequence[Holding]]
 
 
 @dataclass(frozen=True)
@@ -147,39 +141,23 @@ class FlatShards:
         return {chunk.tensor: (self._holding(chunk, ranks),) for chunk in chunks}
 
 
-class FlatTensor:
-    """One tensor of a flat buffer."""
+def section_holdings(
+    whole: Holdings, first_row: int, num_rows: int, rank: int | None
+) -> list[Holding]:
+    """The holdings of some rows of a tensor as a separate one: a matrix in a fused weight."""
+    # An expert is one of hundreds of sections: not every one looks at every holding.
+    held = whole(rank)
+    first = bisect.bisect_right(held, first_row, key=_stop_row)
+    last = bisect.bisect_left(held, first_row + num_rows, key=_first_row)
 
-    def __init__(self, shards: FlatShards, tensor: int) -> None:
-        self._shards = shards
-        self._tensor = tensor
-
-    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        return self._shards.holdings(self._tensor, rank)
-
-
-class SectionHoldings:
-    """Consecutive rows of a tensor as a separate one: a matrix in a fused weight."""
-
-    def __init__(self, whole: Holdings, first_row: int, num_rows: int) -> None:
-        self._whole = whole
-        self._first_row = first_row
-        self._num_rows = num_rows
-
-    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        # An expert is one of hundreds of sections: not every one looks at every holding.
-        whole = self._whole.holdings(rank)
-        first = bisect.bisect_right(whole, self._first_row, key=_stop_row)
-        last = bisect.bisect_left(whole, self._first_row + self._num_rows, key=_first_row)
-
-        found = []
-        for (offsets, sizes), ranks in whole[first:last]:
-            start = max(offsets[0] - self._first_row, 0)
-            stop = min(offsets[0] + sizes[0] - self._first_row, self._num_rows)
-            if start < stop:
-                box = Box((start, *offsets[1:]), (stop - start, *sizes[1:]))
-                found.append(Holding(box, ranks))
-        return found
+    found = []
+    for (offsets, sizes), ranks in held[first:last]:
+        start = max(offsets[0] - first_row, 0)
+        stop = min(offsets[0] + sizes[0] - first_row, num_rows)
+        if start < stop:
+            box = Box((start, *offsets[1:]), (stop - start, *sizes[1:]))
+            found.append(Holding(box, ranks))
+    return found
 
 
 def _first_row(holding: Holding) -> int:
@@ -209,7 +187,8 @@ class EvenShards:
         self._mesh = mesh
         self._sharded_dims = tuple(sharded_dims)
 
-    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
+    def holdings(self, rank: int | None) -> Sequence[Holding]:
+        """The holdings of all ranks, or of one."""
         if rank is None:
             return self._all_holdings
         place = self._mesh.place(rank)
@@ -256,17 +235,16 @@ class EvenShards:
         return zip(coordinate, self._mesh.shape, self._sharded_dims, strict=True)
 
 
-class Replicated:
-    """A tensor that some ranks hold whole: all ranks, or a single one."""
+def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Holdings:
+    """The holdings of a tensor that some ranks hold whole: all ranks, or a single one."""
+    # A range finds a rank, and is hashed, in constant time, however many ranks it has.
+    holding = Holding(Box.whole(shape), ranks if isinstance(ranks, range) else tuple(ranks))
 
-    def __init__(self, shape: Sequence[int], ranks: Sequence[int]) -> None:
-        # A range finds a rank, and is hashed, in constant time, however many ranks it has.
-        holders = ranks if isinstance(ranks, range) else tuple(ranks)
-        self._holding = Holding(Box.whole(shape), holders)
+    def holdings(rank: int | None) -> Sequence[Holding]:
+        is_held = rank is None or rank in holding.ranks
+        return (holding,) if holding.box.numel and is_held else ()
 
-    def holdings(self, rank: int | None = None) -> Sequence[Holding]:
-        is_held = rank is None or rank in self._holding.ranks
-        return (self._holding,) if self._holding.box.numel and is_held else ()
+    return holdings
 
 
 def shares(
@@ -283,7 +261,7 @@ def shares(
         (the tensor's number, a box of it, the one rank that writes it), in the order of tensors.
     """
     # Each rank has all holdings that it shares with others, so all compute the same totals.
-    held = [tensor.holdings(rank) for tensor, _ in tensors]
+    held = [holdings(rank) for holdings, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
         for box, ranks in holdings:

@@ -152,25 +152,18 @@ class FrozenChanges(NamedTuple):
 
     def log(self) -> None:
         """Logs a line for each kind of change."""
-        if self.fresh:
-            logger.info(
-                "%d parameters start with fresh optimizer states, since they were frozen when the "
-                "checkpoint was saved: %s",
-                len(self.fresh),
-                few(list(self.fresh)),
-            )
-        if self.left_out:
-            logger.info(
-                "the optimizer states of %d parameters are left out, since they are frozen now: %s",
-                len(self.left_out),
-                few(list(self.left_out)),
-            )
-        if self.rounded:
-            logger.info(
-                "%d frozen weights are rounded to the dtype in which frozen weights are kept: %s",
-                len(self.rounded),
-                few(list(self.rounded)),
-            )
+        fresh = (
+            "%d parameters start with fresh optimizer states, since they were frozen when the "
+            "checkpoint was saved: %s"
+        )
+        left_out = (
+            "the optimizer states of %d parameters are left out, since they are frozen now: %s"
+        )
+        rounded = "%d frozen weights are rounded to the dtype in which frozen weights are kept: %s"
+
+        for message, names in zip((fresh, left_out, rounded), self, strict=True):
+            if names:
+                logger.info(message, len(names), few(list(names)))
 
 
 def _states_by_name(keys: Collection[str], names: Collection[str]) -> dict[str, list[str]]:

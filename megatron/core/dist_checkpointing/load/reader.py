@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, few, other_model
+from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model
 from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
 from megatron.core.dist_checkpointing.layout.saved import (
     FrozenChanges,
@@ -85,14 +85,10 @@ def check_contents(
     changes, fresh = _frozen_changes(contents, wanted, checkpoint.tensors, saved)
     started = changes.fresh_keys
 
-    problems = []
     missing = [key for key in [*plain, *wanted] if key not in saved and key not in started]
-    if missing:
-        problems.append(f"it lacks {few(missing)}")
-    if strictness == "raise_all":
-        own = wanted.keys() | plain | changes.left_out_keys
-        if extra := [key for key in saved if key not in own]:
-            problems.append(f"nothing here takes {few(extra)}")
+    own = wanted.keys() | plain | changes.left_out_keys
+    extra = [key for key in saved if key not in own] if strictness == "raise_all" else []
+    problems = []
     for key, entry in wanted.items():
         if key in tensors:
             shape, dtype = entry.saved_as.shape, entry.saved_as.dtype
@@ -100,8 +96,7 @@ def check_contents(
             problems += differences(tensors[key], shape, dtype, may_round=may_round)
         elif key in checkpoint.plain:
             problems.append(f"{key} is plain data where a tensor is wanted")
-    if problems:
-        raise other_model(checkpoint.path, problems)
+    expect_same_model(checkpoint.path, problems, missing=missing, extra=extra)
 
     # Entries of other ranks have been compared too: all ranks reject the same checkpoints.
     entries = [entry for key, entry in wanted.items() if entry.is_own and key not in started]

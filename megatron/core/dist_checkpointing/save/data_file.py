@@ -1,7 +1,7 @@
 """Writes a rank's data file, and its rows of exported files, through buffers that all saves share.
 
     saving thread   copies a block into the current buffer, and hashes it while it is cached
-    disk lane       opens the files and writes the full buffers, in order
+    disk lane       opens the files and writes the full buffers, in order, to the store's sink
 
 The memory of a save therefore does not grow with the state, and copying and hashing are hidden as
 long as the disk is slower. Copies, digests and writes all release the GIL.
@@ -30,21 +30,22 @@ the same alignment in the buffer as in the file, so that direct I/O can write th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
-from megatron.core.dist_checkpointing.state.tensor_bytes import TensorBytes
+from megatron.core.dist_checkpointing.state.entries import TensorBytes
 from megatron.core.drivers import PinError
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
@@ -62,6 +63,67 @@ SLAB_BUFFERS = 32
 _IN_PLACE_BYTES = 1 << 16  # of a tensor; the system takes longer over many small spans than a copy
 _GATHERED_BYTES = 4 * BUFFER_BYTES  # for one call; between two of them a fast disk waits
 _VALUE_ALIGNMENT = 16  # bytes; no value of an exported file is larger
+
+
+class LocalSink:
+    """A new local file, written with direct I/O where possible.
+
+    The page cache would cost a copy, and evict pages that are in use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.open("xb").close()
+        self._path = path
+        self._nbytes = 0
+        self._file = SharedFile(path)
+
+    def write(self, spans: Sequence[memoryview]) -> None:
+        """Appends spans of bytes. The size of each is a multiple of DATA_ALIGNMENT, except for the
+        last span of the last write.
+
+        Direct I/O also needs memory at a multiple of MEMORY_ALIGNMENT.
+        """
+        self._file.write_at(self._nbytes, *spans)
+        self._nbytes += sum(span.nbytes for span in spans)
+
+    def close(self) -> None:
+        """Closes the file, which is then durable."""
+        # Publishing syncs the directory once for the files of all ranks.
+        self._file.close(syncs_name=False)
+
+    def abort(self) -> None:
+        """Closes and deletes the file. May be called in any state; never raises."""
+        self._file.abort()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class RemoteSink:
+    """A new file of a remote store, which appears when it is closed, or part by part. Has the
+    interface of `LocalSink`.
+    """
+
+    def __init__(self, files: Any, path: str) -> None:
+        self._files = files
+        self._path = path
+        self._file = files.open(path, "wb")
+
+    def write(self, spans: Sequence[memoryview]) -> None:
+        for span in spans:
+            self._file.write(span)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        # Implementations differ in how they discard a file, and in their errors. All of them can
+        # close and delete.
+        for end in (self._file.close, lambda: self._files.rm_file(self._path)):
+            with contextlib.suppress(Exception):
+                end()
+
+
+DataSink: TypeAlias = LocalSink | RemoteSink
 
 
 class BufferPool:
@@ -85,20 +147,14 @@ class BufferPool:
         """Allocates the memory and makes it resident.
 
         Args:
-            num_buffers: initial number.
+            num_buffers: initial number, at least two.
             buffer_bytes: of each; at least a block, and a multiple of DATA_ALIGNMENT.
             staging_share: of the free host memory, for more buffers; see [Note: staging].
             num_local_ranks: ranks on this machine, which divide that share.
 
         Raises:
-            ValueError: for fewer than two buffers, or another size.
             HostMemoryError, PinError: as `HostSlab` does.
         """
-        if num_buffers < 2 or buffer_bytes < BLOCK_BYTES or buffer_bytes % DATA_ALIGNMENT:
-            raise ValueError(
-                f"Expected at least 2 buffers of at least {BLOCK_BYTES} bytes, multiples of "
-                f"{DATA_ALIGNMENT}, got {num_buffers} of {buffer_bytes}."
-            )
         self.buffer_bytes = buffer_bytes
         # Tensors are copied while the device computes. (Not run on a GPU yet.)
         self.d2h = device.lane("checkpoint d2h")
@@ -197,7 +253,7 @@ class DataFileWriter:
 
     def __init__(
         self,
-        open_sink: Callable[[], DataSink],
+        open_sink: Callable[[], DataSink] | None,
         pool: BufferPool,
         disk: Lane,
         timeline: AnyTimeline = NO_TIMELINE,
@@ -209,7 +265,8 @@ class DataFileWriter:
 
         Args:
             open_sink: creates the data file. Called on the lane before the first write, because
-                creating a file may be slow, and the optimizer waits for the saving thread.
+                creating a file may be slow, and the optimizer waits for the saving thread. None: no
+                data file, only rows of exported files.
             disk: a host lane. It continues after errors of the disk.
             timeline: records the work of the disk.
             open_exported: opens an exported file. Called on the lane before the first write to it.
@@ -473,8 +530,9 @@ class DataFileWriter:
     # On the lane
 
     def _write_spans(self, spans: list[memoryview]) -> None:
-        self._check_before_write()
-        self._opened().write(spans)
+        if spans:
+            self._check_before_write()
+            self._opened().write(spans)
 
     def _write_rows(self, buffer: memoryview, segments: list[_Segment]) -> None:
         self._check_before_write()
@@ -486,10 +544,12 @@ class DataFileWriter:
     def _close_files(self) -> None:
         for file in self._exported.values():
             file.close()
-        self._opened().close(self.position)
+        if self._open_sink is not None:
+            self._opened().close()
 
     def _opened(self) -> DataSink:
         if self._sink is None:
+            assert self._open_sink is not None, "something is written to it"
             self._sink = self._open_sink()
         return self._sink
 

@@ -29,7 +29,7 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.blob import blob_frame
-from megatron.core.dist_checkpointing.format.index import Index, blob_place
+from megatron.core.dist_checkpointing.format.index import ExportedRows, Index, blob_place
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,
     Manifest,
@@ -38,12 +38,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.layout.saved import SavedChunk
-from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
-from megatron.core.dist_checkpointing.state.entries import Contents, Entry
-from megatron.core.dist_checkpointing.state.tensor_bytes import lies_on_device
+from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter, DataSink
+from megatron.core.dist_checkpointing.state.entries import Contents, Entry, lies_on_device
 from megatron.core.dist_checkpointing.store import MOST_METADATA_BYTES, Store, path_of
 from megatron.core.files import Sync
 from megatron.core.json_reading import parse_json
@@ -290,11 +287,11 @@ class RankWriter:
             header, footer = blob_frame(tensor.dtype, chunk.box.sizes)
             file.pad_to(blob_place(tensor, chunk)[0])
             file.write(header)
-            values = _part_of(entry, chunk.box, stored.tensor)
+            values = entry.box_of(chunk.box, stored.tensor)
             self._digests[chunk.file, chunk.offset] = file.write_tensor(values, stored.scale)
             file.write(footer)
         for rows in () if export is None else export.rows(entry.key, chunk.box):
-            values = _part_of(entry, rows.own, stored.tensor)
+            values = entry.box_of(rows.own, stored.tensor)
             self._digests[rows.file, rows.offset] = file.write_rows(rows, values, stored.scale)
 
     def _finish(self, meanwhile: Callable[[], None]) -> None:
@@ -346,12 +343,6 @@ class RankWriter:
             release(self._draft, self._rank)  # first, to make room for the reason on a full disk
         file, reason = failure_file(self._rank), f"{type(error).__name__}: {error}"
         give_up(self._draft, file, reason, makes_folder=not self.may_be_published)
-
-
-def _part_of(entry: Entry, box: Box, tensor: torch.Tensor) -> torch.Tensor:
-    """A box of the entry's global tensor, as a view of the memory that this rank holds."""
-    part = entry.part_of(tensor)
-    return part[box.within(entry.offsets).slices()] if box.sizes else part
 
 
 def _place(chunk: SavedChunk) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs
+from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
-    FlatTensor,
     Holdings,
     RankMesh,
-    Replicated,
-    SectionHoldings,
+    replicated,
+    section_holdings,
 )
 from megatron.core.dist_checkpointing.state.entries import (
     Contents,
@@ -39,7 +39,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
@@ -206,7 +206,7 @@ class _Collector:
             )
 
         values = Values(local_tensor(value).detach())
-        if isinstance(optimizer, FusedAdam) and scaled_states.is_scaled(value.dtype):
+        if isinstance(optimizer, RuleOptimizer) and scaled_states.is_scaled(value.dtype):
             values = ScaledValues(optimizer, parameter, name)
         if value.shape == parameter.shape and value.dim():
             return self._like(parameter, values, "optimizer.state.", f".{name}")
@@ -237,7 +237,7 @@ class _Collector:
                 found.append(Entry(saved_as, own.offsets, values))
                 continue
 
-            holdings: Holdings = SectionHoldings(own.holdings, section.first_row, section.num_rows)
+            holdings = partial(section_holdings, own.holdings, section.first_row, section.num_rows)
             saved_as = SavedAs(key, dtype, (section.num_rows, *shape[1:]), holdings)
             # The rows of the section that this rank holds; it may hold none.
             begin = max(own.offsets[0], section.first_row)
@@ -258,7 +258,7 @@ class _Collector:
     ) -> Entry:
         values = tensor if isinstance(tensor, Values) else Values(local_tensor(tensor).detach())
         shape = tuple(values.shape)
-        saved_as = SavedAs(key, values.dtype, shape, Replicated(shape, ranks))
+        saved_as = SavedAs(key, values.dtype, shape, replicated(shape, ranks))
         is_own = self._rank in ranks
         return Entry(saved_as, (0,) * len(shape), values, is_own=is_own, is_copied=is_copied)
 
@@ -267,16 +267,15 @@ class _Collector:
         holdings: Holdings
         if group is not None:
             index = group.index_of(parameter)
-            holdings = FlatTensor(self._shards_of(group), index)
+            holdings = partial(self._shards_of(group).holdings, index)
         elif isinstance(parameter, DTensor):
-            holdings = EvenShards(
-                parameter.shape, RankMesh.of(parameter.device_mesh), _sharded_dims(parameter)
-            )
+            mesh = RankMesh.of(parameter.device_mesh)
+            holdings = EvenShards(parameter.shape, mesh, _sharded_dims(parameter)).holdings
         else:
-            holdings = Replicated(parameter.shape, self._ranks)
+            holdings = replicated(parameter.shape, self._ranks)
 
         # A rank holds at most one chunk of a parameter.
-        for own in holdings.holdings(self._rank):
+        for own in holdings(self._rank):
             return _OwnBox(holdings, *own.box)
         return _OwnBox(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
 

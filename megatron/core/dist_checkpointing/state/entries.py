@@ -10,23 +10,34 @@ fused weight and its states are stored as sections, each under the name of a sep
 the fused one: rows of `attention.linear_qkv.weight` as `attention.query.weight`.
 
 An `Entry` is one tensor under one key, with this rank's part of it: memory of the live state, not a
-copy.
+copy. `TensorBytes` are its values as the bytes of a file, computed piece by piece where they are.
+
+[Note: one stream] On a GPU, the thread that saves has a separate current stream, and the stream
+that copies bytes down does not wait for it. So whatever a save computes from a tensor on a device
+(the product of a stored moment and its scale, a contiguous copy, another dtype) is issued by the
+work that copies it down, on the same lane. Computed earlier, it might be copied before it is
+finished: the file would contain whatever the memory contained, and the digests would match that.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dist_checkpointing.format.blob import plain_blob
-from megatron.core.dist_checkpointing.format.index import Index
-from megatron.core.dist_checkpointing.layout.file_layout import Export, SavedAs, build_index
+from megatron.core.dist_checkpointing.format.index import Export, Index, SavedAs, build_index
+from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digests_of
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.lanes import Lane
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_tensors import like
 from megatron.core.optimizer.state_units import StateUnit
 
@@ -77,7 +88,7 @@ class Values:
 class ScaledValues(Values):
     """A state in a format with a scale, whose values are saved in fp32."""
 
-    def __init__(self, optimizer: FusedAdam, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, optimizer: RuleOptimizer, parameter: torch.Tensor, name: str) -> None:
         super().__init__(local_tensor(optimizer.state[parameter][name]))
         self._place = (optimizer, parameter, name)
         self._loaded: torch.Tensor | None = None
@@ -137,6 +148,11 @@ class Entry:
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of `values.read()` or `values.target()` that are this entry's."""
         return values if self.num_rows is None else values.narrow(0, self.first_row, self.num_rows)
+
+    def box_of(self, box: Box, values: torch.Tensor) -> torch.Tensor:
+        """A box of the global tensor as a view of `values`, which must have all of it."""
+        part = self.part_of(values)
+        return part[box.within(self.offsets).slices()] if box.sizes else part
 
     def frozen(self) -> Entry:
         """The entry with a copy of its present values."""
@@ -201,3 +217,104 @@ class Contents:
         ]
         # Learning rates, among the options, change with the next step.
         return replace(self, groups=groups, plain=copy.deepcopy(self.plain))
+
+
+def lies_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has to be copied down before the host can read it."""
+    return tensor.device.type != "cpu"
+
+
+class TensorBytes:
+    """The values of one tensor, row by row, for one save.
+
+    Attributes:
+        nbytes: of all values.
+        is_on_device: whether they come down on a lane.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Does not read the tensor yet.
+
+        Args:
+            tensor: on any device, of any strides and dtype. It must not change until it is read.
+            scale: of a state that is stored with one; its values are the fp32 products.
+            dtype: of the values as they are read; None: their own.
+        """
+        own = tensor.dtype if scale is None else torch.float32
+        self._dtype = dtype or own
+        self._is_converted = self._dtype != own
+        itemsize = self._dtype.itemsize
+        self.nbytes = tensor.numel() * itemsize
+        self.is_on_device = lies_on_device(tensor)
+        self._tensor = tensor.detach()
+        self._scale = scale
+        self._itemsize = itemsize
+        self._flat: torch.Tensor | None = None
+
+    def in_host_memory(self) -> memoryview | None:
+        """The bytes themselves, to be read in place; None if they have to be computed or reordered,
+        or are on a device.
+        """
+        is_computed = self._is_converted or self._scale is not None
+        if self.is_on_device or is_computed or not self._tensor.is_contiguous():
+            return None
+        return self._piece(0, self.nbytes).numpy().data
+
+    def copy_out(self, target_of: Callable[[int, int], memoryview], d2h: Lane) -> tuple[str, ...]:
+        """Copies all bytes, piece by piece, and hashes each at once. When this returns, they have
+        been read. From a device, products with a scale and values in another dtype take as much
+        memory there.
+
+        Args:
+            target_of: given the first byte and how many there are at most, where they are to be
+                copied: a whole number of blocks, or all the rest.
+
+        Returns:
+            The digest of each block.
+        """
+        # From a device, as much as there is room for. On the host, one block, which stays in the
+        # cache until it is hashed.
+        largest = self.nbytes if self.is_on_device else BLOCK_BYTES
+        digests: list[str] = []
+        begin = 0
+        while begin < self.nbytes:
+            target = target_of(begin, min(largest, self.nbytes - begin))
+            self._copy(begin, target, d2h)
+            digests += digests_of(target)
+            begin += target.nbytes
+        return tuple(digests)
+
+    def _copy(self, begin: int, target: memoryview, d2h: Lane) -> None:
+        if self.is_on_device:
+            d2h.enqueue(partial(self._copy_down, begin, target)).synchronize()
+        elif self._is_converted:
+            # Straight to its place: a piece of memory for the new values would cost as much again.
+            values = torch.frombuffer(target, dtype=self._dtype)
+            values.copy_(self._values(begin, target.nbytes))
+        else:
+            # NumPy copies in this thread. torch would use many threads, and take the cores of the
+            # computation during the save.
+            np.copyto(np.frombuffer(target, np.uint8), self._piece(begin, target.nbytes).numpy())
+
+    def _copy_down(self, begin: int, target: memoryview) -> None:
+        # The piece may be freed before the copy is done: its memory belongs to the lane's stream,
+        # which reuses it in order.
+        piece = self._piece(begin, target.nbytes)
+        torch.frombuffer(target, dtype=torch.uint8).copy_(piece, non_blocking=True)
+
+    def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], on the tensor's device."""
+        return self._values(begin, nbytes).to(self._dtype).view(torch.uint8)
+
+    def _values(self, begin: int, nbytes: int) -> torch.Tensor:
+        """The values that will take these bytes, in the dtype that they have."""
+        if self._flat is None:
+            # `reshape` would keep the strides of a tensor of one element, which may be any.
+            self._flat = self._tensor.contiguous().as_strided((self._tensor.numel(),), (1,))
+        part = self._flat[begin // self._itemsize : (begin + nbytes) // self._itemsize]
+        return part if self._scale is None else scaled_states.read(part, self._scale)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
+from megatron.core.dtensors import dtensor_over
 
 
 def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
@@ -24,25 +24,6 @@ def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
             local, other.device_mesh, other.placements, meta.shape, meta.stride
         )
     return dtensor_over(local, replace(other._spec, tensor_meta=meta._replace(dtype=local.dtype)))
-
-
-def dtensor_over(
-    local: torch.Tensor,
-    spec: DTensorSpec,
-    device: torch.device | None = None,
-    cls: type[DTensor] = DTensor,
-) -> DTensor:
-    """A DTensor over a local tensor, which may start anywhere in its storage. No communication.
-
-    Args:
-        device: the DTensor's reported device; default: the device of `local`.
-    """
-    # A DTensor made over `local` itself would take over its offset in the storage, and code that
-    # copies tensors (`copy.deepcopy`) would take it for one with a separate storage.
-    placeholder = torch.empty(0, dtype=local.dtype, device=device or local.device)
-    dtensor = cls(placeholder, spec, requires_grad=False)
-    dtensor._local_tensor = local
-    return dtensor
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

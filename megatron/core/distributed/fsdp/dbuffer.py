@@ -26,13 +26,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.collectives as collectives
-from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.collectives import UNLABELLED, Label
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 from megatron.core.distributed.fsdp.placement import axes_to_move, check_placements, sharded_axes
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.uneven_shard import uneven_placements
+from megatron.core.distributed.fsdp.uneven_rows import uneven_placements
+from megatron.core.dtensors import dtensor_over
 
 P = TypeVar("P", bound=Placement)
 
@@ -207,7 +207,7 @@ class DBuffer:
         if out is not None:
             out = self._output(out, wanted)
         if wanted == self.placements:
-            return self if out is None else self._copy_into(out)
+            return self.cast(self.dtype, out=out)
 
         result = self
         for number, axis in enumerate(axes):
@@ -429,11 +429,6 @@ class DBuffer:
         local = self.local_buffer
         end = (local.storage_offset() + self.range.numel) * local.element_size()
         return local.is_meta or local.untyped_storage().nbytes() >= end
-
-    def _copy_into(self, out: DBuffer) -> DBuffer:
-        self._check_memory()
-        out.local_buffer.copy_(self.local_buffer)
-        return out
 
     def _move(self, axis: int, placement: Placement, out: DBuffer | None, label: Label) -> DBuffer:
         """One step of `redistribute`, of a kind that `_check_move` has let through."""

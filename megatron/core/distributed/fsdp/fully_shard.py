@@ -44,6 +44,7 @@ from megatron.core.distributed.fsdp.fsdp2_arguments import (
     check_arguments,
     own_offload_policy,
 )
+from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.parameter_grouping import (
@@ -52,7 +53,6 @@ from megatron.core.distributed.fsdp.parameter_grouping import (
     owned_parameters,
     plan_groups,
 )
-from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements, data_parallel_mesh
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
@@ -203,15 +203,9 @@ def fully_shard(
     policies = PrecisionPolicies.of(mixed_precision_policy, mp_policy)
     offload = own_offload_policy(offload_policy)
 
-    construction = _current.get()
-    mesh = _world_mesh(construction) if mesh is None else mesh
-    placements = Placements.usual(mesh.ndim) if placements is None else placements
-    if construction is None:
-        construction = _Construction(_open_context(modules, mesh), _reset_parameters)
-    mesh = data_parallel_mesh(mesh, placements)
-
+    construction, mesh, placements = _construction_for(modules, mesh, placements)
     context = construction.context
-    owned, device = _checked_parameters(modules, context), context.device
+    owned = _checked_parameters(modules, context)
     planned = plan_groups(
         owned,
         placements,
@@ -220,8 +214,9 @@ def fully_shard(
         grad_divisor,
         is_on_host=offload.main_weights_on_host,
     )
-    groups = [FsdpParameterGroup(plan, own, mesh, device) for plan, own in planned]
-    is_filled = _fill(groups, owned, device.torch_device, construction.reset_parameters)
+
+    groups = [FsdpParameterGroup(plan, own, mesh, context.device) for plan, own in planned]
+    is_filled = _fill(groups, owned, construction)
     _attach(modules, context, groups, reshard_after_forward, policies, is_filled)
     return module
 
@@ -253,12 +248,6 @@ def _as_device(device: torch.device | str | None) -> Device:
     return Device(device.type, index)
 
 
-def _world_mesh(construction: _Construction | None) -> DeviceMesh:
-    """One axis over all ranks."""
-    kind = kind_of() if construction is None else construction.context.device.kind
-    return build_mesh(kind)
-
-
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that no other one of them contains, each once.
 
@@ -273,6 +262,22 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
         raise ValueError("Expected a module or a list of modules, got an empty list.")
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if id(module) not in inner]
+
+
+def _construction_for(
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, placements: Placements | None
+) -> tuple[_Construction, DeviceMesh, Placements]:
+    """The construction that a unit of `modules` joins, its mesh, and its placements."""
+    construction = _current.get()
+    if mesh is None:
+        kind = kind_of() if construction is None else construction.context.device.kind
+        mesh = build_mesh(kind)  # one axis over all ranks
+    if placements is None:
+        placements = Placements.usual(mesh.ndim)
+
+    if construction is None:
+        construction = _Construction(_open_context(modules, mesh), _reset_parameters)
+    return construction, data_parallel_mesh(mesh, placements), placements
 
 
 def _open_context(modules: Sequence[nn.Module], mesh: DeviceMesh) -> FsdpContext:
@@ -333,16 +338,19 @@ def _check_module(module: nn.Module, context: FsdpContext) -> None:
             )
 
 
+# A parameter's group and its index there, by the id of an owner and the name in it.
+_Places = dict[tuple[int, str], tuple[FsdpParameterGroup, int]]
+
+
 def _fill(
     groups: Sequence[FsdpParameterGroup],
     owned: Sequence[OwnedParameter],
-    device: torch.device,
-    reset_parameters: ResetParameters,
+    construction: _Construction,
 ) -> bool:
     """Gives the main weights their values, and frees the originals' memory. Returns whether all
     have values now; main weights of modules without `reset_parameters` are NaN.
     """
-    places = {
+    places: _Places = {
         (id(owner()), name): (group, index)
         for group in groups
         for index, parameter in enumerate(group.fsdp_parameters)
@@ -353,41 +361,63 @@ def _fill(
         module, name = parameter.owners[0]
         group, index = places[id(module), name]
         if not parameter.original.is_meta:
-            group.main_weight.copy_from(index, parameter.original)
-            group.sample_initial_weight(parameter.original)
+            _set_values(group, index, parameter.original)
         elif not callable(getattr(module, "reset_parameters", None)):
             group.main_weight.get_local_tensor(index).fill_(float("nan"))
             is_filled = False
         elif id(module) not in drawn:
-            # All of a module's parameters at once, since `reset_parameters` draws them together. A
-            # parameter that several modules have is drawn by the first.
+            # A parameter that several modules have is drawn by the first.
             drawn.add(id(module))
-            on_meta = [
-                other.owners[0][1]
-                for other in owned
-                if other.owners[0][0] is module and other.original.is_meta
-            ]
-            dtype = group.main_weight.dtype
-            # Without a name: one module's whole weights must be freed before the next one's come.
-            for own_name, values in draw_parameters(
-                module, on_meta, device, reset_parameters, dtype
-            ).items():
-                group, index = places[id(module), own_name]
-                group.main_weight.copy_from(index, values)
-                group.sample_initial_weight(values)
+            _draw(module, owned, places, construction)
+
     for group in groups if is_filled else ():
         group.keep_initial_sample()
-
     for parameter in owned:
-        original = parameter.original
-        # An object that still holds the original, such as an early optimizer, must not keep its
-        # memory.
-        if not original.is_meta:
-            original.data = torch.empty(0, dtype=original.dtype, device=original.device)
-        owner, name = parameter.owners[0]
-        group, index = places[id(owner), name]
-        setattr(original, REPLACED, (weakref.ref(group), index))
+        _leave_original(parameter, places)
     return is_filled
+
+
+def _draw(
+    module: nn.Module,
+    owned: Sequence[OwnedParameter],
+    places: _Places,
+    construction: _Construction,
+) -> None:
+    """Draws a module's parameters on meta: all at once, as `reset_parameters` draws them
+    together.
+    """
+    names = [
+        parameter.owners[0][1]
+        for parameter in owned
+        if parameter.owners[0][0] is module and parameter.original.is_meta
+    ]
+    group, _ = places[id(module), names[0]]
+    drawn = draw_parameters(
+        module,
+        names,
+        construction.context.device.torch_device,
+        construction.reset_parameters,
+        group.main_weight.dtype,
+    )
+    for name, values in drawn.items():
+        _set_values(*places[id(module), name], values)
+
+
+def _set_values(group: FsdpParameterGroup, index: int, whole: torch.Tensor) -> None:
+    group.main_weight.copy_from(index, whole)
+    group.sample_initial_weight(whole)
+
+
+def _leave_original(parameter: OwnedParameter, places: _Places) -> None:
+    """Frees an original parameter's memory, and leaves on it which group has replaced it."""
+    original = parameter.original
+    # An object that still holds the original, such as an early optimizer, must not keep its memory.
+    if not original.is_meta:
+        original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+
+    owner, name = parameter.owners[0]
+    group, index = places[id(owner), name]
+    setattr(original, REPLACED, (weakref.ref(group), index))
 
 
 def _attach(

@@ -34,9 +34,9 @@ from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_ho
 from megatron.core.distributed.fsdp.context import FsdpContext, is_backward_running, reshard
 from megatron.core.distributed.fsdp.fsdp2_arguments import PrecisionPolicies
 from megatron.core.distributed.fsdp.fsdp2_methods import Fsdp2Methods, add_fsdp2_state
+from megatron.core.distributed.fsdp.group_weights import WHOLE
 from megatron.core.distributed.fsdp.nested_tensors import is_opaque, tensors_in, with_views
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.parameters import WHOLE
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.dtensors import is_partial, local_tensor
 

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.fsdp.collective_history import compare, is_any_uncompared
+from megatron.core.distributed.fsdp.group_weights import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.parameters import REPLACED, WHOLE
 from megatron.core.distributed.fsdp.uneven_rows import UnevenRows, recut
 from megatron.core.dtensors import check_whole
 

@@ -7,6 +7,9 @@ while the weights are in use.
 
 A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
 `sharded`, a view of the main weights, rests in the module and goes to the optimizer.
+
+The methods are in the order of a step: forward, backward, reduce, update. Then come those that
+compare ranks, and those that build the group.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp.aliases import apart, dtensor_like
+from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.collective_history import (
     Kind,
     gradient_details,
@@ -33,14 +37,17 @@ from megatron.core.distributed.fsdp.collective_history import (
 )
 from megatron.core.distributed.fsdp.collectives import Label, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.delivery import Delivery
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
-from megatron.core.distributed.fsdp.parameters import FsdpParameter, OwnedParameter
+from megatron.core.distributed.fsdp.group_weights import (
+    Delivery,
+    FsdpParameter,
+    MemoryPhase,
+    OwnedParameter,
+    WeightBuffers,
+    sharded_parameter,
+)
 from megatron.core.distributed.fsdp.placement import axes_to_move
-from megatron.core.distributed.fsdp.replica import ReplicaDTensor
-from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.weight_buffers import WeightBuffers
 from megatron.core.dtensors import is_partial, local_tensor
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
@@ -88,8 +95,10 @@ class FsdpParameterGroup:
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         histories: by mesh axis; every collective over the axis is recorded as it is queued.
+        phase: see `MemoryPhase`.
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
+        is_on_host: whether the main weights are in host memory, apart from any compute weights.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -120,22 +129,22 @@ class FsdpParameterGroup:
         self.placements = plan.placements
         self.layout = plan.layout
         self._device = device
-        self._is_on_host = plan.is_on_host
+        self.is_on_host = plan.is_on_host
 
-        # The state of the weights: whether the main weights have been written to since the compute
-        # weights were made of them, and the state of an `unshard` in flight.
-        self._is_updated = True
-        self._seen_versions = 0
+        self.phase = MemoryPhase.SHARDED
+        self._reserved: Event | None = None  # after which the reserved memory may be written to
+        self._gathered: Event | None = None  # after which the full weights have their values
+        self._failure: tuple[Exception, TracebackType | None] | None = None
+        self._num_marked = 0  # calls of `mark_updated`
+        self._copied: tuple[int, int] | None = None  # `_writes` that the compute weights include
         self._initial_sample = 0
         # Versions and a sample of the main weights, once they had their initial values.
         self._filled: tuple[int, int] | None = None
-        self._is_unsharded = False
-        self._weights_ready: Event | None = None
-        self._reserved: Event | None = None  # after which the full memory may be written to
         self.delivery = Delivery()
         self.timeline: AnyTimeline = NO_TIMELINE
-        self._send_down: Callable[[Event], Event] | None = None
-        self._main_grad_read: Event | None = None
+        # By the first index of the parameters whose gradients they send; see `send_main_grad`.
+        self._send_down: dict[int, Callable[[Event], Event]] = {}
+        self._main_grad_reads: list[Event] = []
 
         weights = WeightBuffers.make(plan, mesh, device)
         self.main_weight, self.model_weight = weights.main, weights.model
@@ -158,8 +167,6 @@ class FsdpParameterGroup:
         """The gradients that the optimizer reads; None in a frozen group."""
         return None if self.gradients is None else self.gradients.main
 
-    # Weights
-
     @property
     def is_gathered(self) -> bool:
         """Whether compute weights in use are another buffer than compute weights at rest."""
@@ -168,18 +175,268 @@ class FsdpParameterGroup:
     @property
     def is_unsharded(self) -> bool:
         """Whether the full parameters have their values, or will have after `wait_unsharded`."""
-        return self._is_unsharded
+        return self.phase.is_unsharded
 
-    def mark_updated(self) -> None:
-        """Marks the compute weights as stale; they are made anew before their next use."""
-        self._is_updated = True
-
-    # Main weights in host memory
+    def is_replicated(self, axis: int) -> bool:
+        """Whether the ranks of a mesh axis hold the same main weights."""
+        return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the main weights are in host memory, apart from any compute weights."""
-        return self._is_on_host
+    def display_name(self) -> str:
+        """The name of the unit's module in messages."""
+        return self.name or THE_MODEL
+
+    def index_of(self, sharded: torch.Tensor) -> int:
+        """The index of a sharded parameter in `fsdp_parameters` and in the layout."""
+        return next(
+            index
+            for index, parameter in enumerate(self.fsdp_parameters)
+            if parameter.sharded is sharded
+        )
+
+    @property
+    def _sharded(self) -> list[nn.Parameter]:
+        return [parameter.sharded for parameter in self.fsdp_parameters]
+
+    # Forward
+
+    def reserve(self) -> None:
+        """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
+        work issued before this call.
+
+        Work issued in between must not use the full parameters. If it writes to the main weights,
+        `unshard` waits for it all the same.
+        """
+        if self.phase is MemoryPhase.SHARDED:
+            if self.is_gathered:
+                self.unsharded_weight.reallocate_storage()
+            self._reserved = self._device.event()
+            self.phase = self.phase.to(MemoryPhase.RESERVED)
+
+    def unshard(self, lane: Lane) -> None:
+        """Starts to update the full parameters, unless they are up to date. Raises the error of an
+        earlier `wait_unsharded` again.
+        """
+        if self._failure is not None:
+            error, traceback = self._failure
+            raise error.with_traceback(traceback)
+
+        writes = self._writes()
+        is_stale = writes != self._copied
+        has_changed = is_stale or self.delivery.is_announced
+        if self.is_unsharded and not has_changed:
+            return
+
+        if self.is_gathered:
+            self.unsharded_weight.reallocate_storage()
+        self._enqueue_gather(lane, is_stale, has_changed)
+        if has_changed:
+            # A backward of an earlier forward must not use the new values unnoticed.
+            torch.autograd.graph.increment_version(
+                [parameter.full for parameter in self.fsdp_parameters]
+            )
+
+        # As counted before the gather: later writes are not in it.
+        self._copied = writes
+        self.phase, self._reserved = self.phase.to(MemoryPhase.GATHERING), None
+
+    def _enqueue_gather(self, lane: Lane, is_stale: bool, has_changed: bool) -> None:
+        """Queues the copies and gathers that the compute weights need, if any."""
+        is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
+        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
+        awaited = self.delivery.events
+        if not (self.is_gathered or is_copied or is_scattered or awaited):
+            return
+
+        # After a reservation, the gather may overlap with work issued since, unless that has
+        # written to the main weights.
+        ready = self._reserved
+        if ready is None or is_stale:
+            ready = self._device.event()
+        if is_scattered:
+            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
+            self._record(axes, Kind.GATHER)
+        if self.is_gathered:
+            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
+        work = partial(self._gather, is_copied, is_scattered)
+        nbytes = self.unsharded_weight.local_buffer.nbytes
+        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
+        self._gathered = lane.enqueue(timed, [ready, *awaited])
+        self.delivery.gather_queued()
+
+    def _gather(self, is_copied: bool, is_scattered: bool) -> None:
+        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
+        if is_copied:
+            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
+        if is_scattered:
+            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
+        if self.is_gathered:
+            self._redistribute(self.model_weight, self.unsharded_weight)
+
+    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
+        label = self._label(Kind.GATHER, "weights")
+        source.redistribute(target.placements, out=target, label=label)
+
+    def wait_unsharded(self) -> None:
+        """Makes this thread's next work wait for `unshard`. After an error, every later `unshard`
+        raises it too: the next user of the weights must not get what is in their memory.
+        """
+        if self.phase is MemoryPhase.WHOLE:
+            return
+
+        gathered, self._gathered = self._gathered, None
+        try:
+            if gathered is not None:
+                self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
+        except Exception as error:
+            self._failure = error, error.__traceback__
+            self.phase = self.phase.to(MemoryPhase.FAILED)
+            raise
+        self.phase = self.phase.to(MemoryPhase.WHOLE)
+
+    def show_full(self) -> None:
+        """Puts the full parameters into the modules; they require gradients as the sharded ones do.
+
+        RuntimeError if a sharded parameter has been replaced: the full one would not follow it.
+        """
+        for index, parameter in enumerate(self.fsdp_parameters):
+            self._check_is_view(index, parameter)
+            if parameter.full.requires_grad != parameter.sharded.requires_grad:
+                self._follow_requires_grad(parameter)
+            parameter.show(parameter.full)
+
+    def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
+        sharded = parameter.sharded
+        local, buffer = local_tensor(sharded), self.main_weight.local_buffer
+        place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
+        is_other = group_of(sharded) is not self or (
+            local.numel() > 0 and local.data_ptr() != place
+        )
+        if is_other or not parameter.is_shown():
+            raise RuntimeError(
+                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
+                "got another tensor; convert and replace parameters before."
+            )
+
+    def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
+        if parameter.sharded.requires_grad and not self.requires_grad:
+            raise RuntimeError(
+                f"Expected {parameter.fqns[0]} of {self.display_name} to stay frozen, as it "
+                "was when it was sharded and got no gradient buffer, got requires_grad=True."
+            )
+        parameter.full.requires_grad_(parameter.sharded.requires_grad)
+
+    def record_exchange(self, is_backward: bool) -> None:
+        """Records an exchange of tokens, or of their gradients, over the kept axes."""
+        self._record([], Kind.EXCHANGE, int(is_backward))
+
+    def show_sharded(self) -> None:
+        """Puts the sharded parameters into the modules."""
+        for parameter in self.fsdp_parameters:
+            parameter.show(parameter.sharded)
+
+    def reshard(self) -> None:
+        """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
+        it. A group that has failed stays so.
+        """
+        if self.phase is MemoryPhase.SHARDED:
+            return
+        if self.phase is MemoryPhase.GATHERING:
+            self.wait_unsharded()  # the gather writes to that memory
+
+        if self.is_gathered:
+            self.unsharded_weight.release_storage()
+        if self.phase is not MemoryPhase.FAILED:
+            self.phase, self._reserved = self.phase.to(MemoryPhase.SHARDED), None
+
+    # Backward. It gathers by the same calls, and its hooks collect into `gradients`.
+
+    def forget_gradients(self) -> None:
+        """Drops gradients that were collected but not reduced, after a failed backward."""
+        for parameter in self.fsdp_parameters:
+            parameter.full.grad = None
+        if self.gradients is not None:
+            self.gradients.forget()
+            self.release_gradients()
+
+    def drop_partial_sums(self) -> None:
+        """Drops gradients whose reduction over deferred axes is still to come. All ranks must call
+        it.
+        """
+        for sharded in self._sharded:
+            if is_partial(sharded.grad):
+                sharded.grad = None
+        if self.gradients is not None:
+            self.gradients.forget_deferred()
+
+    # Reduce
+
+    @property
+    def reduction_takes_memory(self) -> bool:
+        """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        return self.gradients.takes_memory_to_reduce(self._sharded)
+
+    def reduce(self, lane: Lane, is_last: bool) -> Event:
+        """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
+        assert self.gradients is not None, "called for groups that have gradients"
+        reads, self._main_grad_reads = self._main_grad_reads, []
+        for event in reads:
+            # The last step's gradients may still be copied to the host from the same memory.
+            self.timeline.awaited(event, D2H, self.display_name).wait()
+
+        work, steps = self.gradients.reduce(self._sharded, is_last)
+        for step in steps:
+            details = gradient_details(step.received, step.kept)
+            self._record(step.axes, Kind.REDUCE, *details)
+        work = partial(work, self._label(Kind.REDUCE, "gradients"))
+        nbytes = self.gradients.unsharded.local_buffer.nbytes
+        timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
+        reduced = lane.enqueue(timed, [self._device.event()])
+        if is_last:
+            self._main_grad_reads = [send_down(reduced) for send_down in self._send_down.values()]
+        return reduced
+
+    def wait_reduced(self, reduced: Event) -> None:
+        """Makes this thread's next work wait for `reduce`, by its event."""
+        self.timeline.awaited(reduced, REDUCE, self.display_name).wait()
+
+    def release_gradients(self) -> None:
+        """Frees the buffers that `reduce` has read. Call it after the event that `reduce`
+        returned.
+        """
+        assert self.gradients is not None, "called for groups that have gradients"
+        self.gradients.release(self._sharded)
+
+    def send_main_grad(self, send_down: Callable[[Event], Event], first: int = 0) -> None:
+        """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
+
+        Args:
+            send_down: from the event after which main_grad may be read to the one after which it
+                has been read; called in the middle of the backward.
+            first: index of the first parameter whose gradients it sends: it takes the place of the
+                last one with the same first parameter.
+        """
+        self._send_down[first] = send_down
+
+    # Update
+
+    def record_ready(self, updated: Collection[int]) -> None:
+        """Records the parameters that an optimizer is about to update, where ranks must compare
+        before it does.
+
+        Args:
+            updated: the `id` of each parameter, also of other groups.
+        """
+        sharded = enumerate(parameter.sharded for parameter in self.fsdp_parameters)
+        details = gradient_details([index for index, one in sharded if id(one) in updated])
+        for history in self.histories:
+            if history.needs_comparison(self.number):
+                history.add(Kind.READY, self.number, *details)
+
+    def wait_main_weight(self) -> None:
+        """Blocks this thread until no update of the main weights is running."""
+        self.delivery.synchronize()
 
     def put_main_weight(self, buffer: DBuffer) -> None:
         """Moves the main weights into another buffer of the same kind, in host memory.
@@ -197,28 +454,51 @@ class FsdpParameterGroup:
         self.wait_main_weight()
         buffer.local_buffer.copy_(self.main_weight.local_buffer)
         self.main_weight = buffer
-        self._is_on_host = True
+        self.is_on_host = True
         for index, parameter in enumerate(self.fsdp_parameters):
             local = buffer.get_local_tensor(index)
             parameter.sharded._local_tensor = local  # type: ignore[attr-defined]
-        self._is_updated = True
+        self.mark_updated()
 
-    def wait_main_weight(self) -> None:
-        """Blocks this thread until no update of the main weights is running."""
-        self.delivery.synchronize()
+    def record_step(self) -> None:
+        """Records that an optimizer has updated the main weights."""
+        self._record(range(self.mesh.ndim), Kind.STEP)
 
-    def send_main_grad(self, send_down: Callable[[Event], Event] | None) -> None:
-        """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
+    def mark_updated(self) -> None:
+        """Marks the compute weights as stale; they are made anew before their next use."""
+        self._num_marked += 1
 
-        Args:
-            send_down: from the event after which main_grad may be read to the one after which it
-                has been read; called in the middle of the backward. None: gradients are not copied.
+    def recover(self) -> None:
+        """Drops the gradients of the sharded parameters, and makes the compute weights anew before
+        their next use: on an accelerator, a gather that did not match may have mixed them up.
+        Weights whose gather failed may be gathered again, unless that came after an update by
+        another optimizer. All ranks must call it.
         """
-        self._send_down = send_down
+        self.drop_partial_sums()
+        for sharded in self._sharded:
+            sharded.grad = None
+            # Where TransformerEngine's FusedAdam reads gradients with `use_decoupled_grad`.
+            if hasattr(sharded, "decoupled_grad"):
+                sharded.decoupled_grad = None
+        self.mark_updated()
 
-    def is_replicated(self, axis: int) -> bool:
-        """Whether the ranks of a mesh axis hold the same main weights."""
-        return not isinstance(self.placements.optimizer[axis], Shard) and self.mesh.size(axis) > 1
+        # After an update that failed, the main weights are no source for another gather.
+        if self.phase is MemoryPhase.FAILED and self.delivery.status is not Delivery.Status.FAILED:
+            self.reshard()
+            self.phase, self._failure = self.phase.to(MemoryPhase.SHARDED), None
+
+    def _writes(self) -> tuple[int, int]:
+        """Counts writes to the main weights: those that were marked, and those in `_versions`."""
+        return self._num_marked, self._versions()
+
+    def _versions(self) -> int:
+        """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
+        versions = self.main_weight.local_buffer._version
+        for parameter in self.fsdp_parameters:
+            versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
+        return versions
+
+    # Comparing ranks
 
     def checksum(self) -> torch.Tensor:
         """A number that most likely differs if main weights do. Scalar, int64."""
@@ -255,183 +535,6 @@ class FsdpParameterGroup:
         own = (self.main_weight.get_local_tensor(index) for index in range(len(self.names)))
         return sum(map(_sample, own))
 
-    def reserve(self) -> None:
-        """Takes the full parameters' memory for a later `unshard`, whose gather then waits only for
-        work issued before this call.
-
-        Work issued in between must not use the full parameters. If it writes to the main weights,
-        `unshard` waits for it all the same.
-        """
-        if not self._is_unsharded:
-            if self.is_gathered:
-                self.unsharded_weight.reallocate_storage()
-            self._reserved = self._device.event()
-
-    def unshard(self, lane: Lane) -> None:
-        """Starts to update the full parameters, unless they are up to date. Raises the error of an
-        earlier `wait_unsharded` again.
-        """
-        self.delivery.check()
-        versions = self._versions()
-        is_overwritten = self._is_updated or versions != self._seen_versions
-        has_changed = is_overwritten or self.delivery.is_announced
-        if self._is_unsharded and not has_changed:
-            return
-
-        if self.is_gathered:
-            self.unsharded_weight.reallocate_storage()
-        self._enqueue_gather(lane, is_overwritten, has_changed)
-        if has_changed:
-            # A backward of an earlier forward must not use the new values unnoticed.
-            torch.autograd.graph.increment_version(
-                [parameter.full for parameter in self.fsdp_parameters]
-            )
-
-        self._is_updated, self._seen_versions = False, versions
-        self._is_unsharded, self._reserved = True, None
-
-    def wait_unsharded(self) -> None:
-        """Makes this thread's next work wait for `unshard`."""
-        if self._weights_ready is not None:
-            gathered, self._weights_ready = self._weights_ready, None
-            self.delivery.wait(self.timeline.awaited(gathered, GATHER, self.display_name))
-
-    def reshard(self) -> None:
-        """Frees the full parameters' memory, reserved or used, unless the compute weights rest in
-        it.
-        """
-        if self._is_unsharded or self._reserved is not None:
-            # A gather in flight writes to that memory.
-            self.wait_unsharded()
-            self._is_unsharded, self._reserved = False, None
-            if self.is_gathered:
-                self.unsharded_weight.release_storage()
-
-    def index_of(self, sharded: torch.Tensor) -> int:
-        """The index of a sharded parameter in `fsdp_parameters` and in the layout."""
-        return next(
-            index
-            for index, parameter in enumerate(self.fsdp_parameters)
-            if parameter.sharded is sharded
-        )
-
-    def show_full(self) -> None:
-        """Puts the full parameters into the modules; they require gradients as the sharded ones do.
-
-        RuntimeError if a sharded parameter has been replaced: the full one would not follow it.
-        """
-        for index, parameter in enumerate(self.fsdp_parameters):
-            self._check_is_view(index, parameter)
-            if parameter.full.requires_grad != parameter.sharded.requires_grad:
-                self._follow_requires_grad(parameter)
-            parameter.show(parameter.full)
-
-    def show_sharded(self) -> None:
-        """Puts the sharded parameters into the modules."""
-        for parameter in self.fsdp_parameters:
-            parameter.show(parameter.sharded)
-
-    def record_exchange(self, is_backward: bool) -> None:
-        """Records an exchange of tokens, or of their gradients, over the kept axes."""
-        self._record([], Kind.EXCHANGE, int(is_backward))
-
-    def record_ready(self, updated: Collection[int]) -> None:
-        """Records the parameters that an optimizer is about to update, where ranks must compare
-        before it does.
-
-        Args:
-            updated: the `id` of each parameter, also of other groups.
-        """
-        sharded = enumerate(parameter.sharded for parameter in self.fsdp_parameters)
-        details = gradient_details([index for index, one in sharded if id(one) in updated])
-        for history in self.histories:
-            if history.needs_comparison(self.number):
-                history.add(Kind.READY, self.number, *details)
-
-    def record_step(self) -> None:
-        """Records that an optimizer has updated the main weights."""
-        self._record(range(self.mesh.ndim), Kind.STEP)
-
-    def reduce(self, lane: Lane, is_last: bool) -> Event:
-        """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
-        assert self.gradients is not None, "called for groups that have gradients"
-        if self._main_grad_read is not None:
-            event, self._main_grad_read = self._main_grad_read, None
-            # The last step's gradients may still be copied to the host from the same memory.
-            self.timeline.awaited(event, D2H, self.display_name).wait()
-
-        work, steps = self.gradients.reduce(self._sharded, is_last)
-        for step in steps:
-            details = gradient_details(step.received, step.kept)
-            self._record(step.axes, Kind.REDUCE, *details)
-        work = partial(work, self._label(Kind.REDUCE, "gradients"))
-        nbytes = self.gradients.unsharded.local_buffer.nbytes
-        timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
-        reduced = lane.enqueue(timed, [self._device.event()])
-        if is_last and self._send_down is not None:
-            self._main_grad_read = self._send_down(reduced)
-        return reduced
-
-    @property
-    def reduction_takes_memory(self) -> bool:
-        """Whether `reduce` would take memory now; see `GroupGradients.takes_memory_to_reduce`."""
-        assert self.gradients is not None, "called for groups that have gradients"
-        return self.gradients.takes_memory_to_reduce(self._sharded)
-
-    def wait_reduced(self, reduced: Event) -> None:
-        """Makes this thread's next work wait for `reduce`, by its event."""
-        self.timeline.awaited(reduced, REDUCE, self.display_name).wait()
-
-    def release_gradients(self) -> None:
-        """Frees the buffers that `reduce` has read. Call it after the event that `reduce`
-        returned.
-        """
-        assert self.gradients is not None, "called for groups that have gradients"
-        self.gradients.release(self._sharded)
-
-    def forget_gradients(self) -> None:
-        """Drops gradients that were collected but not reduced, after a failed backward."""
-        for parameter in self.fsdp_parameters:
-            parameter.full.grad = None
-        if self.gradients is not None:
-            self.gradients.forget()
-            self.release_gradients()
-
-    def drop_partial_sums(self) -> None:
-        """Drops gradients whose reduction over deferred axes is still to come. All ranks must call
-        it.
-        """
-        for sharded in self._sharded:
-            if is_partial(sharded.grad):
-                sharded.grad = None
-        if self.gradients is not None:
-            self.gradients.forget_deferred()
-
-    def recover(self) -> None:
-        """Drops the gradients of the sharded parameters, and makes the compute weights anew before
-        their next use: on an accelerator, a gather that did not match may have mixed them up. All
-        ranks must call it.
-        """
-        self.drop_partial_sums()
-        for sharded in self._sharded:
-            sharded.grad = None
-            # Where TransformerEngine's FusedAdam reads gradients with `use_decoupled_grad`.
-            if hasattr(sharded, "decoupled_grad"):
-                sharded.decoupled_grad = None
-        self.mark_updated()
-
-    @property
-    def _sharded(self) -> list[nn.Parameter]:
-        return [parameter.sharded for parameter in self.fsdp_parameters]
-
-    @property
-    def display_name(self) -> str:
-        """The name of the unit's module in messages."""
-        return self.name or THE_MODEL
-
-    def _label(self, kind: Kind, tensors: str) -> Label:
-        return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
-
     def names_without_values(self, lane: Lane) -> list[str]:
         """The names of the parameters with NaN on any rank, which `fully_shard` writes to main
         weights that have no values. All ranks must call it.
@@ -449,14 +552,29 @@ class FsdpParameterGroup:
         lane.enqueue(exchange, [self._device.event()]).wait()
         return [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag]
 
-    # Building
+    def _record(self, axes: Iterable[int], kind: Kind, *details: int) -> None:
+        # Ranks along kept axes hold different rows of the same parameters, so they do the same.
+        recorded = set(axes)
+        for axis, is_kept in enumerate(self.placements.is_kept):
+            if is_kept or axis in recorded:
+                self.histories[axis].add(kind, self.number, *details)
+
+    def _label(self, kind: Kind, tensors: str) -> Label:
+        return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")
+
+    # Construction
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.
         full = nn.Parameter(
             apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
         )
-        sharded = self._make_sharded(index)
+        sharded = sharded_parameter(
+            self.main_weight.get_dtensor(index),
+            self._device.torch_device,
+            self.requires_grad,
+            before_use=self.wait_main_weight,
+        )
 
         # What users have set on the original parameter holds for both.
         for parameter in (full, sharded):
@@ -468,99 +586,6 @@ class FsdpParameterGroup:
 
         owners = tuple((weakref.ref(module), name) for module, name in owned.owners)
         return FsdpParameter(owned.fqns, owners, full, sharded)
-
-    def _make_sharded(self, index: int) -> nn.Parameter:
-        dtensor = self.main_weight.get_dtensor(index)
-        local = dtensor._local_tensor
-
-        # Main weights in host memory have gradients on the device, and torch accepts gradients only
-        # on the device that a parameter reports. So it reports the gradients' device.
-        device = self._device.torch_device
-        if isinstance(dtensor, UnevenDTensor):
-            placeholder = local.new_empty((0, *local.shape[1:]), device=device)
-            data = dtensor_like(dtensor, placeholder)
-        else:
-            data = ReplicaDTensor.over(dtensor, device)
-
-        sharded = nn.Parameter(data, requires_grad=self.requires_grad)
-        sharded._local_tensor = local  # type: ignore[attr-defined]
-        if isinstance(dtensor, UnevenDTensor):
-            sharded.precede_uses_by(self.wait_main_weight)  # type: ignore[attr-defined]
-        return sharded
-
-    def _check_is_view(self, index: int, parameter: FsdpParameter) -> None:
-        sharded = parameter.sharded
-        local, buffer = local_tensor(sharded), self.main_weight.local_buffer
-        place = buffer.data_ptr() + self._offsets[index] * buffer.element_size()
-        is_other = group_of(sharded) is not self or (
-            local.numel() > 0 and local.data_ptr() != place
-        )
-        if is_other or not parameter.is_shown():
-            raise RuntimeError(
-                f"Expected {self.names[index]} to be the view of its buffer that fully_shard made, "
-                "got another tensor; convert and replace parameters before."
-            )
-
-    def _follow_requires_grad(self, parameter: FsdpParameter) -> None:
-        if parameter.sharded.requires_grad and not self.requires_grad:
-            raise RuntimeError(
-                f"Expected {parameter.fqns[0]} of {self.display_name} to stay frozen, as it "
-                "was when it was sharded and got no gradient buffer, got requires_grad=True."
-            )
-        parameter.full.requires_grad_(parameter.sharded.requires_grad)
-
-    # On lanes
-
-    def _enqueue_gather(self, lane: Lane, is_overwritten: bool, has_changed: bool) -> None:
-        """Queues the copies and gathers that the compute weights need, if any."""
-        is_stale = is_overwritten and self.main_weight is not self.post_optimizer_model_weight
-        is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
-        awaited = self.delivery.events
-        if not (self.is_gathered or is_stale or is_scattered or awaited):
-            return
-
-        # After a reservation, the gather may overlap with work issued since, unless that has
-        # written to the main weights.
-        ready = self._reserved
-        if ready is None or is_overwritten:
-            ready = self._device.event()
-        if is_scattered:
-            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
-            self._record(axes, Kind.GATHER)
-        if self.is_gathered:
-            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
-        work = partial(self._gather, is_stale, is_scattered)
-        nbytes = self.unsharded_weight.local_buffer.nbytes
-        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
-        self._weights_ready = lane.enqueue(timed, [ready, *awaited])
-        self.delivery.gather_queued()
-
-    def _record(self, axes: Iterable[int], kind: Kind, *details: int) -> None:
-        # Ranks along kept axes hold different rows of the same parameters, so they do the same.
-        recorded = set(axes)
-        for axis, is_kept in enumerate(self.placements.is_kept):
-            if is_kept or axis in recorded:
-                self.histories[axis].add(kind, self.number, *details)
-
-    def _gather(self, is_stale: bool, is_scattered: bool) -> None:
-        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-        if is_stale:
-            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
-        if is_scattered:
-            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
-        if self.is_gathered:
-            self._redistribute(self.model_weight, self.unsharded_weight)
-
-    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
-        label = self._label(Kind.GATHER, "weights")
-        source.redistribute(target.placements, out=target, label=label)
-
-    def _versions(self) -> int:
-        """Counts writes to the main weights that autograd sees, by parameter or by buffer."""
-        versions = self.main_weight.local_buffer._version
-        for parameter in self.fsdp_parameters:
-            versions += parameter.sharded._version + local_tensor(parameter.sharded)._version
-        return versions
 
 
 def _sample(tensor: torch.Tensor) -> int:

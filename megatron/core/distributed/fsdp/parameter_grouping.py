@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.group_plan import GroupPlan, ParameterPlan
+from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.fsdp.parameters import REPLACED, OwnedParameter
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
 from megatron.core.fp32_module import Fp32Module

@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
-from megatron.core.distributed.fsdp.aliases import dtensor_over
 from megatron.core.distributed.fsdp.collective_history import compare_over
 from megatron.core.distributed.fsdp.uneven_dtensor import register_dtensor, with_mean_gradient
-from megatron.core.distributed.fsdp.uneven_elementwise import traits_of
-from megatron.core.dtensors import deep_copied
+from megatron.core.distributed.fsdp.uneven_operators import count_writes
+from megatron.core.dtensors import deep_copied, dtensor_over
 from megatron.core.issued_collectives import issuing
 
 
@@ -87,7 +86,7 @@ class ReplicaDTensor(DTensor):
             # A rank without a gradient would step, while the others take their NaN for an overflow.
             compare_over(args[0])
         result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
-        traits_of(func).count_writes(args, kwargs)
+        count_writes(func, args, kwargs)
         if func is torch.ops.aten.detach.default:
             # `nn.Parameter` requires the same class.
             return cls.over(result, args[0].device)

@@ -36,14 +36,15 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach
 
 import megatron.core.distributed.fsdp.collectives as collectives
 import megatron.core.distributed.fsdp.uneven_operators as operators
+from megatron.core.distributed.fsdp.uneven_operators import CopyOfView
 from megatron.core.distributed.fsdp.uneven_rows import (
-    CopyOfView,
+    RowCut,
     UnevenRows,
+    UnevenShard,
     gathered,
     replicated,
     whole_tensor,
 )
-from megatron.core.distributed.fsdp.uneven_shard import RowCut, UnevenShard
 from megatron.core.dtensors import deep_copied
 from megatron.core.issued_collectives import issuing
 
@@ -88,7 +89,7 @@ class UnevenDTensor(UnevenRows):
 
         Raises:
             RuntimeError: without placements.
-            NotImplementedError: for another mesh, as DTensor.
+            NotImplementedError: for another mesh, as DTensor; for the rows of another parameter.
         """
         if placements is None:
             raise RuntimeError("Expected placements to redistribute to, got None.")
@@ -99,11 +100,13 @@ class UnevenDTensor(UnevenRows):
         wanted = tuple(placements)
         if wanted == self._placements and not options:
             return torch.ops.aten.alias.default(self)  # type: ignore[no-any-return]
+        if any(isinstance(placement, UnevenShard) for placement in wanted):
+            raise NotImplementedError(
+                f"Expected even placements, got {wanted}, the rows of another parameter. Copy to a "
+                "tensor with those rows: torch.zeros_like(parameter).copy_(tensor)."
+            )
 
         whole: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
-        if any(isinstance(placement, UnevenShard) for placement in wanted):
-            return _TakeRows.apply(whole, wanted)  # type: ignore[no-untyped-call, no-any-return]
-
         return whole.redistribute(placements=wanted, **options)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
@@ -148,7 +151,15 @@ class UnevenDTensor(UnevenRows):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """The chunks of the tensor that this rank writes."""
-        return write_items(fqn, self._local_tensor, self.__create_chunk_list__(), self.size())
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
         """The local rows, into which a load writes and from which a save reads."""
@@ -182,21 +193,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor) -> UnevenDTensor:
         rows = ctx.like.own_rows(whole_tensor(gradient))
         return ctx.like.with_local(rows.clone())  # type: ignore[no-any-return]
-
-
-class _TakeRows(torch.autograd.Function):
-    """From a replicated DTensor to uneven rows, and back with the gradient."""
-
-    @staticmethod
-    def forward(_: Any, whole: DTensor, placements: tuple[Placement, ...]) -> UnevenDTensor:
-        local, mesh = whole._local_tensor, whole.device_mesh
-        shell = UnevenDTensor.over(local[:0], mesh, placements, local.shape, local.stride())
-        return shell.with_local(shell.own_rows(local).clone())
-
-    @staticmethod
-    @once_differentiable
-    def backward(_: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        return replicated(whole_tensor(gradient), gradient.device_mesh), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -264,7 +260,7 @@ def _rebuild(
     shape: Sequence[int],
     strides: Sequence[int],
     requires_grad: bool,
-    is_parameter: bool = False,
+    is_parameter: bool,
 ) -> UnevenDTensor:
     tensor: Any = UnevenDTensor.over(local, mesh, placements, shape, strides)
     if is_parameter:
@@ -303,23 +299,3 @@ def _dispatches_subclasses() -> bool:
 register_dtensor(UnevenDTensor)
 register_dtensor(CopyOfView)
 torch.serialization.add_safe_globals([RowCut, UnevenShard, _rebuild])
-
-
-def write_items(
-    fqn: str, local: torch.Tensor, chunks: Sequence[ChunkStorageMetadata], size: torch.Size
-) -> list[WriteItem]:
-    """What PyTorch's distributed checkpoints are to write of a tensor of this size, held by parts.
-
-    Args:
-        local: this rank's part, which has the dtype of the whole.
-        chunks: its positions in the whole.
-    """
-    properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-        )
-        for chunk in chunks
-    ]

@@ -1,33 +1,232 @@
 """`UnevenRows`: a DTensor that records which rows of its tensor each rank holds, and how to bring
-them together.
+them together; `UnevenShard` is its placement.
 
-DTensor's own collectives pad every shard to `torch.chunk`'s size, which ours do not have. Here the
-ranks of an axis send what they hold, padded to the most that any of them holds; see also
-`UnevenDTensor`, which is this with operators.
+DTensor's `Shard(0)` means `torch.chunk`: nine rows on two ranks are five and four. A tensor in a
+flat buffer is cut where the buffer is, so the same nine rows may be six and three, or nine and
+none. Nine rows of 4 elements that start at offset 8 of a buffer of 64, on two ranks:
+
+    offset   0     8    12    16    20    24    28    32    36    40    44        64
+             |     | r0 |  r1 |  r2 |  r3 |  r4 |  r5 |  r6 |  r7 |  r8 |         |
+             |------------------ rank 0 --------------|---------- rank 1 ---------|
+
+Any rank's rows follow from the integers of a `RowCut`. PyTorch gets a placement's rows from
+`_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` is correct too, and with
+it DCP's planner and `set_model_state_dict`. DTensor's own collectives pad every shard to
+`torch.chunk`'s size, which ours do not have. Here the ranks of an axis send what they hold, padded
+to the most that any of them holds.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_leaves, tree_map
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collectives import WHOLE_TENSOR
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
+from megatron.core.dtensors import dtensor_over
 from megatron.core.issued_collectives import issuing
 
 T = TypeVar("T", bound="UnevenRows")
+
+_CHECK_OF_SPECS = DTensorSpec._verify_shard_order.__code__
+
+
+class RowCut(NamedTuple):
+    """How equal pieces of a flat buffer cut the rows of one tensor in it.
+
+    Attributes:
+        row_numel: elements of one row.
+        offset: start of the tensor's first row in each block, in elements.
+        block_rows: rows of the tensor in each block.
+        num_blocks: equal parts of the buffer, laid out alike; see layout's [Note: blocks].
+        piece_numel: elements of each piece.
+        num_pieces: pieces of the buffer.
+    """
+
+    row_numel: int
+    offset: int
+    block_rows: int
+    num_blocks: int
+    piece_numel: int
+    num_pieces: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.block_rows * self.num_blocks
+
+    def bound(self, piece: int) -> int:
+        """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
+        block = piece * self.num_blocks // self.num_pieces
+        block_numel = self.piece_numel * self.num_pieces // self.num_blocks
+        inside = piece * self.piece_numel - block * block_numel - self.offset
+
+        # Rounded up. Positions before the first row give less than 0, positions behind the last too
+        # much.
+        rows = -(-inside // self.row_numel)
+        return block * self.block_rows + min(max(rows, 0), self.block_rows)
+
+
+class UnevenShard(Shard):
+    """A shard of dim 0 whose rows on each rank follow a `RowCut`.
+
+    It is a `Shard` to code that checks `isinstance` or `is_shard`, but never equal to `Shard(0)`,
+    which puts rows elsewhere. DTensor's specs accept no placement but a plain `Shard`,
+    so `UnevenDTensor.placements` shows uneven shards while its `_spec` does not.
+
+    [Note: order of cuts] Where several mesh axes shard, the last axis cuts the buffer and the axes
+    before it cut its pieces further (see `GlobalLayout.local_range`). PyTorch evaluates placements
+    from the left and would cut in the other order. So the leftmost uneven shard, which cuts last,
+    shows PyTorch where this rank's rows are in the whole tensor, and shards to its right leave them
+    as they are.
+
+    Shards are equal if their axes, together with the axes beside them, cut alike on *every* rank:
+    ranks that compare two tensors must come to the same result, or one would gather while another
+    does not.
+
+    Attributes:
+        cut: how all axes together cut the tensor; the same on every rank.
+        num_places: ranks along this axis.
+        num_pieces: pieces of the cut at each place of this axis.
+        first_piece: the first piece of this axis, which the axes to the right determine.
+        is_leftmost: whether no axis to the left shards.
+    """
+
+    cut: RowCut
+    num_places: int
+    num_pieces: int
+    first_piece: int
+    is_leftmost: bool
+
+    def __new__(
+        cls, cut: RowCut, num_places: int, num_pieces: int, first_piece: int, is_leftmost: bool
+    ) -> UnevenShard:
+        # `Shard` is a class in C++ and takes its dim here already.
+        self = super().__new__(cls, 0)  # type: ignore[call-arg]
+        self.cut, self.num_places, self.num_pieces = cut, num_places, num_pieces
+        self.first_piece, self.is_leftmost = first_piece, is_leftmost
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(0)
+
+    # `__new__` needs the cut, which the default would not pass.
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = (self.cut, self.num_places, self.num_pieces, self.first_piece, self.is_leftmost)
+        return type(self), own
+
+    def rows(self, place: int) -> range:
+        """The rows of the tensor at a place of this axis."""
+        first = self.first_piece + place * self.num_pieces
+        return range(self.cut.bound(first), self.cut.bound(first + self.num_pieces))
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return tuple(self.cut.bound(piece) for piece in range(self.cut.num_pieces + 1))
+
+    def __eq__(self, other: object) -> bool:
+        self._reject_spec()
+        if not isinstance(other, UnevenShard):
+            return False
+        axis = (self.num_places, self.num_pieces, self.is_leftmost)
+        if axis != (other.num_places, other.num_pieces, other.is_leftmost):
+            return False
+
+        # Tensors with rows of different sizes may be cut alike without the same integers.
+        return self.cut == other.cut or self._bounds == other._bounds
+
+    def __ne__(self, other: object) -> bool:
+        self._reject_spec()
+        return not self == other
+
+    def _reject_spec(self) -> None:
+        """NotImplementedError in `DTensor.from_local`, whose spec compares placements with plain
+        shards. PyTorch's own AssertionError does not mention rows.
+        """
+        if sys._getframe(2).f_code is _CHECK_OF_SPECS:
+            raise NotImplementedError(
+                f"A DTensor cannot be made with {self}, the placement of a fully_shard parameter: "
+                "programs that cut a whole tensor, as PEFT does, cut it as torch.chunk, and rows "
+                "would be misplaced. Load whole tensors by model.load_state_dict(weights, "
+                "strict=False) or set_model_state_dict with full_state_dict=True, or give PEFT "
+                "replicated ones, DTensor.from_local(whole, mesh, [Replicate()]). For rows cut as "
+                "the parameter is there is parameter.with_local(rows)."
+            )
+
+    def __hash__(self) -> int:
+        return hash((UnevenShard, self.num_places, self.cut.num_rows, self.cut.num_pieces))
+
+    def __repr__(self) -> str:
+        return f"UnevenShard(bounds={self._bounds})"
+
+    __str__ = __repr__
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, int]:
+        """The number of rows at place `rank` of the axis, and the first of them; for PyTorch.
+
+        Raises:
+            ValueError: for a tensor of another size, or another number of ranks, than was cut.
+        """
+        if num_chunks != self.num_places:
+            raise ValueError(f"Expected {self.num_places} ranks, as {self} has, got {num_chunks}.")
+        # See [Note: order of cuts]: the leftmost shard returns the offset for all axes.
+        if not self.is_leftmost:
+            return curr_local_size, 0
+        if curr_local_size != self.cut.num_rows:
+            raise ValueError(f"Expected the rows of {self}, got a tensor of {curr_local_size}.")
+
+        rows = self.rows(int(rank))
+        return len(rows), rows.start
+
+
+def uneven_placements(
+    layout: GlobalLayout,
+    tensor: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[Placement, ...]:
+    """The buffer's placements as they are for one of its tensors, with uneven shards.
+
+    Args:
+        layout: of the buffer.
+        tensor: its index there.
+        mesh_shape: ranks along each axis.
+        coordinate: this rank's place on each axis.
+        placements: of the buffer, one for each axis; the shards are the last ones.
+    """
+    sharded = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    num_pieces = math.prod(mesh_shape[axis] for axis in sharded)
+    cut = RowCut(
+        row_numel(layout.tensor_shapes[tensor]),
+        layout.tensor_to_offset[tensor],
+        layout.block_rows(tensor),
+        layout.num_blocks,
+        layout.size // num_pieces,
+        num_pieces,
+    )
+
+    # From the last axis, which cuts the whole buffer, to the first, which cuts this rank's piece.
+    found, first_piece = list(placements), 0
+    for axis in reversed(sharded):
+        num_pieces //= mesh_shape[axis]
+        is_leftmost = axis == sharded[0]
+        found[axis] = UnevenShard(cut, mesh_shape[axis], num_pieces, first_piece, is_leftmost)
+        first_piece += coordinate[axis] * num_pieces
+
+    return tuple(found)
 
 
 class _Wait:
@@ -48,8 +247,8 @@ class _Wait:
 
 
 class UnevenRows(DTensor):
-    """A DTensor whose ranks hold any number of rows. Made by `over`, or from another one by
-    `with_local`.
+    """A DTensor whose ranks hold any number of rows: the data of an `UnevenDTensor`, without its
+    operators. Made by `over`, or from another one by `with_local`.
     """
 
     _placements: tuple[Placement, ...]
@@ -73,11 +272,7 @@ class UnevenRows(DTensor):
             placements: one for each axis, at least one of them an `UnevenShard`.
             shape, strides: of the whole tensor.
         """
-        rows = {
-            placement.whole.num_rows
-            for placement in placements
-            if isinstance(placement, UnevenShard)
-        }
+        rows = {each.cut.num_rows for each in placements if isinstance(each, UnevenShard)}
         if rows != {shape[0]}:
             raise ValueError(
                 f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}."
@@ -86,10 +281,7 @@ class UnevenRows(DTensor):
         # DTensor's own code reads the spec, and caches by specs: a cached result for one tensor
         # must be true for every tensor with an equal spec. So the spec is Shard(0), and
         # `placements` has the rows.
-        plain = [
-            Shard(0) if isinstance(placement, UnevenShard) else placement
-            for placement in placements
-        ]
+        plain = [Shard(0) if isinstance(each, UnevenShard) else each for each in placements]
         meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
         spec = DTensorSpec(mesh, tuple(plain), tensor_meta=meta)
 
@@ -97,19 +289,11 @@ class UnevenRows(DTensor):
 
     @classmethod
     def _over(
-        cls: type[T],
-        local: torch.Tensor,
-        spec: DTensorSpec,
-        placements: tuple[Placement, ...],
+        cls: type[T], local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]
     ) -> T:
-        # A DTensor made over `local` itself would take over its offset in the storage, and code
-        # that copies tensors would take it for one with a separate storage.
-        placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
-        tensor = cls(placeholder, spec, requires_grad=False)
-        tensor._local_tensor = local
+        tensor: Any = dtensor_over(local, spec, cls=cls)
         tensor._placements = placements
-
-        return tensor
+        return tensor  # type: ignore[no-any-return]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -119,15 +303,13 @@ class UnevenRows(DTensor):
     @property
     def rows(self) -> range:
         """The rows of the whole tensor that this rank holds, perhaps none."""
-        # The shard that has cut last; see [Note: order of cuts] in uneven_shard.py.
+        # The shard that has cut last; see [Note: order of cuts].
         axis, shard = next(
             (axis, placement)
             for axis, placement in enumerate(self._placements)
             if isinstance(placement, UnevenShard) and placement.is_leftmost
         )
-        own = shard.cut.rows(self.device_mesh.get_local_rank(axis))
-
-        return range(shard.first_row + own.start, shard.first_row + own.stop)
+        return shard.rows(self.device_mesh.get_local_rank(axis))
 
     def with_local(self: T, local: torch.Tensor) -> T:
         """A tensor cut as this one is, over other local rows: [rows here, ...], of any dtype."""
@@ -136,31 +318,13 @@ class UnevenRows(DTensor):
             found = self._over(local, self._spec, self._placements)
         else:
             shape = (self.shape[0], *local.shape[1:])
-            found = self.over(
-                local, self.device_mesh, self._placements, shape, _strides(local, shape)
-            )
+            # Strides of an empty shard have no meaning.
+            strides = (local if local.numel() else torch.empty(shape, device="meta")).stride()
+            found = self.over(local, self.device_mesh, self._placements, shape, strides)
 
         # Whatever updates these rows in the background updates them for a view as well.
         if self._before_use is not None and _is_same_storage(local, own):
             found._before_use = self._before_use
-        return found
-
-    def flattened(self: T, local: torch.Tensor) -> T:
-        """A view of this tensor with several rows instead of each: [rows here, ...]."""
-        factor = math.prod(self.shape[1:]) // math.prod(local.shape[1:])
-        placements = [
-            placement.flattened(factor) if isinstance(placement, UnevenShard) else placement
-            for placement in self._placements
-        ]
-        return self.recut_view(local, placements, (self.shape[0] * factor, *local.shape[1:]))
-
-    def recut_view(
-        self: T, local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int]
-    ) -> T:
-        """A view of this tensor that divides the same memory into other rows."""
-        found = self.over(local, self.device_mesh, placements, shape, _strides(local, shape))
-        found._before_use = self._before_use
-
         return found
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
@@ -202,12 +366,6 @@ class UnevenRows(DTensor):
             )
 
 
-def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of the whole tensor."""
-    # Strides of an empty shard have no meaning.
-    return local.stride() if local.numel() else torch.empty(tuple(shape), device="meta").stride()
-
-
 def _is_same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
@@ -223,7 +381,7 @@ def gathered(tensor: UnevenRows) -> torch.Tensor:
     if device.type != mesh.device_type:
         rows = rows.to(mesh.device_type)
 
-    # The leftmost axis has cut last; see [Note: order of cuts] in uneven_shard.py.
+    # The leftmost axis has cut last; see [Note: order of cuts].
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, UnevenShard):
             rows = _gather_axis(rows, placement, mesh, axis)
@@ -235,7 +393,7 @@ def _gather_axis(
     rows: torch.Tensor, shard: UnevenShard, mesh: DeviceMesh, axis: int
 ) -> torch.Tensor:
     """The rows of all ranks of one axis."""
-    counts = [len(shard.cut.rows(place)) for place in range(shard.cut.num_pieces)]
+    counts = [len(shard.rows(place)) for place in range(shard.num_places)]
 
     # Padded, since an all-gather takes equal parts.
     most, tail = max(counts), rows.shape[1:]
@@ -251,67 +409,6 @@ def _gather_axis(
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-class CopyOfView(DTensor):
-    """A gathered copy of what would be a view on one process: the same on all ranks, read-only.
-
-    Writes to it would be lost, so in-place operators are refused. All others are DTensor's.
-    """
-
-    @classmethod
-    @_disable_dynamo  # as DTensor's
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        for argument, value in itertools.chain(
-            zip(func._schema.arguments, args, strict=False),
-            ((each, kwargs.get(each.name)) for each in func._schema.arguments),
-        ):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and any(isinstance(leaf, CopyOfView) for leaf in tree_leaves(value)):
-                raise RuntimeError(
-                    f"Expected memory of the parameter's own to write to in {func}, got a gathered "
-                    "copy, since the view would move rows between ranks. Write to the parameter, "
-                    "or to its to_local()."
-                )
-
-        for tensor in tensors_among(args, kwargs):
-            if tensor.dim() and not isinstance(tensor, DTensor):
-                raise mixed_error(tensor, func)
-
-        result = func(*tree_map(_as_dtensor, args), **tree_map(_as_dtensor, kwargs))
-        is_view = any(each.alias_info is not None for each in func._schema.returns)
-        return tree_map(_as_copy, result) if is_view else result
-
-
-def mixed_error(tensor: torch.Tensor, func: Any) -> RuntimeError:
-    """The error for a plain tensor and a sharded one as arguments of one operator."""
-    return RuntimeError(
-        f"{func} got a sharded tensor, a weight say, and a plain one of shape "
-        f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is the mean "
-        "of the ranks' gradients. Or keep the weights of its module whole from forward to "
-        "backward, with fully_shard(..., reshard_after_forward=False). to_local() has the rows of "
-        "this rank."
-    )
-
-
-def _as_dtensor(value: Any) -> Any:
-    if not isinstance(value, CopyOfView):
-        return value
-    return DTensor(value._local_tensor, value._spec, requires_grad=False)
-
-
-def _as_copy(value: Any) -> Any:
-    if type(value) is not DTensor:
-        return value
-    local, spec = value._local_tensor, value._spec
-    return CopyOfView(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
 def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTensor) -> DTensor:
     """A DTensor over a tensor that every rank has whole."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
@@ -320,17 +417,22 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh, kind: type[DTensor] = DTen
     return kind(whole, spec, requires_grad=False)
 
 
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of any DTensor, as a plain tensor without a graph. All ranks of the mesh call it."""
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of any DTensor, as a plain tensor without a graph; a plain tensor itself. All ranks of
+    the mesh call it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
     if isinstance(tensor, UnevenRows):
         return gathered(tensor)
     if all(placement.is_replicate() for placement in tensor._spec.placements):
         return tensor._local_tensor.detach()
 
-    detached: Any = tensor.detach()
-    # One collective for each axis of the mesh that cuts it, all of them PyTorch's.
-    with issuing(f"gather of a DTensor of {tensor.numel()} elements", tensor._local_tensor):
-        whole: torch.Tensor = detached.full_tensor()
+    # One collective for each axis of the mesh that cuts it, all of them PyTorch's. Not of a tensor
+    # that was detached: DTensor's cache may give that an equal mesh whose groups are gone.
+    name = f"gather of a DTensor of {tensor.numel()} elements"
+    with torch.no_grad(), issuing(name, tensor._local_tensor):
+        whole: torch.Tensor = tensor.full_tensor()
 
     return whole
 
@@ -351,19 +453,3 @@ def recut(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor
 
     return like.with_local(like.own_rows(whole_tensor(tensor)).clone())
-
-
-def tensors_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments, also in lists."""
-    # Faster than a walk through nested containers, which operators do not take.
-    for value in itertools.chain(args, kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    yield item
-
-
-def uneven_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[UnevenRows]:
-    return (tensor for tensor in tensors_among(args, kwargs) if isinstance(tensor, UnevenRows))

@@ -15,22 +15,22 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
+from megatron.core.host_memory import check_memory_on_all_ranks
 from megatron.core.optimizer.cpu_offloading.bucket import Slot
 from megatron.core.optimizer.cpu_offloading.device_side import DeviceSide
 from megatron.core.optimizer.cpu_offloading.groups import (
     among,
     buckets_of,
     build_plan,
+    check_on_device,
     device_of,
     groups_of,
     mesh_of,
-    sides_of,
 )
-from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
+from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.host_preflight import check_memory_on_all_ranks
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import Mismatch, difference
 from megatron.core.timeline import AnyTimeline
@@ -58,7 +58,6 @@ class BothSides:
         parameters: Sequence[nn.Parameter],
         settings: HybridSettings,
         fraction: float,
-        given_plan: OffloadPlan | None,
         first: Iterable[nn.Parameter],
     ) -> None:
         """`first`: parameters whose groups go to the host before any other.
@@ -68,7 +67,6 @@ class BothSides:
         """
         self._settings = settings
         self._fraction = fraction
-        self._given_plan = given_plan
         self._first = among(first, parameters)
         self._timeline: AnyTimeline | None = None
         self._make(parameters)
@@ -76,7 +74,7 @@ class BothSides:
     def _make(self, parameters: Sequence[nn.Parameter]) -> None:
         self.device = device_of(parameters)
         self.plan = OffloadPlan(())
-        self.device_side = DeviceSide(self._settings)
+        self.device_side = DeviceSide.make(self._settings)
         self.host_side = HostSide(self.device, self._settings)
         if self._timeline is not None:
             self.record_to(self._timeline)
@@ -168,18 +166,17 @@ class BothSides:
                     f"{group.name} got parameters after others of it were on a side of this "
                     "optimizer. Add all parameters of an FSDP module together."
                 )
-        plan = self._given_plan
-        if plan is None:
-            first = [parameter for parameter in self._first if parameter in own]
-            plan = build_plan(new, self._fraction, first)
-        # An explicit plan is one of all parameters.
-        sides = sides_of(plan, new if self._given_plan is None else groups)
-        buckets = buckets_of(sides.on_host, self._settings)
+        first = [parameter for parameter in self._first if parameter in own]
+        plan = build_plan(new, self._fraction, first)
+        on_host = [group for index, group in enumerate(new) if plan.is_on_host(index)]
+        on_device = [group for index, group in enumerate(new) if not plan.is_on_host(index)]
+        check_on_device(on_device)
+        buckets = buckets_of(on_host, self._settings)
         allocator = HostAllocator(self.device, buckets, self._settings)
         check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
 
         # The device side first: if it rejects parameters, the host's groups must not have moved.
-        self.device_side.add(sides.on_device, optimizer.param_groups)
+        self.device_side.add(on_device, optimizer.param_groups)
         self.host_side.add(buckets, allocator, optimizer)
         self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
 
@@ -232,16 +229,16 @@ class BothSides:
         # Empty states count too: PyTorch's state-dict helpers treat an optimizer without any state
         # as not initialised, and would take a step to create one.
         states: dict[torch.Tensor, Any] = {
-            slot.parameter: optimizer.states(index)
-            for optimizer in self.host_side.optimizers
-            for index, slot in enumerate(optimizer.bucket.slots)
+            slot.parameter: executor.states(index)
+            for executor in self.host_side.executors
+            for index, slot in enumerate(executor.bucket.slots)
         }
         on_device = self.device_side.optimizer
         return states if on_device is None else {**states, **on_device.state}
 
     def load(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Loads states once all are known to fit. Empty ones: the parameter was never stepped."""
-        # FusedAdam checks its own as it loads them, first of all.
+        # A rule's optimizer checks its own as it loads them, first of all.
         on_device: dict[torch.Tensor, Mapping[str, Any]] = {}
         on_host = []
         for parameter, states in saved.items():
@@ -250,13 +247,13 @@ class BothSides:
                 on_device[parameter] = states
                 self.device_side.check_states(parameter, states)
             else:
-                optimizer, index = place
-                on_host.append((optimizer, index, states))
-                check_like(optimizer.states(index), states)
+                executor, index = place
+                on_host.append((executor, index, states))
+                check_like(executor.states(index), states)
 
         self.device_side.load(on_device)
-        for optimizer, index, states in on_host:
-            optimizer.load(index, states)
+        for executor, index, states in on_host:
+            executor.load(index, states)
 
 
 def options_of(param_groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:

@@ -11,17 +11,24 @@ one by one. A `Slot` is the place of a parameter in the arrays.
 
 from __future__ import annotations
 
+import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.aliases import apart
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
-from megatron.core.lane_timings import Recorder, StepRecorder
-from megatron.core.lanes import Event, Lane, RelayedEvent
-from megatron.core.optimizer.state_tensors import MASTER
+from megatron.core.dtypes import FLOAT_DTYPES
+from megatron.core.lane_timings import D2H, Recorder, StepRecorder
+from megatron.core.lanes import Event, IssuingLane, Lane, RelayedEvent
+from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
 
 class Slot(NamedTuple):
@@ -43,6 +50,7 @@ class Bucket(ABC):
         name: for messages.
         slots: of the parameters that are stepped.
         numel: elements of each array, padding included.
+        main_numel: elements of the array of main weights before `adopt`.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
@@ -65,6 +73,7 @@ class Bucket(ABC):
         slots: Sequence[Slot],
         numel: int,
         *,
+        main_numel: int | None = None,
         main_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
@@ -73,6 +82,7 @@ class Bucket(ABC):
         self.name = name
         self.slots = slots
         self.numel = numel
+        self.main_numel = numel if main_numel is None else main_numel
         self.main_dtype = main_dtype
         self.grad_dtype = grad_dtype
         self.weight_dtype = weight_dtype
@@ -115,9 +125,10 @@ class Bucket(ABC):
     def deliver(self, timings: StepRecorder) -> None:  # noqa: B027
         """Makes the device wait for `sent` before it uses the weights."""
 
-    @abstractmethod
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A slot's part of an array in the shape of its parameter: a DTensor if that is one."""
+        slot = self.slots[index]
+        return like(slot.parameter, slot.of(flat).view(local_tensor(slot.parameter).shape))
 
     def queue_fetch(
         self, lane: Lane, work: Callable[[], object], after: Sequence[Event] = ()
@@ -154,3 +165,213 @@ def fetch_each(grad: torch.Tensor, gradients: Sequence[tuple[Slot, torch.Tensor]
     """Copies gradients into a bucket's array one by one."""
     for slot, gradient in gradients:
         slot.of(grad).copy_(flat_local(gradient), non_blocking=True)
+
+
+class FsdpBucket(Bucket):
+    """The arrays have the layout of the group's own shards, or of the part from the first to the
+    last parameter that is stepped; other optimizers may step others of the group. Its main weights
+    are the group's `main_weight` itself.
+    """
+
+    is_delivered = True
+
+    def __init__(self, group: FsdpParameterGroup, stepped: Iterable[nn.Parameter]) -> None:
+        main_grad, gradients = group.main_grad, group.gradients
+        assert main_grad is not None, "parameters that are stepped require gradients"
+        assert gradients is not None, "as main_grad"
+        self._group = group
+        self._main_grad = main_grad
+        self._gradients = gradients
+        self._indices = sorted(group.index_of(parameter) for parameter in stepped)
+        self._fetched: int | None = None  # main_versions of the gradients in `grad`
+
+        whole = [self._slot(index) for index in self._indices]
+        self._start, numel = 0, group.main_weight.range.numel
+        if len(whole) < len(group.fsdp_parameters):
+            self._start = min(slot.offset for slot in whole)
+            numel = max(slot.offset + slot.numel for slot in whole) - self._start
+        super().__init__(
+            group.display_name,
+            [slot._replace(offset=slot.offset - self._start) for slot in whole],
+            numel,
+            main_numel=group.main_weight.range.numel,
+            main_dtype=group.main_weight.dtype,
+            grad_dtype=main_grad.dtype,
+            weight_dtype=group.dtype,
+            accepted_grad_dtypes=(main_grad.dtype,),
+        )
+
+    def own_main_weight(self) -> torch.Tensor | None:
+        # For autograd, an update of the array is no change of the parameters: the delivery is.
+        if not self._group.is_on_host:
+            return None
+        return self._part(apart(self._group.main_weight.local_buffer))
+
+    def adopt(self, owner: object) -> None:
+        group = self._group
+        if not group.is_on_host:
+            flat, placements = apart(self.main_weight), group.placements.optimizer
+            group.put_main_weight(DBuffer.from_local(flat, group.mesh, placements, group.layout))
+            self.main_weight = self._part(self.main_weight)
+        group.delivery.claim(owner, self._indices)
+
+    def reload(self) -> None:
+        self._group.mark_updated()
+
+    def check(self, owner: object) -> None:
+        if not self._group.delivery.is_claimed_by(owner, self._indices):
+            raise RuntimeError(
+                f"Expected to be the one optimizer of parameters of {self.name}, got another one, "
+                "made later, that updates their main weights."
+            )
+
+    def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:
+        # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
+        own_bucket, own_lane = weakref.ref(self), weakref.ref(lane)
+
+        def send_down(reduced: Event) -> Event:
+            bucket, lane = own_bucket(), own_lane()
+            if bucket is None or lane is None:
+                return reduced
+
+            # A worker thread issues the copy behind the reduction, which has counted its writes,
+            # but not behind writes of this thread until the worker gets to it.
+            is_late = isinstance(lane, IssuingLane)
+            fetch = partial(bucket.fetch_early, bucket._main_versions() if is_late else None)
+            timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
+            return bucket.queue_fetch(lane, timed, [reduced])
+
+        self._group.send_main_grad(send_down, self._indices[0])
+
+    def fetch_early(self, seen_versions: int | None = None) -> None:
+        """Copies all gradients before the step.
+
+        Args:
+            seen_versions: `_main_versions` when the copy was asked for, if later writes are not in
+                it.
+        """
+        # Before the copy: writes during the copy must count as writes after it.
+        self._fetched = self._main_versions() if seen_versions is None else seen_versions
+        self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
+
+    def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        indices = {
+            id(slot.parameter): index for slot, index in zip(self.slots, self._indices, strict=True)
+        }
+        # Gradients that a caller assigned are outside of the group's buffer.
+        others = [
+            (slot, gradient)
+            for slot, gradient in gradients
+            if not self._gradients.is_main(indices[id(slot.parameter)], gradient)
+        ]
+        if len(others) < len(gradients) and self._fetched != self._main_versions():
+            self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
+        self._fetched = None
+        fetch_each(self.grad, others)
+
+    def send(self, stepped: Sequence[Slot]) -> None:
+        target = self._part(self._group.post_optimizer_model_weight.local_buffer)
+        for offset, numel in _ranges(stepped):
+            target.narrow(0, offset, numel).copy_(
+                self.weight.narrow(0, offset, numel), non_blocking=True
+            )
+
+    def deliver(self, timings: StepRecorder) -> None:
+        assert self.sent is not None, "called once the weights' way up is queued"
+        self._group.delivery.announce(
+            timings.awaited(self.sent), timings.before_use(self.sent), self._indices[0]
+        )
+
+    def _main_versions(self) -> int:
+        """Counts the writes to the group's gradients."""
+        return self._gradients.main_versions()
+
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        """The bucket's part of one of the group's local buffers."""
+        return flat.narrow(0, self._start, self.numel)
+
+    def _slot(self, index: int) -> Slot:
+        parameter = self._group.fsdp_parameters[index].sharded
+        offset = self._group.main_weight.chunk(index).offset
+        return Slot(parameter, offset, local_tensor(parameter).numel())
+
+
+def _ranges(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Returns (offset, numel) of the slots, with neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        if ranges and sum(ranges[-1]) == slot.offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + slot.numel)
+        elif slot.numel:
+            ranges.append((slot.offset, slot.numel))
+    return ranges
+
+
+_ALIGNMENT = 64  # elements: every parameter starts on a cache line
+
+
+class TensorBucket(Bucket):
+    """Main weights that are copies of the parameters, and follow writes to them."""
+
+    is_delivered = False
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        main_dtype: torch.dtype,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        slots, numel = [], 0
+        for parameter in parameters:
+            slots.append(Slot(parameter, numel, local_tensor(parameter).numel()))
+            numel += padded_numel(slots[-1].numel)
+
+        # Decoupled gradients may have other dtypes than parameters: they travel in fp32.
+        dtype = parameters[0].dtype
+        grad_dtype = torch.float32 if use_decoupled_grad else dtype
+        super().__init__(
+            names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+            slots,
+            numel,
+            main_dtype=main_dtype,
+            grad_dtype=grad_dtype,
+            weight_dtype=dtype,
+            accepted_grad_dtypes=FLOAT_DTYPES if use_decoupled_grad else (grad_dtype,),
+        )
+        self._writes = TensorWrites()
+
+    def adopt(self, owner: object) -> None:
+        del owner  # no other optimizer has these arrays
+        self.reload()
+
+    def reload(self) -> None:
+        for slot in self.slots:
+            self._writes.see(slot.parameter)
+            slot.of(self.main_weight).copy_(flat_local(slot.parameter))
+
+    def main_weight_loaded(self, index: int) -> None:
+        self._writes.see(self.slots[index].parameter)
+
+    def keep_main_weight(self, stepped: Sequence[Slot]) -> None:
+        for slot in stepped:
+            if self._writes.are_new(slot.parameter):
+                self._writes.see(slot.parameter)
+                own, given = slot.of(self.main_weight), flat_local(slot.parameter)
+                if not is_rounding(given, own):
+                    own.copy_(given)
+
+    def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
+        fetch_each(self.grad, gradients)
+
+    def send(self, stepped: Sequence[Slot]) -> None:
+        for slot in stepped:
+            target = local_tensor(slot.parameter).detach()
+            target.copy_(slot.of(self.weight).view(target.shape), non_blocking=True)
+            # This write must not look like a write of the user.
+            self._writes.see(slot.parameter)
+
+
+def padded_numel(numel: int) -> int:
+    """The elements of each array that a parameter occupies."""
+    return math.ceil(numel / _ALIGNMENT) * _ALIGNMENT

@@ -2,67 +2,74 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
-from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, Updater
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer, RuleStep
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import MASTER, like
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.step_inputs import IDENTITIES
-from megatron.core.optimizer.torch_optimizer import (
-    defaults_of,
-    init_torch_states,
-    load_torch_states,
-)
+from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 
 _ParamGroups = Sequence[Mapping[str, Any]]
+_States = Mapping[torch.Tensor, Mapping[str, Any]]
 
 
-class DeviceSide:
+class DeviceSide(ABC):
     """The optimizer of the groups that stay on the device.
 
     Attributes:
         optimizer: None while everything is on the host.
     """
 
-    def __init__(self, settings: HybridSettings) -> None:
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._settings = settings
+    optimizer: torch.optim.Optimizer | None
+
+    @classmethod
+    def make(cls, settings: HybridSettings) -> DeviceSide:
+        """The device side of an optimizer with these settings."""
+        rule = settings.device.rule
+        return _TorchSide(settings.device) if rule is None else _RuleSide(rule, settings)
+
+    def __init__(self) -> None:
         self._own: set[torch.Tensor] = set()
-        self._casts_gradients = False
 
     def add(self, groups: Sequence[OffloadGroup], param_groups: _ParamGroups) -> None:
         """Adds groups to the optimizer. `param_groups` have the parameters of both sides.
 
         Raises:
-            ValueError: for parameters that the optimizer's class rejects; no group is added then.
+            ValueError: for parameters that the optimizer rejects; no group is added then.
         """
         # An earlier call may have added some of them before the host side ran out of memory.
         added = [p for group in groups for p in group.parameters if p not in self._own]
         if not added:
             return
 
-        cls, options = self._settings.device_class()
         if self.optimizer is None:
-            known = defaults_of(cls, options)
-            self.optimizer = cls(_part_of(param_groups, set(added), known), **options)
+            self._make(param_groups, set(added))
         else:
             self.optimizer.add_param_group({"params": added})
         self._own.update(added)
         self.regroup(param_groups)
-        if isinstance(self.optimizer, FusedAdam):
-            self.optimizer.init_state(with_frozen=False)
-        elif any(group.fsdp_groups for group in groups) and not self._casts_gradients:
-            fully_shard_optimizer(self.optimizer)
-            self._casts_gradients = True
+        self._complete()
+
+    @abstractmethod
+    def _make(self, param_groups: _ParamGroups, own: set[torch.Tensor]) -> None:
+        """Makes the optimizer of the first parameters."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """Follows an addition of parameters."""
 
     def regroup(self, param_groups: _ParamGroups) -> None:
         """Puts the optimizer's parameters into the groups in which both sides' are now."""
@@ -71,43 +78,32 @@ class DeviceSide:
             groups = _part_of(param_groups, self._own, defaults)
             self.optimizer.param_groups[:] = [defaults | group for group in groups]
 
-    def plan_step(self, param_groups: _ParamGroups) -> FusedStep | None:
-        """Takes the groups' options over, and plans; None for other optimizers than `FusedAdam`."""
-        self.take_options(param_groups)
-        return self.optimizer.plan_step() if isinstance(self.optimizer, FusedAdam) else None
-
     def take_options(self, param_groups: _ParamGroups) -> None:
         """Gives the optimizer's groups the options of `param_groups`."""
-        optimizer = self.optimizer
-        if optimizer is None:
+        if self.optimizer is None:
             return
 
-        for own, group in zip(optimizer.param_groups, param_groups, strict=True):
-            # FusedAdam rejects options that it cannot honour. Groups of other classes may have
-            # options of the host's class.
-            names = group if isinstance(optimizer, FusedAdam) else own
+        for own, group in zip(self.optimizer.param_groups, param_groups, strict=True):
+            names = self._taken(own, group)
             own.update(
                 {name: group[name] for name in names if name not in IDENTITIES and name in group}
             )
 
-    def step(self, grad_scale: float, planned: FusedStep | None) -> None:
-        """Steps as planned by `plan_step`."""
-        optimizer = self.optimizer
-        if isinstance(optimizer, FusedAdam):
-            optimizer.step(grad_scale=grad_scale, planned=planned)
-        elif optimizer is not None:
-            if grad_scale != 1:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
-            optimizer.step()
+    @abstractmethod
+    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
+        """The names of the options that a group of the optimizer takes from one of both sides."""
 
+    @abstractmethod
+    def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
+        """Takes the groups' options over, and plans, if the optimizer can."""
+
+    @abstractmethod
+    def step(self, grad_scale: float, planned: RuleStep | None) -> None:
+        """Steps as planned by `plan_step`."""
+
+    @abstractmethod
     def init_states(self, param_groups: _ParamGroups) -> None:
         """Allocates the states that are not there yet, without stepping."""
-        self.take_options(param_groups)
-        if isinstance(self.optimizer, FusedAdam):
-            self.optimizer.init_state()
-        elif self.optimizer is not None:
-            init_torch_states(self.optimizer)
 
     def state_units(self) -> list[StateUnit]:
         """The units of the optimizer."""
@@ -115,53 +111,147 @@ class DeviceSide:
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """The main weights of the parameters that are not these themselves; not copies."""
-        optimizer = self.optimizer
-        if not isinstance(optimizer, FusedAdam):
-            return {}
-        return {
-            parameter: states[MASTER]
-            for parameter, states in optimizer.state.items()
-            if MASTER in states
-        }
+        return {}
+
+    def reload(self) -> None:  # noqa: B027
+        """Makes main weights of the parameters' values."""
+
+    def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:  # noqa: B027
+        """ValueError for states that do not fit, unless `load` checks all of them first."""
+
+    @abstractmethod
+    def load(self, saved: _States) -> None:
+        """Takes over the states of all parameters; empty ones: never stepped."""
+
+
+class _RuleSide(DeviceSide):
+    """Carries out a rule."""
+
+    optimizer: RuleOptimizer | None
+
+    def __init__(self, rule: UpdateRule, settings: HybridSettings) -> None:
+        super().__init__()
+        self.optimizer = None
+        self._rule = rule
+        self._settings = settings
+
+    def _make(self, param_groups: _ParamGroups, own: set[torch.Tensor]) -> None:
+        rule, options = self._rule, self._settings.device.rule_options
+        self.optimizer = RuleOptimizer(
+            _part_of(param_groups, own, rule.defaults_with(options)),
+            rule,
+            master_weights=self._settings.in_fp32,
+            use_decoupled_grad=self._settings.use_decoupled_grad,
+            num_host_threads=self._settings.num_host_threads,
+            **options,
+        )
+
+    def _complete(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.init_state(with_frozen=False)
+
+    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
+        # All of them: the rule rejects options that it cannot honour.
+        del own
+        return group
+
+    def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
+        self.take_options(param_groups)
+        return None if self.optimizer is None else self.optimizer.plan_step()
+
+    def step(self, grad_scale: float, planned: RuleStep | None) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step(grad_scale=grad_scale, planned=planned)
+
+    def init_states(self, param_groups: _ParamGroups) -> None:
+        self.take_options(param_groups)
+        if self.optimizer is not None:
+            self.optimizer.init_state()
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        states = {} if self.optimizer is None else self.optimizer.state
+        return {parameter: own[MASTER] for parameter, own in states.items() if MASTER in own}
 
     def reload(self) -> None:
-        """Makes main weights of the parameters' values."""
-        if isinstance(self.optimizer, FusedAdam):
+        if self.optimizer is not None:
             for parameter in self.masters():
                 values = like(parameter, local_tensor(parameter).detach().float())
                 self.optimizer.set_scaled_state(parameter, MASTER, values)
 
-    def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
-        """ValueError for states that do not fit. `FusedAdam` checks them as it loads."""
-        if self.optimizer is not None and not isinstance(self.optimizer, FusedAdam):
-            check_like(self.optimizer.state.get(parameter, {}), states)
+    def load(self, saved: _States) -> None:
+        if self.optimizer is None:
+            return
 
-    def load(self, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Takes over the states of all parameters; empty ones: never stepped."""
-        if isinstance(self.optimizer, FusedAdam):
-            self._load_fused(self.optimizer, saved)
-        elif self.optimizer is not None:
-            for parameter, states in saved.items():
-                load_torch_states(self.optimizer, parameter, states)
-
-    def _load_fused(
-        self, optimizer: FusedAdam, saved: Mapping[torch.Tensor, Mapping[str, Any]]
-    ) -> None:
         # Not of `state_dict()`, which fails where a parameter with a state has left the groups.
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         packed = [
             {**group, "params": [numbers[parameter] for parameter in group["params"]]}
-            for group in optimizer.param_groups
+            for group in groups
         ]
         states = {
             numbers[parameter]: value
             for parameter, value in saved.items()
             if value and parameter in numbers
         }
-        optimizer.load_state_dict({"state": states, "param_groups": packed})
+        self.optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+class _TorchSide(DeviceSide):
+    """Steps an optimizer of torch's kind."""
+
+    def __init__(self, updater: Updater) -> None:
+        super().__init__()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._updater = updater
+        self._casts_gradients = False
+
+    def _make(self, param_groups: _ParamGroups, own: set[torch.Tensor]) -> None:
+        groups = _part_of(param_groups, own, self._updater.defaults)
+        self.optimizer = self._updater.cls(groups, **self._updater.options)
+
+    def _complete(self) -> None:
+        has_groups = any(group_of(parameter) is not None for parameter in self._own)
+        if self.optimizer is not None and has_groups and not self._casts_gradients:
+            fully_shard_optimizer(self.optimizer)
+            self._casts_gradients = True
+
+    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
+        # Groups of both sides may have options of the host's class.
+        del group
+        return own
+
+    def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
+        self.take_options(param_groups)
+        return None
+
+    def step(self, grad_scale: float, planned: RuleStep | None) -> None:
+        del planned
+        if self.optimizer is not None:
+            step_scaled(self.optimizer, grad_scale)
+
+    def init_states(self, param_groups: _ParamGroups) -> None:
+        self.take_options(param_groups)
+        if self.optimizer is not None:
+            init_torch_states(self.optimizer)
+
+    def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            check_like(self.optimizer.state.get(parameter, {}), states)
+
+    def load(self, saved: _States) -> None:
+        if self.optimizer is not None:
+            for parameter, states in saved.items():
+                load_torch_states(self.optimizer, parameter, states)
+
+
+def step_scaled(optimizer: torch.optim.Optimizer, grad_scale: float) -> None:
+    """Steps an optimizer that takes no factor: gradients are multiplied with it in place."""
+    if grad_scale != 1:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
+    optimizer.step()
 
 
 def _part_of(

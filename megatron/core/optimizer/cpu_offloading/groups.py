@@ -1,14 +1,12 @@
 """The groups that the plan assigns to a side, and the buckets of the host side.
 
-A model is planned once, before it is sharded: main weights that start in host memory, the size
-of that memory, and the optimizer all follow this plan. Sharding replaces parameters, so the
-optimizer finds its groups again and compares them with the plan.
+The plan follows from the groups' global sizes and the fraction, so it is the same before a model is
+sharded, when main weights are put into host memory and that memory is counted, and after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +18,9 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, FsdpBucket, TensorBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.tensor_bucket import TensorBucket
 
 # Elements of a bucket of single tensors: enough that a pass costs more than starting it.
 _BUCKET_NUMEL = 4 << 20
@@ -47,13 +43,6 @@ class OffloadGroup(NamedTuple):
     @property
     def global_numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
-
-
-class Sides(NamedTuple):
-    """The groups on each side, in the order of forward."""
-
-    on_device: list[OffloadGroup]
-    on_host: list[OffloadGroup]
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> Device:
@@ -134,42 +123,22 @@ def among(first: Iterable[nn.Parameter], own: Iterable[nn.Parameter]) -> list[nn
     return wanted
 
 
-def sides_of(plan: OffloadPlan, groups: Sequence[OffloadGroup]) -> Sides:
-    """The groups as planned.
-
-    Raises:
-        ValueError: for a plan of other groups, and for main weights in host memory of a group that
-            is planned on the device.
-    """
-    # By names and sizes, since sharding replaces the parameters that were planned.
-    planned = [(group.name, group.numel) for group in plan.groups]
-    for expected, group in zip_longest(planned, groups):
-        got = None if group is None else (group.name, group.global_numel)
-        if got != expected:
-            raise ValueError(
-                f"Expected the parameters that were planned, {expected} next, got {got}."
-            )
-
-    sides = Sides([], [])
-    for index, group in enumerate(groups):
-        (sides.on_host if plan.is_on_host(index) else sides.on_device).append(group)
-
-    # The device's optimizer could not update main weights that were made in host memory.
-    for group in sides.on_device:
+def check_on_device(groups: Iterable[OffloadGroup]) -> None:
+    """ValueError for main weights in host memory, which the device's optimizer could not update."""
+    for group in groups:
         if any(fsdp_group.is_on_host for fsdp_group in group.fsdp_groups):
             raise ValueError(
                 f"Expected the main weights of {group.name} on the device, where the plan has "
                 "them, got them in host memory: shard with the OffloadPolicy that goes with the "
                 "fraction."
             )
-    return sides
 
 
 def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list[Bucket]:
     """One for each FSDP group; other tensors of one dtype that follow each other share some.
 
     Raises:
-        ValueError: for dtypes that our AdamW does not take, if that is the host's optimizer.
+        ValueError: for dtypes that a rule does not take, if the host carries out one.
     """
     buckets: list[Bucket] = []
     run: list[OffloadGroup] = []  # single tensors of one dtype
@@ -196,11 +165,11 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             buckets.append(FsdpBucket(fsdp_group, own))
     end_run()
 
-    for bucket in buckets if settings.host_is_flat else ():
+    for bucket in buckets if settings.host.rule is not None else ():
         for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(
-                    f"Expected AdamW over {FLOAT_DTYPES} on the host, got {dtype} for "
+                    f"Expected parameters of {FLOAT_DTYPES} on the host, got {dtype} for "
                     f"{bucket.name}."
                 )
     return buckets

@@ -5,22 +5,26 @@ Four slabs, of which two may be pinned, since only they are copied from and to t
     gradients         pinned with `pins_grads`    copied down
     compute weights   pinned with `pins_params`   copied up; none where gradients make room
     main weights      never pinned                a model keeps them when its optimizer is deleted
-    states            never pinned                moments, and widened gradients
+    states            never pinned                states of a rule, and widened gradients
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.
 `HostAllocator` makes the slabs; a plan made before there are weights only needs their sizes.
+Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from megatron.core.host_memory import HostNeed, SlabBuilder
-from megatron.core.optimizer.state_tensors import MOMENTS
+from megatron.core.device import Device
+from megatron.core.host_memory import HostNeed, HostSlab, SlabBuilder
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 
 
 class BucketShape(NamedTuple):
@@ -30,6 +34,7 @@ class BucketShape(NamedTuple):
         numel: elements of each array, padding included.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         has_main: whether its main weights are in host memory already, in as many elements.
+        main_numel: elements of the array of main weights otherwise; None: as of the others.
     """
 
     numel: int
@@ -37,18 +42,19 @@ class BucketShape(NamedTuple):
     grad_dtype: torch.dtype
     weight_dtype: torch.dtype
     has_main: bool
+    main_numel: int | None = None
 
 
 class HostRules(NamedTuple):
     """What decides which arrays a bucket has, and which of them are pinned.
 
     Attributes:
-        moment_dtypes: dtypes of the two moments of our AdamW; None for other optimizers, which
+        state_dtypes: dtypes of the rule's states, by name; None for other optimizers, which
             allocate their states themselves.
         pins_memory: whether the device pins host memory at all.
     """
 
-    moment_dtypes: tuple[torch.dtype, torch.dtype] | None
+    state_dtypes: Mapping[str, torch.dtype] | None
     pins_grads: bool
     pins_params: bool
     pins_memory: bool
@@ -61,6 +67,10 @@ class SlabRange(NamedTuple):
     offset: int  # bytes
     numel: int
     dtype: torch.dtype
+
+
+def _constant(dtype: torch.dtype, _: BucketShape) -> torch.dtype:
+    return dtype
 
 
 class HostLayout:
@@ -93,13 +103,11 @@ class HostLayout:
         every = range(len(buckets))
         new = [index for index in every if not buckets[index].has_main]
         self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
-        if rules.moment_dtypes is not None:
-            (exp_avg, exp_avg_sq), dtypes = MOMENTS, rules.moment_dtypes
-            self._add_each(exp_avg, "states", every, lambda _: dtypes[0])
-            self._add_each(exp_avg_sq, "states", every, lambda _: dtypes[1])
+        for name, dtype in (rules.state_dtypes or {}).items():
+            self._add_each(name, "states", every, partial(_constant, dtype))
 
         self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
-        if rules.moment_dtypes is None:
+        if rules.state_dtypes is None:
             self._add_widened()
         apart = [index for index in every if not self.shares(index)]
         self._add_each("compute weights", "compute weights", apart, lambda b: b.weight_dtype)
@@ -142,10 +150,99 @@ class HostLayout:
         before = builder.nbytes
         for index in indices:
             bucket = self._buckets[index]
-            dtype = dtype_of(bucket)
-            offset = builder.add(bucket.numel, dtype)
-            self.arrays[index, what] = SlabRange(purpose, offset, bucket.numel, dtype)
+            numel, dtype = bucket.numel, dtype_of(bucket)
+            if what == "main weights" and bucket.main_numel is not None:
+                numel = bucket.main_numel
+            offset = builder.add(numel, dtype)
+            self.arrays[index, what] = SlabRange(purpose, offset, numel, dtype)
 
         if added := builder.nbytes - before:
             is_pinned = self.pins[purpose] and self._rules.pins_memory
             self.needs.append(HostNeed(what, added, is_pinned))
+
+
+class HostAllocator:
+    """Allocates the arrays of the host's buckets.
+
+    Attributes:
+        needs: what will be allocated.
+        nbytes_by_state: bytes of the buckets' host memory by purpose, with main weights that were
+            on the host before; the alignment of an array counts with it.
+    """
+
+    def __init__(self, device: Device, buckets: Sequence[Bucket], settings: HybridSettings) -> None:
+        """Adds the needs of every bucket, one kind of array after the other."""
+        self._device = device
+        self._slabs: dict[str, HostSlab] = {}
+        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+
+        # By id of the bucket: main weights that are in host memory already.
+        self._own = {id(b): own for b in buckets if (own := b.own_main_weight()) is not None}
+        shapes = [
+            BucketShape(
+                bucket.numel,
+                bucket.main_dtype,
+                bucket.grad_dtype,
+                bucket.weight_dtype,
+                has_main=id(bucket) in self._own,
+                main_numel=bucket.main_numel,
+            )
+            for bucket in buckets
+        ]
+        self._layout = HostLayout(
+            shapes,
+            HostRules(
+                None if settings.host.rule is None else settings.host.rule.state_dtypes,
+                settings.pins_grads,
+                settings.pins_params,
+                device.pins_host_memory,
+            ),
+        )
+        self.needs: list[HostNeed] = self._layout.needs
+        self.nbytes_by_state: dict[str, int] = self._layout.nbytes_by_state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buckets' host memory, with main weights that were on the host before."""
+        return sum(self.nbytes_by_state.values())
+
+    def allocate(self) -> None:
+        """Makes the slabs, which are zero.
+
+        Raises:
+            HostMemoryError, PinError: as `HostSlab` does; all slabs are freed and unpinned then.
+        """
+        try:
+            for purpose, builder in self._layout.builders.items():
+                self._slabs[purpose] = builder.build(
+                    self._device, is_pinned=self._layout.pins[purpose], purpose=purpose
+                )
+        except BaseException:
+            # The traceback keeps this allocator alive, and a caller that catches the error, to try
+            # again unpinned, needs the memory now.
+            self._slabs.clear()
+            raise
+
+    def fill(self, bucket: Bucket) -> None:
+        """Gives a bucket its arrays."""
+        number, own = self._numbers[id(bucket)], self._own.get(id(bucket))
+        bucket.main_weight = self._array(number, "main weights") if own is None else own
+        bucket.grad = self._array(number, "gradients")
+        shares = self._layout.shares(number)
+        bucket.weight = bucket.grad if shares else self._array(number, "compute weights")
+
+    def states(self, bucket: Bucket, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The memory of a rule's states."""
+        number = self._numbers[id(bucket)]
+        return {name: self._array(number, name) for name in names}
+
+    def widened(self) -> torch.Tensor | None:
+        """Memory for the gradients of any one bucket in the dtype of its main weights, where they
+        have another.
+        """
+        widest = self._layout.widest
+        return None if widest is None else self._array(widest, "widened gradients")
+
+    def _array(self, number: int, what: str) -> torch.Tensor:
+        array = self._layout.arrays[number, what]
+        return self._slabs[array.purpose].tensor(array.offset, array.numel, array.dtype)

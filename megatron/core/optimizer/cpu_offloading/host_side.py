@@ -24,21 +24,21 @@ from megatron.core.lane_timings import (
 from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
-from megatron.core.optimizer.cpu_offloading.bucket_optimizers import (
-    BucketOptimizer,
+from megatron.core.optimizer.cpu_offloading.executors import (
     BucketStep,
-    FlatAdam,
+    Executor,
     Options,
+    RuleExecutor,
     Stepped,
-    WrappedOptimizer,
+    TorchExecutor,
 )
-from megatron.core.optimizer.cpu_offloading.host_allocator import HostAllocator
+from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.kernels.host_adam import HostAdam
 from megatron.core.optimizer.kernels.host_threads import host_threads
+from megatron.core.optimizer.kernels.piece import Kernel
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES
-from megatron.core.optimizer.torch_optimizer import known_to
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +67,27 @@ class HostSide:
     """The buckets of one optimizer, and what updates them. It has none until `add`.
 
     Attributes:
-        optimizers: one for each bucket, in the order of forward.
-        is_flat: whether they are our AdamW.
+        executors: one for each bucket, in the order of forward.
+        rule: the rule that they carry out; None for an optimizer of torch's.
         lanes: on which they work.
         timings: what records how long.
         nbytes_by_state: bytes of host memory by purpose.
     """
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
-        self.is_flat = settings.host_is_flat
+        self.rule = settings.host.rule
         self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
         self.timings: Recorder = NoTimings()
         if settings.records_timings:
             self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
-        self.optimizers: list[BucketOptimizer] = []
+        self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
         self._settings = settings
         self._overlaps_forward = settings.overlaps_forward
         self._fetches_early = settings.fetches_early
-        self._adam: HostAdam | None = None
-        self._places: dict[int, tuple[BucketOptimizer, int]] = {}
+        self._kernel: Kernel | None = None
+        self._places: dict[int, tuple[Executor, int]] = {}
 
     def add(self, buckets: Sequence[Bucket], allocator: HostAllocator, owner: object) -> None:
         """Allocates buckets' memory and moves the main weights there, which `owner` updates.
@@ -95,32 +95,40 @@ class HostSide:
         Raises:
             HostMemoryError, PinError: see `HostAllocator.allocate`.
         """
-        if self.is_flat and buckets and self._adam is None:
-            self._adam = _host_adam(self._device, self._settings)
+        if self.rule is not None and buckets and self._kernel is None:
+            self._kernel = _host_kernel(self.rule, self._device, self._settings)
         allocator.allocate()
         added = []
         for bucket in buckets:
             allocator.fill(bucket)
             bucket.adopt(owner)
-            added.append(_optimizer(bucket, self._adam, self._settings, allocator))
+            added.append(self._executor(bucket, allocator))
             if self._fetches_early:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
 
-        self.optimizers += added
+        self.executors += added
         for name, nbytes in allocator.nbytes_by_state.items():
             self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
-        for optimizer in added:
-            for index, slot in enumerate(optimizer.bucket.slots):
-                self._places[id(slot.parameter)] = (optimizer, index)
+        for executor in added:
+            for index, slot in enumerate(executor.bucket.slots):
+                self._places[id(slot.parameter)] = (executor, index)
+
+    def _executor(self, bucket: Bucket, allocator: HostAllocator) -> Executor:
+        """The executor of a bucket that has its memory."""
+        rule, kernel, updater = self.rule, self._kernel, self._settings.host
+        if rule is not None and kernel is not None:
+            states = allocator.states(bucket, rule.state_dtypes)
+            return RuleExecutor(bucket, states, rule, kernel)
+        return TorchExecutor(bucket, updater.cls, updater.options, allocator.widened())
 
     @property
     def buckets(self) -> list[Bucket]:
         """In the order of forward."""
-        return [optimizer.bucket for optimizer in self.optimizers]
+        return [executor.bucket for executor in self.executors]
 
-    def place_of(self, parameter: torch.Tensor) -> tuple[BucketOptimizer, int] | None:
+    def place_of(self, parameter: torch.Tensor) -> tuple[Executor, int] | None:
         """A parameter's optimizer and the number of its slot; None if it is not on the host."""
         return self._places.get(id(parameter))
 
@@ -133,14 +141,14 @@ class HostSide:
     ) -> list[BucketStep]:
         """Plans the buckets that have a gradient. Both mappings hold all parameters."""
         planned = []
-        for optimizer in self.optimizers:
+        for executor in self.executors:
             stepped = [
                 Stepped(index, slot, gradient, options[slot.parameter])
-                for index, slot in enumerate(optimizer.bucket.slots)
+                for index, slot in enumerate(executor.bucket.slots)
                 if (gradient := gradients.get(slot.parameter)) is not None
             ]
             if stepped:
-                planned.append(optimizer.prepare(stepped))
+                planned.append(executor.prepare(stepped))
         return planned
 
     def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
@@ -225,7 +233,7 @@ class HostSide:
     def _close(self) -> None:
         for lane in (self.lanes.host, self.lanes.d2h, self.lanes.h2d):
             lane.close()
-        self.optimizers, self._places, self.nbytes_by_state = [], {}, {}
+        self.executors, self._places, self.nbytes_by_state = [], {}, {}
 
     # States
 
@@ -237,9 +245,9 @@ class HostSide:
         """
         self.synchronize()
         found = []
-        for optimizer in self.optimizers:
-            found.append(optimizer.as_torch_optimizer())
-            for slot, own in zip(optimizer.bucket.slots, found[-1].param_groups, strict=True):
+        for executor in self.executors:
+            found.append(executor.as_torch_optimizer())
+            for slot, own in zip(executor.bucket.slots, found[-1].param_groups, strict=True):
                 # Parameters that left the groups keep the options of their last step.
                 given = options.get(slot.parameter, own)
                 known = (found[-1].defaults or given).keys() - set(IDENTITIES)
@@ -259,47 +267,36 @@ class HostSide:
         }
 
     def init_states(self, options: Mapping[nn.Parameter, Options]) -> None:
-        """Allocates the states that are not there yet; AdamW's are from the start."""
-        if self.is_flat:
+        """Allocates the states that are not there yet; those of a rule are from the start."""
+        if self.rule is not None:
             return
         # Some start with a rate, which may have changed.
         self.torch_optimizers(options)
-        for optimizer in self.optimizers:
-            optimizer.init_states()
+        for executor in self.executors:
+            executor.init_states()
 
     def state_units(self, owner: torch.optim.Optimizer) -> list[StateUnit]:
         """Each bucket, as what may be read while others are being updated."""
         self._wait_for_counts()
-        return [optimizer.state_unit(owner) for optimizer in self.optimizers]
+        return [executor.state_unit(owner) for executor in self.executors]
 
     def all_nbytes_by_state(self) -> dict[str, int]:
-        """`nbytes_by_state`, and the states that other optimizers than AdamW have so far."""
+        """`nbytes_by_state`, and the states that optimizers of torch's have so far."""
         self.synchronize()
         by_state = dict(self.nbytes_by_state)
-        for optimizer in self.optimizers:
-            for name, nbytes in optimizer.own_nbytes().items():
+        for executor in self.executors:
+            for name, nbytes in executor.own_nbytes().items():
                 by_state[name] = by_state.get(name, 0) + nbytes
         return by_state
 
     def _wait_for_counts(self) -> None:
-        # Our AdamW counts a step when it is queued, other optimizers as they update.
-        if not self.is_flat:
+        # A rule's executor counts a step when it is queued, other optimizers as they update.
+        if self.rule is None:
             self.synchronize()
 
 
-def _host_adam(device: Device, settings: HybridSettings) -> HostAdam:
+def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> Kernel:
     num_local_ranks = settings.num_local_ranks or local_world_size()
     threads = host_threads(device, num_local_ranks, settings.num_host_threads)
     logger.info("host update: %s", threads)
-    return HostAdam(threads.number, cores=threads.cores)
-
-
-def _optimizer(
-    bucket: Bucket, adam: HostAdam | None, settings: HybridSettings, allocator: HostAllocator
-) -> BucketOptimizer:
-    """The optimizer of a bucket that has its memory."""
-    options = known_to(settings.host_cls, settings.options)
-    if adam is None:
-        return WrappedOptimizer(bucket, settings.host_cls, options, allocator.widened())
-    is_decoupled = options.get("adam_w_mode", True)
-    return FlatAdam(bucket, allocator.moments(bucket), adam, is_decoupled)
+    return rule.host_kernel(threads.number, threads.cores)

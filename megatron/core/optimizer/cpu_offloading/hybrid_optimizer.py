@@ -25,11 +25,14 @@ from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
-from megatron.core.optimizer.cpu_offloading.bucket_optimizers import BucketStep
-from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.executors import BucketStep
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, Updater
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.fused_adam import FusedAdam, FusedStep
-from megatron.core.optimizer.kernels.adam import check_grad_scale
+from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.kernels.piece import check_grad_scale
+from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
+from megatron.core.optimizer.rule_optimizer import RuleStep
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_loading import (
     check_options,
     loaded_options,
@@ -45,14 +48,14 @@ class HybridStep(NamedTuple):
 
     inputs: StepInputs
     on_host: list[BucketStep]
-    on_device: FusedStep | None  # only FusedAdam plans
+    on_device: RuleStep | None  # optimizers of torch's do not plan
 
 
-class HybridDeviceOptimizer(torch.optim.Optimizer):
+class HybridDeviceOptimizer(PlanningOptimizer):
     """A `torch.optim.Optimizer` over plain tensors, DTensors and FSDP groups' parameters, part of
     which it keeps and updates in host memory. It is AdamW with the defaults of `FusedAdam`, which
     are TransformerEngine's: `weight_decay` is 0, where `torch.optim.AdamW` decays by 0.01. With
-    `torch.optim.AdamW` as its classes, the defaults are torch's.
+    `torch.optim.AdamW` as its classes, the defaults are torch's. With a `rule`, it is that rule.
 
     The constructor plans, allocates the host side and moves what belongs there. All ranks of the
     mesh call it together.
@@ -74,7 +77,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             modules.
         cpu_optimizer_cls, gpu_optimizer_cls: what updates the parameters of either side; default:
             `FusedAdam`, which also replaces `torch.optim.AdamW`, with the defaults of that class.
-            On the host it is one flat pass.
+            Both become the `Adam` rule. Other classes are stepped as they are.
         param_update_in_fp32: fp32 main weights on the host for 16-bit parameters; FSDP groups
             always have fp32 main weights.
         pin_cpu_grads: page-locked memory for gradients that are copied down.
@@ -94,17 +97,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_host_threads: default: a rank's share of the machine's cores; see host_threads.py.
         num_local_ranks: ranks on this machine; default: LOCAL_WORLD_SIZE, or 1.
         records_timings: clocks for `timings`.
-        plan: plan of these parameters, made before they were sharded, which also holds for their
-            replacements; `offload_fraction` and `offload_first` then have no effect.
         offload_first: parameters whose groups go to the host before any other, such as the
             parameters of every `Experts`; from the last of them on. Parameters that replace them
             inherit this.
-        kwargs: options of the optimizer classes: lr, betas, weight_decay. Classes other
+        rule: updates the parameters of both sides in one flat pass, such as `Lion()`; instead of
+            the classes and of the dtypes of moments.
+        kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 
     Raises:
-        ValueError: for a fraction outside 0 to 1, a plan of other parameters, `offload_first` of
-            others, parameters on several devices, dtypes that AdamW does not take.
+        ValueError: for a fraction outside 0 to 1, `offload_first` of other parameters, main weights
+            in host memory of a group that the fraction leaves on the device, parameters on several
+            devices, dtypes that the rule does not take, and a rule together with a class.
+        TypeError: for options that neither side has.
         NotImplementedError: for decoupled gradients with other classes than AdamW.
         HostMemoryError: on all ranks, before anything is allocated, if one machine's memory does
             not suffice.
@@ -132,13 +137,22 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         num_host_threads: int | None = None,
         num_local_ranks: int | None = None,
         records_timings: bool = False,
-        plan: OffloadPlan | None = None,
         offload_first: Iterable[nn.Parameter] = (),
+        rule: UpdateRule | None = None,
         **kwargs: Any,
     ) -> None:
+        moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        if rule is None:
+            host, device = (
+                Updater.of_class(cls or FusedAdam, kwargs, moment_dtypes)
+                for cls in (cpu_optimizer_cls, gpu_optimizer_cls)
+            )
+        else:
+            _check_rule_alone(cpu_optimizer_cls, gpu_optimizer_cls, moment_dtypes)
+            host = device = Updater.of_rule(rule, kwargs)
         settings = HybridSettings(
-            host_cls=cpu_optimizer_cls or FusedAdam,
-            device_cls=gpu_optimizer_cls or FusedAdam,
+            host=host,
+            device=device,
             options=kwargs,
             in_fp32=param_update_in_fp32,
             pins_grads=pin_cpu_grads,
@@ -147,7 +161,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             fetches_early=fetch_during_backward,
             overlaps_forward=overlap_step_with_forward,
             use_decoupled_grad=use_decoupled_grad,
-            moment_dtypes=(exp_avg_dtype, exp_avg_sq_dtype),
+            moment_dtypes=moment_dtypes,
             num_host_threads=num_host_threads,
             num_local_ranks=num_local_ranks,
             records_timings=records_timings,
@@ -156,7 +170,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params, settings.common_defaults())
         self.use_decoupled_grad = use_decoupled_grad
         parameters = list(self._parameters())
-        self._sides = BothSides(parameters, settings, offload_fraction, plan, offload_first)
+        self._sides = BothSides(parameters, settings, offload_fraction, offload_first)
         self._revision = 0  # of the states: see `StepInputs`
         self._is_started = False  # whether a step was taken, or states were loaded or allocated
         self._adopt_parameters()
@@ -258,7 +272,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._revision += 1
         # Before the device's step is issued, which the host's work need not wait for.
         now = self._sides.device.event()
-        # First, since the device's optimizer may raise, if it is not FusedAdam. Plans cannot fail.
+        # First, since the device's optimizer may raise, if it is one of torch's. Plans cannot fail.
         self._sides.device_side.step(grad_scale, planned.on_device)
         self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
@@ -323,7 +337,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
         self._adopt_parameters()
         self._check_options(state_dict["param_groups"])
-        saved = states_by_parameter(self.param_groups, state_dict)
+        saved = states_by_parameter(self.param_groups, state_dict, self._sides.host_side.rule)
         # accelerate loads the state dict of a new optimizer back into it: that is not a start.
         if saved or self._is_started:
             self._sides.host_side.wait_until_free()
@@ -344,7 +358,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         mesh add them together.
 
         Raises:
-            ValueError: for parameters that the constructor would reject, and with an explicit plan.
+            ValueError: for parameters that the constructor would reject.
             RuntimeError: for some of the parameters of an FSDP module of which this optimizer has
                 others.
         """
@@ -402,7 +416,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     @property
     def cpu_optimizers(self) -> list[torch.optim.Optimizer]:
         """The host side, an optimizer for each bucket over views of its main weights, once pending
-        updates have finished. Read-only: see sub_optimizers.py.
+        updates have finished. Read-only: see `BucketView`.
         """
         self._adopt_parameters()
         return self._sides.host_side.torch_optimizers(options_of(self.param_groups))
@@ -461,8 +475,27 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _check_options(self, loaded: list[dict[str, Any]]) -> None:
-        """ValueError for groups' options that our AdamW cannot honour."""
-        if self._sides.host_side.is_flat:
+        """ValueError for groups' options that the host's rule cannot honour."""
+        rule = self._sides.host_side.rule
+        if rule is not None:
             # Other numbers of groups are rejected with the states.
             for own, other in zip(self.param_groups, loaded, strict=False):
-                check_options(own, other)
+                check_options(rule, own, other)
+
+
+def _check_rule_alone(
+    host_cls: object, device_cls: object, moment_dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """ValueError for arguments that a rule replaces."""
+    given = {
+        "cpu_optimizer_cls": host_cls is not None,
+        "gpu_optimizer_cls": device_cls is not None,
+        "exp_avg_dtype": moment_dtypes[0] != torch.float32,
+        "exp_avg_sq_dtype": moment_dtypes[1] != torch.float32,
+    }
+    others = [name for name, is_given in given.items() if is_given]
+    if others:
+        raise ValueError(
+            f"Expected a rule without {', '.join(others)}, got both. The dtypes of states are "
+            "arguments of the rule."
+        )

@@ -1,4 +1,4 @@
-"""The settings of `HybridDeviceOptimizer`, and the optimizer class and options of each side."""
+"""The settings of `HybridDeviceOptimizer`, and what updates the parameters of each side."""
 
 from __future__ import annotations
 
@@ -7,23 +7,85 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dtypes import UNSCALED_MOMENT_DTYPES
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.state_loading import ADAMW_OPTIONS, IMPLEMENTATIONS
+from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
 from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
-# The options of FusedAdam and torch.optim.AdamW that the flat pass over a bucket supports.
+# The options of FusedAdam and torch.optim.AdamW that the rule supports.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Options of torch.optim.AdamW that choose an implementation: the flat pass may replace it.
+# Options of torch.optim.AdamW that choose an implementation: the rule may replace it.
 _IMPLEMENTATIONS = ("foreach", "fused")
 
 
-class HybridSettings(NamedTuple):
-    """The arguments of `HybridDeviceOptimizer` besides parameters and plan."""
+class Updater(NamedTuple):
+    """What updates the parameters of one side: a rule, or an optimizer class.
 
-    host_cls: type[torch.optim.Optimizer]
-    device_cls: type[torch.optim.Optimizer]
-    options: Mapping[str, Any]  # of either class
+    Attributes:
+        cls: the class, which a rule replaces if there is one.
+        options: those of the given options that it takes.
+        defaults: options of its parameter groups.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    rule: UpdateRule | None
+    options: dict[str, Any]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of_rule(cls, rule: UpdateRule, options: Mapping[str, Any]) -> Updater:
+        """TypeError for options that the rule does not have."""
+        return cls(torch.optim.Optimizer, rule, dict(options), rule.defaults_with(options))
+
+    @classmethod
+    def of_class(
+        cls,
+        optimizer_cls: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        moment_dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> Updater:
+        """`FusedAdam` and `torch.optim.AdamW` become the `Adam` rule: both sides must give the same
+        bits.
+
+        Raises:
+            ValueError: for FusedAdam with options that the rule does not support.
+        """
+        known = known_to(optimizer_cls, options)
+        supported = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
+        others = [name for name, value in known.items() if name not in supported and value]
+        if optimizer_cls is FusedAdam and others:
+            raise ValueError(
+                f"Expected options among {', '.join(_ADAM_OPTIONS)} of FusedAdam, got "
+                f"{', '.join(others)}."
+            )
+        is_adam = optimizer_cls is FusedAdam or (optimizer_cls is torch.optim.AdamW and not others)
+        rule = Adam(*moment_dtypes, options.get("adam_w_mode", True)) if is_adam else None
+        return cls(optimizer_cls, rule, known, defaults_of(optimizer_cls, known))
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        is_class = self.cls is not torch.optim.Optimizer
+        return self.cls.__name__ if is_class or self.rule is None else self.rule.name
+
+    @property
+    def rule_options(self) -> dict[str, Any]:
+        """The options that the rule's groups take."""
+        assert self.rule is not None, "asked for where there is one"
+        names = (*self.rule.defaults, *self.rule.optional)
+        return {name: value for name, value in self.options.items() if name in names}
+
+
+class HybridSettings(NamedTuple):
+    """The arguments of `HybridDeviceOptimizer` besides parameters and plan.
+
+    Attributes:
+        options: of either side.
+        moment_dtypes: of Adam.
+    """
+
+    host: Updater
+    device: Updater
+    options: Mapping[str, Any]
     in_fp32: bool
     pins_grads: bool
     pins_params: bool
@@ -36,28 +98,18 @@ class HybridSettings(NamedTuple):
     num_local_ranks: int | None
     records_timings: bool
 
-    @property
-    def host_is_flat(self) -> bool:
-        """Whether the host side is updated by our AdamW."""
-        return is_flat_adam(self.host_cls, self.options)
-
     def check(self) -> None:
         """Rejects settings that contradict each other.
 
         Raises:
-            ValueError: for overlaps without lanes, and for moment dtypes of AdamW that a side does
-                not support, or if neither side has AdamW.
-            NotImplementedError: for decoupled gradients with other classes than AdamW.
+            ValueError: for overlaps without lanes, and for dtypes of states that a side does not
+                support, or that no side has.
+            NotImplementedError: for decoupled gradients with a class of torch's.
         """
-        device_is_flat = is_flat_adam(self.device_cls, self.options)
-        exp_avg, exp_avg_sq = self.moment_dtypes
-        if self.host_is_flat and (exp_avg != exp_avg_sq or exp_avg not in UNSCALED_MOMENT_DTYPES):
-            raise ValueError(
-                f"Expected both moments in one of {UNSCALED_MOMENT_DTYPES} on the host, got "
-                f"{self.moment_dtypes}."
-            )
-        is_fp32 = exp_avg == exp_avg_sq == torch.float32
-        if not (self.host_is_flat or device_is_flat or is_fp32):
+        rules = [side.rule for side in (self.host, self.device) if side.rule is not None]
+        if self.host.rule is not None:
+            self.host.rule.check_on_host()
+        if not rules and self.moment_dtypes != (torch.float32, torch.float32):
             raise ValueError(
                 f"Expected AdamW on a side for moments in {self.moment_dtypes}, got other classes "
                 "on both."
@@ -67,29 +119,27 @@ class HybridSettings(NamedTuple):
             raise ValueError(
                 "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
             )
-        if self.use_decoupled_grad and not (self.host_is_flat and device_is_flat):
+        if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(
-                "Expected FusedAdam on both sides with use_decoupled_grad, got "
-                f"{self.host_cls.__name__} and {self.device_cls.__name__}."
+                "Expected FusedAdam or a rule on both sides with use_decoupled_grad, got "
+                f"{self.host.name} and {self.device.name}."
             )
 
     def common_defaults(self) -> dict[str, Any]:
         """The defaults of both sides' groups.
 
         Raises:
-            ValueError: where the classes' defaults differ.
+            ValueError: where the sides' defaults differ.
             TypeError: for options of neither.
         """
-        sides = [known_to(cls, self.options) for cls in (self.host_cls, self.device_cls)]
-        names = (self.host_cls.__name__, self.device_cls.__name__)
-        unknown = [name for name in self.options if not any(name in known for known in sides)]
+        names = (self.host.name, self.device.name)
+        unknown = self.options.keys() - self.host.options.keys() - self.device.options.keys()
         if unknown:
             classes = " or ".join(dict.fromkeys(names))
-            raise TypeError(f"Expected options of {classes}, got {', '.join(unknown)}.")
+            raise TypeError(f"Expected options of {classes}, got {', '.join(sorted(unknown))}.")
 
         # A group has one value of each option, for both sides.
-        host = self._defaults_of(self.host_cls, sides[0])
-        device = self._defaults_of(self.device_cls, sides[1])
+        host, device = self._shared_defaults(self.host), self._shared_defaults(self.device)
         for name in (host.keys() & device.keys()).difference(IMPLEMENTATIONS):
             if host[name] != device[name]:
                 raise ValueError(
@@ -98,46 +148,11 @@ class HybridSettings(NamedTuple):
                 )
         return device | host
 
-    def _defaults_of(
-        self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        defaults = defaults_of(cls, options)
-        # Groups that are shared with another class have that class's options of these names.
-        others = {self.host_cls, self.device_cls} - {FusedAdam, torch.optim.AdamW}
-        is_shared = cls is FusedAdam and others
+    def _shared_defaults(self, side: Updater) -> dict[str, Any]:
+        # Groups that FusedAdam shares with another class have that class's other options.
+        is_shared = side.cls is FusedAdam and None in (self.host.rule, self.device.rule)
         return {
             name: value
-            for name, value in defaults.items()
-            if not (is_shared and name in ADAMW_OPTIONS)
+            for name, value in side.defaults.items()
+            if not is_shared or name in _ADAM_OPTIONS
         }
-
-    def device_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The device side's class, and all of its options."""
-        # FusedAdam replaces torch's AdamW, because both sides must give the same bits.
-        options = known_to(self.device_cls, self.options)
-        if not is_flat_adam(self.device_cls, options):
-            return self.device_cls, options
-        return FusedAdam, {
-            **{name: value for name, value in options.items() if name in _ADAM_OPTIONS},
-            "exp_avg_dtype": self.moment_dtypes[0],
-            "exp_avg_sq_dtype": self.moment_dtypes[1],
-            "master_weights": self.in_fp32,
-            "num_host_threads": self.num_host_threads,
-            "use_decoupled_grad": self.use_decoupled_grad,
-        }
-
-
-def is_flat_adam(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether a class with these options is the AdamW of our one pass.
-
-    Raises:
-        ValueError: for FusedAdam with options that the pass does not support.
-    """
-    known = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
-    others = [name for name, value in options.items() if name not in known and value]
-    if cls is FusedAdam and others:
-        raise ValueError(
-            f"Expected options among {', '.join(_ADAM_OPTIONS)} of FusedAdam, got "
-            f"{', '.join(others)}."
-        )
-    return cls is FusedAdam or (cls is torch.optim.AdamW and not others)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamScalars
+from megatron.core.optimizer.kernels.adam import AdamScalars
+from megatron.core.optimizer.kernels.piece import Piece
 
 # 70 MiB that a machine without a GPU has no use for, unless somebody has it already.
 if torch.accelerator.is_available() or "triton" in sys.modules:
@@ -42,21 +43,21 @@ def check_available() -> None:
 
 
 @torch.no_grad()
-def run(pieces: Iterable[AdamPiece]) -> None:
+def run(pieces: Iterable[Piece], grad_scale: float) -> None:
     """Carries the pieces' steps out, in place, on the current stream of their device.
 
     Raises:
-        ValueError: for a piece that `AdamPiece.check` rejects.
+        ValueError: for a piece that `Piece.check` rejects.
         RuntimeError: if there is no Triton.
     """
     check_available()
     for piece in pieces:
         piece.check()
         if piece.numel:
-            _launch(piece)
+            _launch(piece, grad_scale)
 
 
-def _launch(piece: AdamPiece) -> None:
+def _launch(piece: Piece, grad_scale: float) -> None:
     device = piece.weight.device
     remainder, out = piece.remainder, piece.out
     is_split = remainder is not None
@@ -65,12 +66,12 @@ def _launch(piece: AdamPiece) -> None:
     arguments = (
         piece.grad,
         piece.weight.view(torch.int16) if is_split else piece.weight,
-        piece.exp_avg,
-        piece.exp_avg_sq,
+        piece.states["exp_avg"],
+        piece.states["exp_avg_sq"],
         piece.weight if remainder is None else remainder,
         piece.weight if out is None else out,
     )
-    scalars = AdamScalars.of(piece.step)
+    scalars = AdamScalars.of(piece.step, grad_scale)
 
     # A block's size changes no bit: elements are independent.
     grid = (-(-piece.numel // _BLOCK_NUMEL),)
@@ -89,7 +90,7 @@ def _launch(piece: AdamPiece) -> None:
 
 
 def _adam(  # type: ignore[no-untyped-def]
-    grad,  # pointers to the arrays of AdamPiece, a weight with a remainder as int16
+    grad,  # pointers to the arrays of Piece, a weight with a remainder as int16
     weight,
     exp_avg,
     exp_avg_sq,

@@ -1,7 +1,7 @@
 """The host kernel's face: steps of Adam on CPU tensors, carried out by a pool of C++ threads.
 
     kernel = HostAdam()
-    kernel.run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
+    kernel.run([Piece(step, grad, weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})])
 
 One pass reads the gradient and reads and writes weight and moments; casts and the clip coefficient
 cost no extra pass. Where the library was not built, torch computes the same bits, slower
@@ -19,7 +19,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,8 @@ import torch
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamScalars, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamScalars, AdamStep
+from megatron.core.optimizer.kernels.piece import Piece
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class _Scalars(ctypes.Structure):
 
 
 class _Piece(ctypes.Structure):
-    """`HostAdamPiece` of host_adam.cpp."""
+    """`HostPiece` of host_adam.cpp."""
 
     _fields_ = (("arrays", _Arrays), ("scalars", _Scalars), ("numel", ctypes.c_int64))
 
@@ -115,7 +116,7 @@ class HostAdam:
                 here.
             RuntimeError: if the threads cannot be started.
         """
-        self._num_threads = _default_num_threads() if num_threads is None else num_threads
+        self._num_threads = default_num_threads() if num_threads is None else num_threads
         if self._num_threads < 1:
             raise ValueError(f"Expected at least one thread, got {num_threads}.")
 
@@ -150,24 +151,29 @@ class HostAdam:
     def num_threads(self) -> int:
         return self._num_threads
 
-    def run(self, pieces: Sequence[AdamPiece]) -> None:
+    def run(self, pieces: Iterable[Piece], grad_scale: float = 1.0) -> None:
         """Carries the steps out and returns when all is written. See [Note: versions].
 
         No element may be written by two pieces. Pass all pieces at once, joined by `merged` where
         they are many: the threads then never wait for the caller.
 
+        Args:
+            grad_scale: gradients are multiplied with it as they are read.
+
         Raises:
-            ValueError: for a piece that is not on the CPU, and whatever `AdamPiece.check` raises.
+            ValueError: for a piece that is not on the CPU, and whatever `Piece.check` raises.
             RuntimeError: in a forked child of the process that made this.
         """
-        self.submit(pieces).wait()
+        self.submit(list(pieces), grad_scale).wait()
 
-    def submit(self, pieces: Sequence[AdamPiece], *, touch: bool = False) -> Ticket:
+    def submit(
+        self, pieces: Sequence[Piece], grad_scale: float = 1.0, *, touch: bool = False
+    ) -> Ticket:
         """Starts `run` in the background; the torch body finishes before it returns.
 
         Args:
-            pieces: as for `run`. Callers must not touch the arrays before they have waited for the
-                ticket.
+            pieces, grad_scale: as for `run`. Callers must not touch the arrays before they have
+                waited for the ticket.
             touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
                 garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
                 body does not support it.
@@ -187,10 +193,10 @@ class HostAdam:
             _warn_of_non_finite()
         library = self._usable_library()
         if library is None:
-            torch_adam.run(pieces)
+            torch_adam.run(pieces, grad_scale)
             return Ticket(None, (), self._process)
 
-        structs = (_Piece * len(pieces))(*map(_described, pieces))
+        structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
         handle = library.host_adam_submit(
             self._pool, _BODIES[self._body], structs, len(pieces), touch
         )
@@ -330,7 +336,8 @@ def _warn_once(path: Path) -> None:
     )
 
 
-def _default_num_threads() -> int:
+def default_num_threads() -> int:
+    """The cores that this process may use, divided among the ranks that share them."""
     return max(1, num_usable_cores() // num_sharing_ranks(local_world_size()))
 
 
@@ -353,27 +360,28 @@ def _running_on(cores: Collection[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _described(piece: AdamPiece) -> _Piece:
+def _described(piece: Piece, grad_scale: float) -> _Piece:
     remainder, out = piece.remainder, piece.out
+    exp_avg, exp_avg_sq = piece.states["exp_avg"], piece.states["exp_avg_sq"]
     arrays = _Arrays(
         piece.grad.data_ptr(),
         piece.weight.data_ptr(),
-        piece.exp_avg.data_ptr(),
-        piece.exp_avg_sq.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
         None if remainder is None else remainder.data_ptr(),
         None if out is None else out.data_ptr(),
         _TYPES[piece.grad.dtype],
         _TYPES[piece.weight.dtype] if remainder is None else _SPLIT,
-        _TYPES[piece.exp_avg.dtype],
+        _TYPES[exp_avg.dtype],
         _TYPES[None if out is None else out.dtype],
     )
-    return _Piece(arrays, _scalars(piece.step), piece.numel)
+    return _Piece(arrays, _scalars(piece.step, grad_scale), piece.numel)
 
 
 # The pieces of a step share few sets of constants.
 @functools.lru_cache(maxsize=16)
-def _scalars(step: AdamStep) -> _Scalars:
-    return _Scalars(*AdamScalars.of(step))
+def _scalars(step: AdamStep, grad_scale: float) -> _Scalars:
+    return _Scalars(*AdamScalars.of(step, grad_scale))
 
 
 def _close(library: ctypes.CDLL, pool: int, process: int) -> None:

@@ -19,9 +19,17 @@ from megatron.core.dist_checkpointing.errors import (
 from megatron.core.options import ConfigError
 from tests.helpers.ranks import run_ranks
 
+PLAIN = {"a": [1, -(2**80), 2.5, None, True, "\u2028é\ud800"], "b": {}}
 
-def _different_views() -> list[str]:
-    found = [on_first_rank(lambda: f"seen by {dist.get_rank()}", "looking")]
+
+def _answers() -> list[object]:
+    rank = dist.get_rank()
+    found: list[object] = [
+        on_first_rank(lambda: f"seen by {rank}", "looking"),
+        on_first_rank(lambda: PLAIN if rank == 0 else None, "looking"),
+        on_all_ranks(lambda: 10 + rank) - rank,
+        sum_of_ranks(2**40 + rank),
+    ]
     for error in (ConfigError("--x: y"), OSError("gone")):
         with pytest.raises((ConfigError, CheckpointError)) as raised:
             on_first_rank(lambda error=error: _raise(error), "looking")
@@ -33,9 +41,11 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_all_ranks_get_what_rank_zero_found():
-    expected = ["seen by 0", "ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
-    assert run_ranks(2, _different_views) == [expected, expected]
+def test_all_ranks_get_what_rank_zero_found_their_own_results_and_a_sum():
+    errors = ["ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
+    expected = ["seen by 0", PLAIN, 10, 2**41 + 1, *errors]
+    assert run_ranks(2, _answers) == [expected, expected]
+    assert sum_of_ranks(5) == 5
 
 
 def _failing_on(rank: int, error: Exception) -> str:
@@ -59,19 +69,6 @@ def test_an_error_on_one_rank_is_raised_on_all(error):
     assert second == f"{type(error).__name__}: {error}"
 
 
-def _succeeding() -> int:
-    return on_all_ranks(dist.get_rank)
-
-
-def test_numbers_of_all_ranks_are_summed_on_each():
-    assert run_ranks(2, lambda: sum_of_ranks(2**40 + dist.get_rank())) == [2**41 + 1] * 2
-    assert sum_of_ranks(5) == 5
-
-
-def test_without_a_failure_every_rank_has_its_own_result():
-    assert run_ranks(2, _succeeding) == [0, 1]
-
-
 def _differently() -> str:
     def fail() -> None:
         raise CheckpointDamagedError("a bit") if dist.get_rank() else CheckpointError("a key")
@@ -86,17 +83,6 @@ def test_different_errors_become_the_first_ranks_kind_on_all():
         "CheckpointError: a key",
         "CheckpointError: rank 0: a key",
     ]
-
-
-PLAIN = {"a": [1, -(2**80), 2.5, None, True, "\u2028é\ud800"], "b": {}}
-
-
-def _plain_data() -> list[object]:
-    return [on_first_rank(lambda: PLAIN if dist.get_rank() == 0 else None, "looking")]
-
-
-def test_plain_data_arrives_as_it_was():
-    assert run_ranks(2, _plain_data) == [[PLAIN], [PLAIN]]
 
 
 def _answers_to(value: object) -> str:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     manifest_file,
 )
 from megatron.core.dist_checkpointing.format.names import checkpoint_name
-from megatron.core.dist_checkpointing.save.data_sink import DataSink
+from megatron.core.dist_checkpointing.save.data_file import DataSink
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.store import TRACKER_FILE, LocalStore, published_iterations
 from megatron.core.files import Sync

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.state_loading import ADAMW_OPTIONS
+from megatron.core.optimizer.rules import Adam
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight
 from tests.helpers.checkpoints import install_param_groups
 from tests.helpers.ranks import run_ranks
@@ -140,7 +140,7 @@ def _load_other_groups(root: str, setting: Setting) -> tuple[dict[str, Any], lis
 @pytest.mark.parametrize("setting", [Setting(is_fused=False)], ids=str)
 def test_the_options_of_groups_come_to_the_parameters_by_name(tmp_path, setting):
     options, losses = run_ranks(2, _save_three_groups, str(tmp_path))[0]
-    assert options == {name: {**ADAMW_OPTIONS, **_options_of(name)} for name in options}
+    assert options == {name: {**Adam().defaults, **_options_of(name)} for name in options}
     assert len({values["lr"] for values in options.values()}) == 3
     for loaded, after in run_ranks(2, _load_other_groups, str(tmp_path), setting):
         assert loaded == options
@@ -208,19 +208,25 @@ def _load(root: str, setting: Setting) -> tuple[list[str], list[float]]:
     return differences(full_tensors(trained), expected_tensors(root)), next_losses(trained)
 
 
+SGD = Setting("optim", 0.5, is_tied=False, compute_dtype=BF16, optimizer=(("optimizer", "sgd"),))
+SHORT = SGD._replace(fraction=None, optimizer=moments("bf16", "bf16"))
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "fraction"),
     [
-        Setting(compute_dtype=BF16, optimizer=moments("fp8", "fp16")),
-        Setting("optim", optimizer=moments("bf16", "bf16")),
-        Setting("optim_grads", compute_dtype=BF16, optimizer=(("optimizer", "sgd"),)),
-        Setting(compute_dtype=BF16, optimizer=(("gpu_optimizer", "torch"),)),
+        (Setting(compute_dtype=BF16, optimizer=moments("fp8", "fp16")), None),
+        (Setting("optim_grads", compute_dtype=BF16, optimizer=(("optimizer", "sgd"),)), None),
+        (Setting(compute_dtype=BF16, optimizer=(("gpu_optimizer", "torch"),)), None),
+        # Another fraction is offloaded.
+        (SGD, None),
+        (SHORT, 0.5),
     ],
     ids=str,
 )
-def test_every_optimizer_continues_bit_by_bit(tmp_path, setting):
+def test_every_optimizer_continues_bit_by_bit(tmp_path, setting, fraction):
     losses = run_ranks(2, train_and_save, str(tmp_path), setting)[0]
-    for found, after in run_ranks(2, _load, str(tmp_path), setting):
+    for found, after in run_ranks(2, _load, str(tmp_path), setting._replace(fraction=fraction)):
         assert found == []
         assert after == losses
 
@@ -262,20 +268,6 @@ def test_parts_with_different_scales_that_are_merged_are_rounded_once(tmp_path):
         bits, least = {"exp_avg": (4, 2**-18), "exp_avg_sq": (11, 2**-40)}[state]
         error = (loaded[key] - expected[key]).abs()
         assert torch.all(error <= (expected[key].abs() * 2**-bits).clamp_min(largest * least))
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "saving", "loading"),
-    [((("optimizer", "sgd"),), 0.5, None), (moments("bf16", "bf16"), None, 0.5)],
-)
-def test_the_offloaded_fraction_of_other_optimizers_makes_no_difference(
-    tmp_path, optimizer, saving, loading
-):
-    setting = Setting("optim", saving, is_tied=False, compute_dtype=BF16, optimizer=optimizer)
-    losses = run_ranks(2, train_and_save, str(tmp_path), setting)[0]
-    for found, after in run_ranks(2, _load, str(tmp_path), setting._replace(fraction=loading)):
-        assert found == []
-        assert after == losses
 
 
 # Models without an engine, in this very process

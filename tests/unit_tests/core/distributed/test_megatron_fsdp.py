@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp import FsdpModule
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.uneven_rows import UnevenShard
 from megatron.core.distributed.megatron_fsdp import microbatch_of, shard_model
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.mesh import build_hybrid_mesh, build_mesh

@@ -289,9 +289,9 @@ def test_the_states_of_a_group_are_one_buffer_and_its_step_is_one_pass() -> None
     seen: list[int] = []
     run = optimizer._run
 
-    def counted(pieces: Any) -> None:
+    def counted(pieces: Any, grad_scale: float) -> None:
         seen.append(len(pieces))
-        run(pieces)
+        run(pieces, grad_scale)
 
     optimizer._run = counted
     assert sum(step.gradient.numel() > 0 for step in optimizer.plan_step().parameters) == 4

@@ -17,6 +17,8 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+from megatron.core.optimizer.rules import SGD, Lion
 from tests.helpers.ranks import run_ranks
 
 DIM = 6
@@ -50,8 +52,9 @@ def build(strategy: str, options: dict[str, Any]) -> tuple[nn.Module, torch.opti
     with fully_shard_context("cpu"):
         for module in (model.first, model):
             fully_shard(module, mesh, Placements.for_strategy(strategy))
-    make = HybridDeviceOptimizer if "offload_fraction" in options else FusedAdam
-    return model, make(model.parameters(), lr=0.05, weight_decay=0.1, **options)
+    make: Any = RuleOptimizer if "rule" in options else FusedAdam
+    make = HybridDeviceOptimizer if "offload_fraction" in options else make
+    return model, make(model.parameters(), weight_decay=0.1, **{"lr": 0.05, **options})
 
 
 def batch(number: int) -> torch.Tensor:
@@ -75,8 +78,8 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Held:
     for name, parameter in model.named_parameters():
         group = group_of(parameter)
         first_row = group.main_weight.chunk(group.index_of(parameter)).first_row
-        states = {key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
-        if isinstance(optimizer, FusedAdam):
+        states = {key: value for key, value in optimizer.state[parameter].items() if key != "step"}
+        if isinstance(optimizer, RuleOptimizer):
             states = {key: optimizer.get_unscaled_state(parameter, key) for key in states}
         for key, tensor in {"weight": parameter, **states}.items():
             found[f"{name}.{key}"] = [(first_row, local_tensor(tensor).detach().float().clone())]
@@ -128,6 +131,32 @@ def _uninterrupted(strategy: str, options: dict[str, Any]) -> tuple[torch.Tensor
     output = model(batch(100)).detach()
     train(model, optimizer, NUM_STEPS, NUM_STEPS + 1)
     return output, held(model, optimizer)
+
+
+@pytest.mark.parametrize("saving_fraction", [None, 0.5])
+@pytest.mark.parametrize("loading", [1, 3])
+@pytest.mark.parametrize("rule", [Lion(), SGD()], ids=["lion", "sgd"])
+def test_states_of_other_rules_load_on_other_ranks_and_on_the_other_side(
+    tmp_path, rule, loading, saving_fraction
+):
+    path, strategy = str(tmp_path / "checkpoint"), "optim_grads_params"
+    on_device = {"rule": rule, "lr": 0.01}
+    on_host = {**on_device, "offload_fraction": 0.5}
+    saving_options = on_device if saving_fraction is None else on_host
+    saved = whole(run_ranks(2, _train_and_save, path, strategy, saving_options))
+    results = {
+        name: run_ranks(loading, _load_and_go_on, path, strategy, options)
+        for name, options in (("device", on_device), ("host", on_host))
+    }
+    for ranks in results.values():
+        loaded = whole([rank[0] for rank in ranks])
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+    finals = {name: whole([rank[2] for rank in ranks]) for name, ranks in results.items()}
+    for name, tensor in finals["device"].items():
+        assert torch.equal(tensor, finals["host"][name]), name
+        assert not torch.equal(tensor, saved[name]), name
 
 
 @pytest.mark.parametrize(

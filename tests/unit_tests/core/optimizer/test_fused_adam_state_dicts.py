@@ -36,7 +36,7 @@ from tests.unit_tests.core.optimizer.helpers.adam_runs import (
         ({"exp_avg_dtype": torch.float64}, NotImplementedError, "exp_avg_dtype .*float64"),
         ({"master_weight_dtype": BF16}, NotImplementedError, "master_weight_dtype .*bfloat16"),
         ({"lr": -1.0}, ValueError, "lr .* -1.0"),
-        ({"betas": (0.9, 1.0)}, ValueError, "betas in"),
+        ({"betas": (0.9, 1.0)}, ValueError, "beta2 in"),
     ],
     ids=str,
 )

@@ -137,7 +137,7 @@ def _seen(case: Case) -> Seen:
     finally:
         engines.check_memory_on_all_ranks = original
     found = engine.state.optimizer.state_memory(engine.model)
-    if config.optimizer.optimizer == "sgd" or config.optimizer.gpu_optimizer == "torch":
+    if config.optimizer.gpu_optimizer == "torch":
         # Such states are made in the first step.
         tokens = torch.arange(12).view(2, 6) + rank
         batch = {"tokens": tokens, "labels": tokens}
@@ -192,7 +192,7 @@ WIDE = {
     "weights apart from gradients": Case().on_host(0.5, pin_cpu_params=False),
     "momentum": Case(optimizer={"optimizer": "sgd"}),
     "momentum on the host": Case().on_host(0.5, optimizer="sgd"),
-    "momentum on the host, widened": Case(HYBRID).on_host(1.0, optimizer="sgd"),
+    "Lion": Case(HYBRID).on_host(0.5, optimizer="lion", exp_avg_dtype="bf16"),
     "no momentum": Case(optimizer={"optimizer": "sgd", "sgd_momentum": 0.0}),
     "PyTorch's AdamW": Case(optimizer={"gpu_optimizer": "torch"}),
     "FSDP2": Case(parallel=FSDP2),

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     Holdings,
     RankMesh,
-    Replicated,
+    replicated,
     shares,
 )
 from megatron.core.dist_checkpointing.state.collect import collect
@@ -96,14 +96,14 @@ def owned(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], list[Own], int]:
             ]
             shape = (num_own, *tail)
             dim = draw(st.sampled_from([None, *range(len(shape))]))
-            holdings: Holdings = EvenShards(shape, mesh, [dim])
+            holdings: Holdings = EvenShards(shape, mesh, [dim]).holdings
             if draw(st.booleans()):
-                holdings = Replicated(shape, range(num_ranks))
+                holdings = replicated(shape, range(num_ranks))
             own.append(Own(Part(rows, shape, dtype), in_rows[where], holdings))
     if draw(st.booleans()):
         theirs["scalar"] = np.array(77, np.int64)
         part = Part(RowMap("scalar"), (), torch.int64)
-        own.append(Own(part, theirs["scalar"], Replicated((), range(num_ranks))))
+        own.append(Own(part, theirs["scalar"], replicated((), range(num_ranks))))
     return theirs, draw(st.permutations(own)), num_ranks
 
 

@@ -261,7 +261,7 @@ def test_a_kill_in_a_save_strikes_after_the_last_write_and_before_the_close(tmp_
         sink = store.open_data(f"{draft}/__0_0.distcp")
         sink.write([memoryview(b"data")])
         assert killed == []
-        sink.close(4)
+        sink.close()
     assert killed == [(os.getpid(), signal.SIGKILL)]
     assert told(tmp_path / "events") == [(spec, "save", 4)]
 
@@ -294,7 +294,7 @@ def test_a_full_disk_fails_the_writes_of_one_checkpoint(tmp_path, kind):
             assert not store.exists(f"{draft}/__0_0.distcp"), "the sink is the store's"
             store.write(f"{draft}/failed_0.json", b"")
         else:
-            sink.close(4)
+            sink.close()
             assert (
                 store.read(f"{draft}/__0_0.distcp") == store.read(f"{draft}/.metadata") == b"data"
             )

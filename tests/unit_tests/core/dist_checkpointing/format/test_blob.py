@@ -6,6 +6,9 @@ import copy
 import io
 import math
 import random
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config as serialization_config
 
 from megatron.core.dist_checkpointing.format import blob
-from megatron.core.dist_checkpointing.format.blob import blob_frame, blob_layout, plain_blob
+from megatron.core.dist_checkpointing.format.blob import (
+    blob_frame,
+    blob_layout,
+    fake_tensor_mode,
+    plain_blob,
+)
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
@@ -212,3 +220,44 @@ def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
 def test_anything_but_plain_data_is_rejected_with_its_place(value, place):
     with pytest.raises(ValueError, match="Expected plain data " + place):
         plain_blob(value)
+
+
+# Fake tensors on threads that end. See [Note: a guard that dies with its thread].
+
+ROOT = Path(__file__).resolve().parents[5]
+
+# A separate program, since the failure is a segmentation fault.
+FIRST_BACKWARD_AFTER_A_THREAD = """
+import threading
+
+import torch
+
+from megatron.core.dist_checkpointing.format.blob import blob_frame
+
+thread = threading.Thread(target=blob_frame, args=(torch.float32, (3, 4)))
+thread.start()
+thread.join()
+
+weight = torch.ones(3, requires_grad=True)
+weight.sum().backward()
+blob_frame(torch.float32, (5,))
+"""
+
+
+def test_the_first_backward_may_come_after_a_thread_that_saved_has_ended():
+    command = [sys.executable, "-c", FIRST_BACKWARD_AFTER_A_THREAD]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_fake_tensor_has_a_size_and_no_memory_on_any_thread():
+    made = []
+
+    def make() -> None:
+        with fake_tensor_mode():
+            made.append(torch.empty(1 << 40, dtype=torch.float32, device="cpu"))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert made[0].shape == (1 << 40,)

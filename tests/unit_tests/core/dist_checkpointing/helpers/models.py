@@ -48,7 +48,7 @@ from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
     plan_offload,
 )
-from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.scaled_states import is_scaled
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.config import TransformerConfig
@@ -219,7 +219,7 @@ class Trained:
             reset_parameters=seeded_reset(self.model, torch.device("cpu"), seed),
             offloaded=plan.names_on_host if plan else (),
         )
-        self.optimizer = build_optimizer(self.model, config, lr, self.world_size, plan=plan)
+        self.optimizer = build_optimizer(self.model, config, lr, self.world_size)
 
     def step(self, number: int) -> float:
         """Trains on a global batch, divided among the ranks. Returns its mean loss."""
@@ -323,7 +323,7 @@ def full_tensors(trained: Trained) -> dict[str, torch.Tensor]:
                     for own, _ in canonical(fqn, parameter.shape[0])
                 }
                 continue
-            if isinstance(optimizer, FusedAdam) and is_scaled(state.dtype):
+            if isinstance(optimizer, RuleOptimizer) and is_scaled(state.dtype):
                 state = optimizer.get_unscaled_state(parameter, name)
             values.setdefault(name, {})[parameter] = local_tensor(state).detach()
     for name, parts in values.items():

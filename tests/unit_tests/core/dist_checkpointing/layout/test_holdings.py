@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from hypothesis import given, settings
@@ -16,12 +17,11 @@ from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
-    FlatTensor,
     Holding,
     Holdings,
     RankMesh,
-    Replicated,
-    SectionHoldings,
+    replicated,
+    section_holdings,
     shares,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
@@ -77,10 +77,8 @@ def test_holdings_of_a_flat_buffer_are_the_chunks_of_every_rank(shards):
         piece = layout.local_range(mesh.shape, shards.is_sharded, mesh.coordinate(place))
         held = whole[piece.start : piece.stop]
         for i, tensor in enumerate(tensors):
-            own = list(FlatTensor(shards, i).holdings(rank))
-            assert own == [
-                holding for holding in FlatTensor(shards, i).holdings() if rank in holding.ranks
-            ]
+            own = list(shards.holdings(i, rank))
+            assert own == [holding for holding in shards.holdings(i, None) if rank in holding.ranks]
             chunk = layout.chunk(i, piece)
             assert len(own) == (chunk.num_rows > 0)
             for holding in own:
@@ -93,9 +91,9 @@ def test_holdings_of_a_flat_buffer_are_the_chunks_of_every_rank(shards):
 @given(flat_shards())
 def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
     tensors: list[tuple[Holdings, int]] = [
-        (FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))
+        (partial(shards.holdings, i), 4) for i in range(len(shards.layout.tensor_shapes))
     ]
-    scalar, own = Replicated((), shards.mesh.ranks), Replicated((3,), shards.mesh.ranks[-1:])
+    scalar, own = replicated((), shards.mesh.ranks), replicated((3,), shards.mesh.ranks[-1:])
     tensors += [(scalar, 4), (own, 1)]
     all_shapes = [*shards.layout.tensor_shapes, (), (3,)]
     written = list(shares(tensors))
@@ -104,7 +102,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
     for number, box, owner in written:
         holders = {
             rank
-            for holding in tensors[number][0].holdings()
+            for holding in tensors[number][0](None)
             for rank in holding.ranks
             if counts(all_shapes[number], [holding.box])[box.slices()].all()
         }
@@ -114,7 +112,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
 @settings(deadline=None)
 @given(flat_shards())
 def test_a_rank_computes_its_shares_from_its_holdings_alone(shards):
-    tensors = [(FlatTensor(shards, i), 2) for i in range(len(shards.layout.tensor_shapes))]
+    tensors = [(partial(shards.holdings, i), 2) for i in range(len(shards.layout.tensor_shapes))]
     everyone = list(shares(tensors))
     for rank in shards.mesh.ranks:
         assert list(shares(tensors, rank)) == [share for share in everyone if share[2] == rank]
@@ -124,19 +122,19 @@ def test_a_rank_computes_its_shares_from_its_holdings_alone(shards):
 @settings(deadline=None)
 @given(flat_shards())
 def test_ranks_with_the_same_holdings_write_the_same_bytes_to_within_a_row(shards):
-    tensors = [(FlatTensor(shards, i), 4) for i in range(len(shards.layout.tensor_shapes))]
+    tensors = [(partial(shards.holdings, i), 4) for i in range(len(shards.layout.tensor_shapes))]
     nbytes = dict.fromkeys(shards.mesh.ranks, 0)
     for _, box, owner in shares(tensors):
         nbytes[owner] += 4 * box.numel
     largest_row = 4 * max(math.prod(shape[1:]) for shape in shards.layout.tensor_shapes)
-    groups = {holding.ranks for tensor, _ in tensors for holding in tensor.holdings()}
+    groups = {holding.ranks for tensor, _ in tensors for holding in tensor(None)}
     for ranks in groups:
         written = [nbytes[rank] for rank in ranks]
         assert max(written) - min(written) <= 2 * largest_row
 
 
 def test_the_example_in_the_note_is_right():
-    tensors = [(Replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
+    tensors = [(replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
     owners = [[owner] * box.sizes[0] for _, box, owner in shares(tensors)]
     assert list(itertools.chain(*owners)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
@@ -154,7 +152,7 @@ def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
     )
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     shards = EvenShards(shape, mesh, dims)
-    everyone = list(shards.holdings())
+    everyone = list(shards.holdings(None))
     for place, rank in enumerate(mesh.ranks):
         sizes, offsets = _compute_local_shape_and_global_offset(
             tuple(shape), tuple(mesh_shape), list(mesh.coordinate(place)), placements
@@ -172,24 +170,20 @@ def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
 def test_sections_are_the_rows_of_the_whole(shards, data):
     rows = shards.layout.tensor_shapes[0][0]
     cut = data.draw(st.integers(0, rows))
-    whole = FlatTensor(shards, 0)
+    whole = partial(shards.holdings, 0)
     found = []
     for begin, end in ((0, cut), (cut, rows)):
-        for (offsets, sizes), ranks in SectionHoldings(whole, begin, end - begin).holdings():
+        for (offsets, sizes), ranks in section_holdings(whole, begin, end - begin, None):
             assert offsets[0] + sizes[0] <= end - begin
             found.append(Holding(Box((offsets[0] + begin, *offsets[1:]), sizes), ranks))
     shape = shards.layout.tensor_shapes[0]
-    boxes = [[holding.box for holding in holdings] for holdings in (found, whole.holdings())]
+    boxes = [[holding.box for holding in holdings] for holdings in (found, whole(None))]
     assert torch.equal(*(counts(shape, each) for each in boxes))
-    assert {holding.ranks for holding in found} == {holding.ranks for holding in whole.holdings()}
+    assert {holding.ranks for holding in found} == {holding.ranks for holding in whole(None)}
 
 
 def test_a_section_reads_only_near_chunks():
     """An expert's rows are one of hundreds of sections, on as many ranks."""
-
-    class Rows:
-        def holdings(self, rank: int | None = None) -> Seen:  # noqa: ARG002
-            return found
 
     class Seen(list[Holding]):
         def __getitem__(self, place):
@@ -198,8 +192,7 @@ def test_a_section_reads_only_near_chunks():
 
     looked_at: list[object] = []
     found = Seen(Holding(Box((4 * n, 0), (4, 3)), (n,)) for n in range(1024))
-    section = SectionHoldings(Rows(), first_row=2002, num_rows=4)
-    assert section.holdings() == [
+    assert section_holdings(lambda _: found, 2002, 4, None) == [
         Holding(Box((0, 0), (2, 3)), (500,)),
         Holding(Box((2, 0), (2, 3)), (501,)),
     ]
@@ -207,5 +200,5 @@ def test_a_section_reads_only_near_chunks():
 
 
 def test_tensors_without_elements_have_no_chunks():
-    assert list(Replicated((0, 3), (0, 1)).holdings()) == []
-    assert list(shares([(Replicated((0, 3), (0, 1)), 4)])) == []
+    assert list(replicated((0, 3), (0, 1))(None)) == []
+    assert list(shares([(replicated((0, 3), (0, 1)), 4)])) == []

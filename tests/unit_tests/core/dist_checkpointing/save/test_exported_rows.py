@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import (
     BLOCK_BYTES,
     DATA_ALIGNMENT,
     digests_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.file_layout import ExportedRows
 from megatron.core.dist_checkpointing.save.data_file import BufferPool, DataFileWriter
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.shared_file import SharedFile

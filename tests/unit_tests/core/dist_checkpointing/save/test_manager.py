@@ -150,25 +150,6 @@ def test_a_published_checkpoint_is_never_overwritten(root):
     assert_same(load(store, 5), expected)
 
 
-def test_a_failure_is_told_once_and_the_next_save_succeeds(root, monkeypatch):
-    model, optimizer = trained(seed=0)
-    with CheckpointManager.start(root, DEVICE) as manager:
-        with monkeypatch.context() as patch:
-            patch.setattr(manager.store, "open_data", _no_space)
-            manager.save(1, collect(model, optimizer), {})
-            with pytest.raises(CheckpointError, match="OSError: no space") as failure:
-                manager.finish()
-        assert "1 failed so far; this run has published none yet" in str(failure.value)
-        assert isinstance(failure.value.__cause__, OSError)
-        manager.finish()
-        assert manager.failure() is None
-        manager.save(2, collect(model, optimizer), {})
-        manager.finish()
-        assert manager.num_failed == 1
-    assert published_iterations(open_store(root)) == [2]
-    assert open_store(root).folders() == ["iter_0000002"], "the first attempt's draft is gone"
-
-
 def _no_space(_: str) -> None:
     raise OSError("no space")
 
@@ -270,21 +251,31 @@ class _DownError(Exception):
     """What a remote file system raises, which is no OSError."""
 
 
-def test_a_store_that_is_down_fails_the_save_and_does_not_stop_the_training(root, monkeypatch):
+EVERYTHING = ("open_data", "write", "exists", "make_folder", "read", "files")
+
+
+@pytest.mark.parametrize("methods", [EVERYTHING, ("open_data",)], ids=["down", "full"])
+def test_a_failure_is_told_once_does_not_stop_the_training_and_the_next_save_succeeds(
+    root, monkeypatch, methods
+):
     model, optimizer = trained(seed=0)
     error = _DownError("the network is down")
     with CheckpointManager.start(root, DEVICE) as manager:
         with monkeypatch.context() as patch:
-            for method in ("open_data", "write", "exists", "make_folder", "read", "files"):
+            for method in methods:
                 patch.setattr(manager.store, method, _raising(error))
             manager.save(1, collect(model, optimizer), {})
             step(model, optimizer)  # it waits for what reads its states
-            with pytest.raises(CheckpointError, match="the network is down"):
+            with pytest.raises(CheckpointError, match="the network is down") as failure:
                 manager.finish()
+            assert failure.value.__cause__ is error
             assert not manager.is_busy
+        manager.finish()
+        assert manager.failure() is None
         manager.save(2, collect(model, optimizer), {})
         manager.finish()
-    assert published_iterations(open_store(root)) == [2]
+        assert manager.num_failed == 1
+    assert open_store(root).folders() == ["iter_0000002"], "the first attempt's draft is gone"
 
 
 def _raising(error: Exception):
@@ -397,5 +388,4 @@ def test_a_remote_save_that_another_run_sweeps_before_its_marker_is_no_published
         manager.save(5, collect(model, optimizer, rank=0, world_size=1), {})
         with pytest.raises(CheckpointError, match="another run may have swept it"):
             manager.finish()
-    assert not open_store(root).is_published(checkpoint_name(5))
     assert published_iterations(open_store(root)) == []

@@ -64,7 +64,7 @@ WRITES: dict[str, Callable[[list[Any]], object]] = {
     "cumsum_, which gathers": lambda t: [each.cumsum_(0).add_(1) for each in t],
     "out=": lambda t: [torch.add(each, 1, out=each) for each in t],
     "slices": lambda t: [each[:].mul_(0.5) for each in t],
-    "views": lambda t: [each.view(-1).mul_(0.5) for each in t],
+    "views": lambda t: [each.view(len(each), -1).mul_(0.5) for each in t],
     "detach": lambda t: [each.detach().mul_(0.5) for each in t],
     "to_local": lambda t: [each.to_local().mul_(0.5) for each in t],
     # Lists

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.uneven_rows import UnevenShard
 from tests.helpers.ranks import on_ranks, run_ranks
 
 SHAPES = [(2, 6), (4, 4), (4, 4), (1, 2), (1, 6), (3,)]

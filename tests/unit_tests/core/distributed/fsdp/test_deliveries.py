@@ -5,7 +5,6 @@ once, as streams do.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.collective_history import Kind
-from megatron.core.distributed.fsdp.delivery import Delivery
+from megatron.core.distributed.fsdp.group_weights import MemoryPhase
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
-from megatron.core.lanes import Event, InlineLane, ThreadEvent, relay
+from megatron.core.lanes import Event, InlineLane, relay
 from tests.helpers.ranks import on_ranks, run_ranks
 
 DIM = 4
@@ -77,80 +76,6 @@ class HeldDelivery:
 
     def let(self) -> None:
         self._go.set()
-
-
-def failed_event() -> ThreadEvent:
-    event = ThreadEvent()
-    event.finish(OSError("the update failed"))
-    return event
-
-
-def test_a_delivery_is_announced_awaited_and_then_idle_again_and_its_user_is_told_once():
-    delivery, used = Delivery(), []
-    updated = ThreadEvent.done()
-    delivery.announce(updated, before_use=lambda: used.append(delivery.status))
-    assert delivery.events == [updated]
-    delivery.synchronize()
-    assert delivery.events == [updated], "a gather must still be queued after it"
-
-    delivery.gather_queued()
-    assert (delivery.status, delivery.events) == (Delivery.Status.AWAITED, [])
-    for _ in range(2):
-        delivery.wait(ThreadEvent.done())
-        assert delivery.status is Delivery.Status.IDLE
-    assert used == [Delivery.Status.IDLE]
-
-
-def test_a_gather_without_an_update_leaves_a_delivery_idle_and_a_newer_update_is_still_announced():
-    delivery, used = Delivery(), []
-    delivery.gather_queued()
-    assert delivery.status is Delivery.Status.IDLE
-
-    delivery.announce(ThreadEvent.done(), before_use=lambda: used.append("old"))
-    delivery.gather_queued()
-    newer = ThreadEvent.done()
-    delivery.announce(newer, before_use=lambda: used.append("new"))
-    delivery.wait(ThreadEvent.done())
-    assert (delivery.events, used) == ([newer], [])
-
-
-@pytest.mark.parametrize("is_announced", [True, False])
-def test_a_delivery_that_has_failed_stays_failed(is_announced):
-    delivery = Delivery()
-    if is_announced:
-        delivery.announce(failed_event())
-        delivery.gather_queued()
-    delivery.check()
-    with pytest.raises(OSError, match="the update failed"):
-        delivery.wait(failed_event())
-    delivery.announce(ThreadEvent.done())
-    assert (delivery.status, delivery.events) == (Delivery.Status.FAILED, [])
-    for _ in range(2):
-        with pytest.raises(OSError, match="the update failed"):
-            delivery.check()
-
-
-def test_synchronizing_with_an_update_that_failed_fails_every_time():
-    delivery = Delivery()
-    delivery.announce(failed_event())
-    for _ in range(2):
-        with pytest.raises(OSError, match="the update failed"):
-            delivery.synchronize()
-
-
-def test_the_last_to_claim_a_delivery_has_it_and_it_is_held_weakly():
-    class Owner:
-        pass
-
-    delivery, first, second = Delivery(), Owner(), Owner()
-    assert not delivery.is_claimed_by(first)
-    delivery.claim(first)
-    delivery.claim(second)
-    assert not delivery.is_claimed_by(first)
-    assert delivery.is_claimed_by(second)
-    gone = weakref.ref(second)
-    del second
-    assert gone() is None
 
 
 def shard(strategy: str) -> tuple[nn.Sequential, FsdpContext, IssuingLane]:
@@ -286,6 +211,7 @@ def test_a_module_that_is_skipped_gives_its_reserved_memory_back() -> None:
         assert storage.nbytes() == 0, (
             "memory that was reserved for a module that does not come is given back"
         )
+        assert group.phase is MemoryPhase.SHARDED
         output = model[1](torch.ones(1, DIM))
     assert torch.equal(output, torch.full((1, DIM), 2.0 * DIM))
     assert context.forward_order == list(model)

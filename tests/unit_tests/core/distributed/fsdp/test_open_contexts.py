@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_context,
     fully_shard_optimizer,
 )
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.uneven_rows import UnevenShard
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import on_ranks
@@ -237,17 +237,17 @@ def test_what_was_taken_from_a_parameter_waits_for_its_updates() -> None:
         model.parameters(), 1.0, lr=0.1, overlap_step_with_forward=True
     )
     handles = [parameter.detach() for parameter in model.parameters()]
-    views = [parameter.detach().view(-1) for parameter in model.parameters()]
+    views = [parameter.detach()[:, None] for parameter in model.parameters()]
     for seed in range(4):
         model(torch.randn(4, 6)).square().mean().backward()
         with delays(seed):
             optimizer.step()
             found = [handle.full_tensor() for handle in handles]
-            flat = [view.full_tensor() for view in views]
+            viewed = [view.full_tensor() for view in views]
         optimizer.synchronize()
-        for parameter, handle, view in zip(model.parameters(), found, flat, strict=True):
+        for parameter, handle, view in zip(model.parameters(), found, viewed, strict=True):
             assert torch.equal(handle, parameter.full_tensor())
-            assert torch.equal(view, parameter.full_tensor().view(-1))
+            assert torch.equal(view, parameter.full_tensor()[:, None])
         optimizer.zero_grad()
 
 

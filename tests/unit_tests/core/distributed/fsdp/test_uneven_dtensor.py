@@ -7,6 +7,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import swa_utils
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Flat
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.uneven_rows import UnevenShard
 from tests.helpers.ranks import on_ranks, run_ranks
 
 # Weight and bias of a layer: the bias ends up on one rank, the weight is cut in the middle.
@@ -134,7 +136,10 @@ def test_full_tensor_and_redistribute_give_all_rows_in_order(wholes, tensors) ->
         assert not len(rows) or offset[0] == rows.start
 
 
-ELEMENTWISE: list[Callable[[Any], Any]] = [
+Operation = Callable[[Any], Any]
+
+# On the rows of each rank, without a message.
+LOCAL: list[Operation] = [
     lambda t: t + t,
     lambda t: t * 2 - 1,
     lambda t: t.abs().sqrt(),
@@ -148,93 +153,98 @@ ELEMENTWISE: list[Callable[[Any], Any]] = [
     lambda t: t.clone().copy_(t * 2),
     lambda t: t.detach() / t.new_ones(t.shape),
     lambda t: torch.full_like(t, 7.0),
+    lambda t: t.frexp().mantissa,
+    lambda t: t * torch.tensor(2.0),
+    lambda t: t == t.clone(),
     lambda t: torch._foreach_add([t, t], [t, t * 2], alpha=2)[1],
-    lambda t: t.unsqueeze(-1).transpose(-1, 1) if t.dim() > 1 else t.unsqueeze(-1),
-    lambda t: t.view(t.shape[0], -1),
-    lambda t: t[:, 1:2] if t.dim() > 1 else t[:],
-    lambda t: t.select(1, 0) if t.dim() > 1 else t,
-    lambda t: t.view(-1),
-    lambda t: t.flatten(0, -1),
-    lambda t: t.view(-1).view(t.shape),
-    lambda t: t.squeeze(),
-    lambda t: t.permute(0, *range(t.dim() - 1, 0, -1)),
-    lambda t: t.expand(t.shape),
-    lambda t: t.chunk(2, dim=-1)[0] if t.dim() > 1 else t,
-    lambda t: t.unbind(-1)[1] if t.dim() > 1 else t,
-    lambda t: t.split([1, t.shape[-1] - 1], dim=-1)[1] if t.dim() > 1 else t,
-    lambda t: t.view(torch.int32).bitwise_and(7).view(torch.float32),
     lambda t: torch._foreach_addcdiv(
         [t, t], [t, t], [t * t + 1, t * t + 1], torch.tensor([0.5, 2.0])
     )[1],
 ]
-
-ON_ALL_ROWS: list[Callable[[Any], Any]] = [
-    lambda t: t[1],
-    lambda t: t[2:4],
-    lambda t: t.unsqueeze(0),
-    lambda t: t.t() if t.dim() < 3 else t.transpose(0, 2),
-    lambda t: t.mean(),
-    lambda t: t.std(),
-    lambda t: t.max(),
-    lambda t: t.argmax(),
-    lambda t: torch._foreach_max([t, t])[1],
-    lambda t: t.sum(dim=0),
-    lambda t: t.cumsum(0),
-    lambda t: t.sort(dim=0).values,
-    lambda t: t.flip(0),
-    lambda t: t.norm(p=-1),
-    lambda t: torch.cat([t, t]),
-    lambda t: torch.stack([t, t]),
-    lambda t: t.reshape(t.shape[0], -1) @ t.reshape(t.shape[0], -1).t(),
-    lambda t: t.isfinite().all(),
-    lambda t: torch.equal(t, t * 1),
-    lambda t: t.clone().cumsum_(0),
+# The same, as views.
+VIEWS: list[Operation] = [
+    lambda t: t.data,
+    lambda t: t.view(t.shape),
+    lambda t: t.view(t.shape[0], -1),
+    lambda t: t.unsqueeze(-1).transpose(-1, 1) if t.dim() > 1 else t.unsqueeze(-1),
+    lambda t: t[:, 1:2] if t.dim() > 1 else t[:],
+    lambda t: t.select(1, 0) if t.dim() > 1 else t[:],
+    lambda t: t.permute(0, *range(t.dim() - 1, 0, -1)),
+    lambda t: t.expand(t.shape),
+    lambda t: t.unsqueeze(1).expand(-1, 3, *t.shape[1:]).select(1, 2),
+    lambda t: t.chunk(2, dim=-1)[0] if t.dim() > 1 else t[:],
+    lambda t: t.unbind(-1)[1] if t.dim() > 1 else t[:],
+    lambda t: t.split([1, t.shape[-1] - 1], dim=-1)[1] if t.dim() > 1 else t[:],
 ]
-
-REDUCTIONS: list[Callable[[Any], Any]] = [
+# On each rank, then with one small message.
+REDUCED: list[Operation] = [
     lambda t: t.norm(),
     lambda t: torch.linalg.vector_norm(t, 1),
     lambda t: torch.linalg.vector_norm(t, float("inf")),
     lambda t: t.sum(),
     lambda t: torch._foreach_norm([t])[0],
     lambda t: torch._foreach_norm([t], float("inf"))[0],
+    lambda t: nn.utils.get_total_norm([t, t]),
+]
+# On all rows. Of views there are copies.
+COPIED_VIEWS: list[Operation] = [
+    lambda t: t[0],
+    lambda t: t[2:4],
+    lambda t: t[1:].view(-1),
+    lambda t: t.unsqueeze(0),
+    lambda t: t.t() if t.dim() < 3 else t.transpose(0, 2),
+    lambda t: t.view(2, -1),
+    lambda t: t.unbind()[1],
+    lambda t: t.squeeze(),
+    lambda t: t.view(torch.int32).view(torch.float32),
+]
+GATHERED: list[Operation] = [
+    *COPIED_VIEWS,
+    lambda t: t.view(-1),
+    lambda t: t.mean(),
+    lambda t: t.std(),
+    lambda t: t.max(),
+    lambda t: t.argmax(),
+    lambda t: torch._foreach_max([t, t])[1],
+    lambda t: t.sum(dim=0),
+    lambda t: t.norm(dim=-1),
+    lambda t: t.norm(p=-1),
+    lambda t: t - t.sum(dim=0, keepdim=True),
+    lambda t: t.cumsum(0),
+    lambda t: t.sort(dim=0).values,
+    lambda t: t.flip(0),
+    lambda t: torch.cat([t, t]),
+    lambda t: torch.stack([t, t]),
+    lambda t: t.reshape(t.shape[0], -1) @ t.reshape(t.shape[0], -1).t(),
+    # Rows of another length than those of the buffer.
+    lambda t: t[..., :3].contiguous().view(-1) if t.dim() > 1 else t.cumsum(0),
+    lambda t: t.isfinite().all(),
+    lambda t: torch.equal(t, t * 1),
+    lambda t: torch.allclose(t, t + 1e-9),
+    lambda t: t.clone().cumsum_(0),
+]
+OPERATIONS = [
+    *((operation, UnevenDTensor, False) for operation in (*LOCAL, *VIEWS)),
+    *((operation, DTensor, False) for operation in REDUCED),
+    *((operation, DTensor, True) for operation in GATHERED),
 ]
 
 
 @on_meshes
-def test_elementwise_operations_send_nothing_and_keep_the_rows(wholes, tensors) -> None:
+def test_operations_give_what_they_give_on_one_process(wholes, tensors) -> None:
     for expected, tensor in zip(wholes, tensors, strict=True):
-        for number, operation in enumerate(ELEMENTWISE):
-            with gathers() as sent:
-                got = operation(tensor)
-            assert sent == [0], f"operation {number} has sent something"
-            assert isinstance(got, UnevenDTensor), number
-            assert_same(got, operation(expected))
-        assert torch.equal(tensor.full_tensor(), expected)
-
-
-@on_meshes
-def test_other_operations_give_what_they_give_on_one_process(wholes, tensors) -> None:
-    for expected, tensor in zip(wholes, tensors, strict=True):
-        for number, operation in enumerate(ON_ALL_ROWS):
+        for number, (operation, kind, gathers_rows) in enumerate(OPERATIONS):
             with gathers() as sent:
                 got = operation(tensor)
             # In a tensor of one dim, some of these keep dim 0.
-            assert sent[0] or tensor.dim() == 1, f"operation {number} should have gathered"
+            assert bool(sent[0]) == gathers_rows or (gathers_rows and tensor.dim() == 1), number
+            assert isinstance(got, (kind, bool)), number
             assert_same(got, operation(expected))
+            if operation in REDUCED:
+                # A number is the same on every rank, too.
+                assert got.item() == pytest.approx(operation(expected).item(), rel=1e-6)
         assert torch.equal(tensor.full_tensor(), expected)
-
-
-@on_meshes
-def test_norms_and_sums_are_reduced_without_gathering(wholes, tensors) -> None:
-    for expected, tensor in zip(wholes, tensors, strict=True):
-        for number, operation in enumerate(REDUCTIONS):
-            with gathers() as sent:
-                got = operation(tensor)
-            assert sent == [0], f"operation {number} has gathered"
-            assert_same(got, operation(expected))
-            # A number is the same on every rank, too.
-            assert got.item() == pytest.approx(operation(expected).item(), rel=1e-6)
+        assert str(tensor.to_local()) in str(tensor)
 
 
 @on_meshes
@@ -268,37 +278,23 @@ def test_tensors_that_are_cut_otherwise_are_brought_to_the_same_rows(wholes, ten
     for expected, tensor in zip(wholes, tensors, strict=True):
         even = distribute_tensor(expected, tensor.device_mesh, tensor.placements)
         assert type(even) is DTensor
-        replicated = _replicated(expected, tensor)
+        replicated = _replicated(expected.clone(), tensor)
         for other in (even, replicated):
             for got in (tensor + other, other + tensor):
                 assert isinstance(got, UnevenDTensor)
                 assert_same(got, 2 * expected)
             assert_same(tensor.clone().mul_(other), expected * expected)
-            # Into one that is not ours, all rows go.
-            assert_same(other.clone().copy_(tensor * 3), expected * 3)
+            assert torch.equal(tensor, other)
+            # Into one that is not ours, all rows go. It is the last to use `other`.
+            assert_same(other.copy_(tensor * 3), expected * 3)
         assert_same(tensor.clone().zero_().copy_(expected), expected)  # a plain, whole tensor
         scalar = _replicated(torch.tensor(2.0), tensor)
         assert_same(tensor * scalar, expected * 2)
-        assert_same(tensor * torch.tensor(2.0), expected * 2)
 
     weight, bias, _ = tensors
     assert not weight.is_cut_as(bias)
     assert_same(weight * bias.view(18, 1), wholes[0] * wholes[1].view(18, 1))
     assert_same(bias + weight[:, 0], wholes[1] + wholes[0][:, 0])
-    row = weight.sum(dim=0, keepdim=True)
-    assert_same(weight - row, wholes[0] - wholes[0].sum(dim=0, keepdim=True))
-
-
-VIEWS: list[Callable[[Any], Any]] = [
-    lambda t: t.view(-1),
-    lambda t: t.flatten(),
-    lambda t: t.view(t.shape[0], -1),
-    lambda t: t[:, 1:2] if t.dim() > 1 else t[:],
-    lambda t: t.squeeze(),
-    lambda t: t.permute(0, *range(t.dim() - 1, 0, -1)),
-    lambda t: t.unbind(-1)[1] if t.dim() > 1 else t.detach(),
-    lambda t: t.data,
-]
 
 
 @on_meshes
@@ -309,32 +305,26 @@ def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> Non
             view(own).mul_(2)
             view(plain).mul_(2)
             assert_same(own, plain)
-        for view in (
-            lambda t: t[0],
-            lambda t: t[2:4],
-            lambda t: t.unsqueeze(0),
-            lambda t: t[1:].view(-1),
-        ):
+        for view in COPIED_VIEWS:
             own = tensor.clone()
-            with pytest.raises(
-                RuntimeError,
-                match=r"Expected memory of the parameter's own to write to in aten\.mul_",
-            ):
+            with pytest.raises(RuntimeError, match=r"own to write to in aten\.mul_"):
                 view(own).mul_(2)
             assert_same(view(own) * 2, view(expected) * 2)
             assert_same(own, expected)
         own = tensor.clone()
-        with pytest.raises(
-            NotImplementedError, match="Expected the shape of an uneven DTensor to stay"
-        ):
+        with pytest.raises(NotImplementedError, match="shape of an uneven DTensor to stay"):
             own.unsqueeze_(0)
 
 
 @on_meshes
 def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
     weight = tensors[0]
-    with pytest.raises(ValueError, match=r"Expected placements of a tensor of 18 rows, got"):
+    with pytest.raises(NotImplementedError, match=r"zeros_like\(parameter\)\.copy_"):
         weight.redistribute(placements=tensors[2].placements)
+    with pytest.raises(ValueError, match=r"Expected placements of a tensor of 18 rows, got"):
+        UnevenDTensor.over(
+            weight.to_local(), weight.device_mesh, tensors[2].placements, (18, 8), (8, 1)
+        )
     assert weight.is_pinned() is False
     parameter = nn.Parameter(weight.clone())
     (gradient,) = torch.autograd.grad(
@@ -348,6 +338,10 @@ def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
         wholes[0].clone().copy_(weight)
     with pytest.raises(RuntimeError, match="Expected placements to redistribute to, got None"):
         weight.redistribute()
+    # It writes to the transpose of a matrix that has more rows than columns.
+    parameter.grad = parameter.detach().clone()
+    with pytest.raises(RuntimeError, match=r"own to write to in aten\.div_"):
+        torch.optim.Muon([parameter]).step()
     with pytest.raises(RuntimeError, match="Expected a leaf to deep-copy"):
         copy.deepcopy(weight.clone().requires_grad_() * 2)
 
@@ -386,37 +380,118 @@ def test_gradients_come_back_to_the_rows_they_belong_to(wholes, tensors) -> None
         assert isinstance(ours, UnevenDTensor)
 
 
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    *(
+        partial(kind, foreach=foreach)
+        for kind in (
+            torch.optim.Adadelta,
+            torch.optim.Adagrad,
+            torch.optim.Adam,
+            torch.optim.Adamax,
+            partial(torch.optim.AdamW, amsgrad=True),
+            torch.optim.ASGD,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        )
+        for foreach in (True, False)
+    ),
+    *(
+        partial(kind, fused=True)
+        for kind in (
+            torch.optim.Adagrad,
+            partial(torch.optim.Adam, amsgrad=True),
+            torch.optim.AdamW,
+            partial(torch.optim.SGD, momentum=0.9),
+        )
+    ),
+    partial(torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False),
+]
+# Adafactor takes means over rows and columns, Rprop writes to masks, LBFGS has one vector of all
+# gradients.
+GATHERING = [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS]
+
+
+@on_ranks(2)
+def test_a_rank_without_rows_does_not_know_strides_and_sends_the_same_messages() -> None:
+    mesh, expected = mesh_of((2,)), torch.randn(6, 2, 3)
+    wholes = [torch.randn(18, 8), torch.randn(18), expected, torch.randn(18, 8)]
+    tensor = DBuffer.distribute_tensors(wholes, mesh, LINE).get_dtensor(2)
+    assert tensor.rows == (range(6) if dist.get_rank() == 0 else range(6, 6))
+    for operation in (
+        lambda t: t.mT,
+        lambda t: t.mT.reshape(6, 6),
+        lambda t: t.mT.reshape(36),
+        lambda t: t[..., :2].reshape(6, 4),
+    ):
+        gradients = []
+        for start in (tensor, expected):
+            parameter = nn.Parameter(start.clone())
+            found = whole(operation(parameter))
+            (found * torch.arange(1.0, found.numel() + 1).view(found.shape)).sum().backward()
+            gradients.append(parameter.grad)
+        assert_same(*gradients)
+
+
 @on_meshes
 def test_the_optimizers_of_pytorch_step_without_sending_anything(wholes, tensors) -> None:
-    kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
-        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        lambda p: torch.optim.Adagrad(p, lr=0.1),
-        lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
-        lambda p: torch.optim.Adafactor(p, lr=0.1),
-    ]
-    for kind in kinds:
+    for number, kind in enumerate([*OPTIMIZERS, *GATHERING]):
         ours = [nn.Parameter(tensor.clone()) for tensor in tensors]
         plain = [nn.Parameter(expected.clone()) for expected in wholes]
         optimizers = kind(ours), kind(plain)
-        for step in range(3):
+        for step in range(2):
             for parameter, other in zip(ours, plain, strict=True):
                 other.grad = torch.sin(other.detach() + step)
                 parameter.grad = torch.sin(parameter.detach() + step)
             norms = [nn.utils.clip_grad_norm_(each, 0.5) for each in (ours, plain)]
             assert_same(norms[0], norms[1])
             with gathers() as sent:
-                optimizers[0].step()
-            # Adafactor takes means over rows and columns.
-            assert sent == [0] or isinstance(optimizers[0], torch.optim.Adafactor)
-            optimizers[1].step()
+                optimizers[0].step(*_closure(optimizers[0], ours))
+            assert sent == [0] or kind in GATHERING, number
+            optimizers[1].step(*_closure(optimizers[1], plain))
         for parameter, other in zip(ours, plain, strict=True):
             torch.testing.assert_close(
                 parameter.full_tensor(), other.detach(), rtol=1e-5, atol=1e-5
             )
+
+
+def _closure(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> list[Callable[[], Any]]:
+    """What LBFGS asks for; here the gradients stay as they are."""
+    is_asked = isinstance(optimizer, torch.optim.LBFGS)
+    return [lambda: whole(parameters[0].detach().sum())] if is_asked else []
+
+
+class Plain(nn.Module):
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(tensor.clone() for tensor in tensors)
+
+
+@on_meshes
+def test_averages_of_weights_are_taken_without_sending_anything(wholes, tensors) -> None:
+    averages = [
+        {},
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+        {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+        {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    ]
+    for options in averages:
+        with gathers() as sent:
+            found = []
+            for start in (tensors, wholes):
+                model = Plain(start)
+                average = swa_utils.AveragedModel(model, **options)
+                by_hand = {name: p.detach().clone() for name, p in model.named_parameters()}
+                for _ in range(3):
+                    for name, parameter in model.named_parameters():
+                        parameter.data.mul_(1.5)
+                        by_hand[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+                    average.update_parameters(model)
+                found.append([*average.module.parameters(), *by_hand.values()])
+        assert sent == [0]
+        for own, expected in zip(*found, strict=True):
+            assert_same(own.detach(), expected.detach())
 
 
 @on_meshes

@@ -161,7 +161,7 @@ def test_fused_adam_zeroes_gradients_where_set_grad_none_is_false():
 def test_what_cannot_read_decoupled_gradients_refuses_them():
     classes: list[tuple[Any, Any]] = [(torch.optim.SGD, None), (None, torch.optim.SGD)]
     for host, device in classes:
-        with pytest.raises(NotImplementedError, match=r"Expected FusedAdam on both sides .* SGD"):
+        with pytest.raises(NotImplementedError, match=r"on both sides .* SGD"):
             HybridDeviceOptimizer(
                 parameters(), 0.5, host, device, lr=0.1, weight_decay=0.0, use_decoupled_grad=True
             )

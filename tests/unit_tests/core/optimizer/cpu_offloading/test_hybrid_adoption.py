@@ -14,7 +14,6 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import fully_shard
-from megatron.core.optimizer.cpu_offloading.groups import build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.timeline import Timeline
@@ -307,31 +306,10 @@ def test_a_parameter_that_got_another_shape_is_an_error_before_anything_is_stepp
 
 
 @on_ranks(2)
-def test_an_explicit_plan_and_the_order_hold_for_sharded_parameters() -> None:
-    def built(**options: Any) -> tuple[Net, HybridDeviceOptimizer]:
-        model = Net()
-        plan = None
-        if "first" not in options:
-            plan = build_plan(groups_of([{"params": list(model.parameters())}]), 0.3)
-        first = [model.layers[1].weight] if "first" in options else []
-        return model, HybridDeviceOptimizer(
-            model.parameters(), 0.1, plan=plan, offload_first=first, lr=0.1
-        )
-
-    model, optimizer = built()
-    plan = optimizer.plan
-    prepare(model, optimizer, SHARDINGS["fsdp2"])
-    train(model, optimizer)
-    assert optimizer.plan == plan
-
-    # Our groups are whole modules, and the plan has tensors.
-    model, optimizer = built()
-    prepare(model, optimizer, SHARDINGS["groups"])
-    backward(model)
-    with pytest.raises(ValueError, match=r"planned, .*got \('layers.0', 35\)"):
-        optimizer.step()
-
-    model, optimizer = built(first=True)
+def test_what_goes_first_holds_for_sharded_parameters() -> None:
+    model = Net()
+    first = [model.layers[1].weight]
+    optimizer = HybridDeviceOptimizer(model.parameters(), 0.1, offload_first=first, lr=0.1)
     prepare(model, optimizer, SHARDINGS["fsdp2"])
     train(model, optimizer)
     assert [optimizer.holds(parameter) for parameter in model.parameters()] == [

@@ -165,7 +165,7 @@ def test_parameters_on_several_devices_and_on_meta_are_refused():
             "momentun",
         ),
         ({"num_host_threads": 0}, ValueError, "at least one thread"),
-        ({"exp_avg_dtype": BF16}, ValueError, "both moments"),
+        ({"exp_avg_dtype": BF16}, ValueError, "all states"),
     ],
     ids=str,
 )

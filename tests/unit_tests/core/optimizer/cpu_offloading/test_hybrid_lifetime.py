@@ -21,9 +21,11 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostSlab
 from megatron.core.lanes import delays
+from megatron.core.optimizer import rules
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
@@ -87,9 +89,9 @@ def held_host_updates() -> Iterator[threading.Event]:
     """AdamW's passes on the host start when the event is set."""
     original, may_go = HostAdam.run, threading.Event()
 
-    def run(kernel: HostAdam, pieces: Any) -> None:
+    def run(kernel: HostAdam, pieces: Any, grad_scale: float) -> None:
         may_go.wait(600)
-        original(kernel, pieces)
+        original(kernel, pieces, grad_scale)
 
     HostAdam.run = run
     try:
@@ -141,16 +143,61 @@ def test_a_new_optimizer_takes_over_what_the_old_one_is_still_writing_and_the_ol
     assert same(*runs)
 
 
+@pytest.mark.parametrize("overlaps", [{}, ALL], ids=["in order", "overlapping"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_optimizers_with_different_rules_share_groups(world_size, is_interleaved, overlaps):
+    run_ranks(world_size, _share_groups, is_interleaved, overlaps)
+
+
+def _share_groups(is_interleaved: bool, overlaps: dict[str, Any]) -> None:
+    def runs() -> Iterator[list[torch.Tensor]]:
+        for is_offloaded in (False, True):
+            model = Net()
+            fsdp(model)
+            own = list(model.parameters())
+            # Every group has parameters of both: matrices and vectors.
+            halves = [own[::2], own[1::2]] if is_interleaved else [own[:3], own[3:]]
+            optimizers = [
+                HybridDeviceOptimizer(half, 1.0, rule=rule, lr=0.01, **overlaps)
+                if is_offloaded
+                else RuleOptimizer(half, rule, lr=0.01)
+                for half, rule in zip(halves, (rules.Lion(), rules.SGD()), strict=True)
+            ]
+            before = weights(model)
+            for number in range(4):
+                backward(model, number)
+                # The second steps before the first in every other iteration, and once not at all.
+                order = optimizers[:: -1 if number % 2 else 1][: 1 if number == 2 else 2]
+                for optimizer in order:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            states = [
+                local_tensor(value).clone()
+                for optimizer in optimizers
+                for parameter in optimizer.param_groups[0]["params"]
+                for value in optimizer.state[parameter].values()
+            ]
+            changed = weights(model)
+            pairs = zip(before, changed, strict=True)
+            assert not any(torch.equal(*pair) for pair in pairs if pair[0].numel())
+            yield changed + states
+
+    on_device, on_host = runs()
+    assert same(on_device, on_host)
+
+
 @on_ranks(1)
-def test_of_two_optimizers_over_one_group_the_first_refuses_to_step() -> None:
+def test_an_optimizer_whose_parameters_another_took_over_refuses_to_step() -> None:
     model = Net()
     fsdp(model)
     parameters = list(model.parameters())
-    first = HybridDeviceOptimizer(parameters[::2], 1.0, lr=0.1)
+    first = HybridDeviceOptimizer(parameters, 1.0, lr=0.1)
     second = HybridDeviceOptimizer(parameters[1::2], 1.0, lr=0.1)
     before = weights(model)
     backward(model)
-    with pytest.raises(RuntimeError, match="Expected"):
+    with pytest.raises(RuntimeError, match="another one"):
         first.step()
     assert same(weights(model), before)
     second.step()

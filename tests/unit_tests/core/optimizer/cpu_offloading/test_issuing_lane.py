@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.lanes import Event, InlineLane, IssuingLane, ThreadEvent
-from megatron.core.optimizer.cpu_offloading.fsdp_bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import on_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (

@@ -23,8 +23,10 @@ import pytest
 import torch
 
 from megatron.core.optimizer.kernels import device_adam as device_adam_as_imported
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.piece import Piece
+from tests.unit_tests.core.optimizer.helpers.pieces import adam_piece
 
 triton = pytest.importorskip("triton", reason="the dev extra has it on Linux")
 compiler = pytest.importorskip("triton.compiler")
@@ -50,11 +52,12 @@ device_adam = load("device_adam_with_triton")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 STEPS = {
-    "decoupled": AdamStep(3, 1e-3, weight_decay=0.1, grad_scale=0.3),
+    "decoupled": AdamStep(3, 1e-3, weight_decay=0.1),
     "L2": AdamStep(3, 1e-3, weight_decay=0.1, adam_w_mode=False),
     "small beta1 without correction": AdamStep(7, 1e-2, beta1=0.3, bias_correction=False),
     "first": AdamStep(1, 1e-3, eps=1e-6),
 }
+GRAD_SCALES = {STEPS["decoupled"]: 0.3}  # of the others: 1
 # grad, weight, moments, out; with a remainder or not
 FORMS = [
     (F32, F32, F32, None, False),
@@ -100,7 +103,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("interpreted_device_adam")
 
 
-def make_piece(step: AdamStep, form: tuple[Any, ...], numel: int, seed: int = 0) -> AdamPiece:
+def make_piece(step: AdamStep, form: tuple[Any, ...], numel: int, seed: int = 0) -> Piece:
     grad, weight, moments, out, has_remainder = form
     generator = torch.Generator().manual_seed(seed)
 
@@ -112,7 +115,7 @@ def make_piece(step: AdamStep, form: tuple[Any, ...], numel: int, seed: int = 0)
             * 2.0 ** torch.randint(-20, 5, (numel,), generator=generator)
         )
 
-    return AdamPiece(
+    return adam_piece(
         step,
         grad=normal(0.1).to(grad),
         weight=normal(1.0).to(weight),
@@ -129,7 +132,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def assert_same_bits(piece: AdamPiece, other: AdamPiece) -> None:
+def assert_same_bits(piece: Piece, other: Piece) -> None:
     for name, array in piece.arrays().items():
         differing = (bits(array) != bits(other.arrays()[name])).sum().item()
         assert differing == 0, f"{name}: {differing} of {array.numel()}"
@@ -142,8 +145,9 @@ def assert_same_bits(piece: AdamPiece, other: AdamPiece) -> None:
 )
 def test_interpreted_kernel_gives_the_bits_of_the_host_kernel(interpreted, step, form):
     piece, other, before = (make_piece(step, form, 1100) for _ in range(3))
-    interpreted.run([piece])
-    HostAdam().run([other])
+    grad_scale = GRAD_SCALES.get(step, 1.0)
+    interpreted.run([piece], grad_scale)
+    HostAdam().run([other], grad_scale)
     assert_same_bits(piece, other)
     assert not torch.equal(piece.weight, before.weight)
     assert torch.equal(bits(piece.grad), bits(before.grad))
@@ -154,8 +158,8 @@ def test_infinities_and_zeros_in_gradients_come_out_as_on_the_host(interpreted):
     piece, other = (make_piece(STEPS["first"], FORMS[0], 64) for _ in range(2))
     for each in (piece, other):
         each.grad[:4] = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
-        each.exp_avg_sq[2:4] = each.exp_avg[2:4] = 0.0
-    interpreted.run([piece])
+        each.states["exp_avg_sq"][2:4] = each.states["exp_avg"][2:4] = 0.0
+    interpreted.run([piece], 1.0)
     HostAdam().run([other])
     for name, array in piece.arrays().items():
         torch.testing.assert_close(array, other.arrays()[name], rtol=0, atol=0, equal_nan=True)
@@ -167,14 +171,14 @@ def test_infinities_and_zeros_in_gradients_come_out_as_on_the_host(interpreted):
 def test_a_weight_that_becomes_nan_keeps_no_remainder(interpreted, form):
     piece = make_piece(STEPS["first"], form, 8)
     piece.grad[3] = math.nan
-    interpreted.run([piece])
+    interpreted.run([piece], 1.0)
     assert piece.weight.isnan().tolist() == [index == 3 for index in range(8)]
     assert piece.remainder[3] == 0
 
 
 def test_the_gradient_may_be_written_over_with_the_new_weight(interpreted):
     piece, other = (make_piece(STEPS["decoupled"], FORMS[1], 1500) for _ in range(2))
-    interpreted.run([piece._replace(out=piece.grad)])
+    interpreted.run([piece._replace(out=piece.grad)], 1.0)
     HostAdam().run([other])
     assert torch.equal(piece.grad, other.out)
 
@@ -184,7 +188,7 @@ def test_nothing_behind_a_piece_is_touched(interpreted, numel):
     whole = make_piece(STEPS["decoupled"], FORMS[1], 2100)
     before = make_piece(STEPS["decoupled"], FORMS[1], 2100)
     before.out.copy_(whole.out)
-    interpreted.run([whole.part(7, numel), whole.part(0, 0)])
+    interpreted.run([whole.part(7, numel), whole.part(0, 0)], 1.0)
     for name, array in whole.arrays().items():
         kept, old = bits(array), bits(before.arrays()[name])
         assert torch.equal(kept[:7], old[:7])
@@ -195,7 +199,7 @@ def test_nothing_behind_a_piece_is_touched(interpreted, numel):
 def test_a_piece_that_no_kernel_takes_is_refused(interpreted):
     piece = make_piece(STEPS["first"], FORMS[0], 8)
     with pytest.raises(ValueError, match="Expected exp_avg of 8 elements as weight has, got 7"):
-        interpreted.run([piece._replace(exp_avg=piece.exp_avg[:7])])
+        interpreted.run([piece._replace(states=piece.states | {"exp_avg": torch.zeros(7)})], 1.0)
 
 
 @pytest.mark.gpu
@@ -207,12 +211,13 @@ def test_the_kernel_gives_the_bits_of_the_host_kernel_on_a_gpu(form, step):
     for start, value in enumerate((0.0, 1e-40, math.inf, math.nan)):
         on_host.grad[start :: numel // 50] = value
     before = on_host.weight.clone()
-    on_device = on_host.with_arrays(
-        {name: array.to("cuda") for name, array in on_host.arrays().items()}
-    )
+    on_device = on_host.mapped(lambda array: array.to("cuda"))
+    grad_scale = GRAD_SCALES.get(step, 1.0)
     for number in range(step.step, step.step + 3):
-        device_adam_as_imported.run([on_device._replace(step=replace(step, step=number))])
-        HostAdam().run([on_host._replace(step=replace(step, step=number))])
+        device_adam_as_imported.run(
+            [on_device._replace(step=replace(step, step=number))], grad_scale
+        )
+        HostAdam().run([on_host._replace(step=replace(step, step=number))], grad_scale)
 
     assert (bits(on_host.weight) != bits(before)).sum() > numel // 2
     for name, array in on_host.arrays().items():
@@ -233,7 +238,7 @@ def test_the_exact_fma_of_these_tests_rounds_once():
 def test_without_triton_stepping_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(device_adam, "triton", None)
     with pytest.raises(RuntimeError, match="Expected Triton, which steps GPU tensors, got none"):
-        device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)])
+        device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)], 1.0)
 
 
 def test_launches_forbid_fusion(monkeypatch):
@@ -244,7 +249,7 @@ def test_launches_forbid_fusion(monkeypatch):
             return lambda *_, **keywords: options.append(keywords)
 
     monkeypatch.setattr(device_adam, "_adam_kernel", Recorder())
-    device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)])
+    device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)], 1.0)
     assert [keywords["enable_fp_fusion"] for keywords in options] == [False]
 
 

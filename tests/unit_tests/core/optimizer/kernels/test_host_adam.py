@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.kernels import host_adam, torch_adam
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies, shared_host_adam
+from megatron.core.optimizer.kernels.piece import Piece, merged
+from tests.unit_tests.core.optimizer.helpers.pieces import adam_piece
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FLOATS = [FP32, BF16, FP16]
@@ -26,11 +28,14 @@ SPLIT = "split"  # a bf16 weight and a remainder
 OVER = "over"  # an out over the gradient
 STEPS = {
     "AdamW": AdamStep(3, lr=1e-2, weight_decay=0.1),
-    "scaled": AdamStep(2, lr=1e-2, weight_decay=0.1, grad_scale=0.37),
+    "scaled": AdamStep(2, lr=1e-2, weight_decay=0.1),
     "L2": AdamStep(3, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
     "low beta1": AdamStep(3, lr=1e-2, beta1=0.3),
     "no bias correction": AdamStep(1, lr=1e-2, bias_correction=False),
 }
+
+
+GRAD_SCALES = {STEPS["scaled"]: 0.37}  # of the others: 1
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def differing(piece: AdamPiece, other: AdamPiece) -> dict[str, int]:
+def differing(piece: Piece, other: Piece) -> dict[str, int]:
     """How many elements of each array differ, where any does."""
     others = other.arrays()
     counts = {
@@ -57,12 +62,12 @@ def differing(piece: AdamPiece, other: AdamPiece) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def copied(piece: AdamPiece) -> AdamPiece:
+def copied(piece: Piece) -> Piece:
     """A copy in separate memory; an out over the gradient stays one."""
-    copies = {name: tensor.clone() for name, tensor in piece.arrays().items()}
+    copy = piece.mapped(torch.clone)
     if piece.out is not None and piece.out.data_ptr() == piece.grad.data_ptr():
-        copies["out"] = copies["grad"].view(piece.out.dtype)
-    return piece._replace(**copies)
+        return copy._replace(out=copy.grad.view(piece.out.dtype))
+    return copy
 
 
 def split(full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +90,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     )
 
 
-def piece_of(numel, step, *, grad=BF16, weight=FP32, moment=FP32, out=None, seed=0) -> AdamPiece:
+def piece_of(numel, step, *, grad=BF16, weight=FP32, moment=FP32, out=None, seed=0) -> Piece:
     """Random arrays with every kind of number in them: tiny, subnormal, huge, infinite, NaN."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -106,7 +111,7 @@ def piece_of(numel, step, *, grad=BF16, weight=FP32, moment=FP32, out=None, seed
         weights, remainder = split(torch.where(full.isnan(), torch.nan, full))
     outs = gradient if out == OVER else None if out is None else torch.zeros(numel, dtype=out)
     first, second = values(0.1).to(moment), values(0.01).abs().to(moment)
-    return AdamPiece(step, gradient, weights, first, second, remainder, outs)
+    return adam_piece(step, gradient, weights, first, second, remainder, outs)
 
 
 ALL_FORMS = list(itertools.product(FLOATS, [*FLOATS, SPLIT], [FP32, BF16], [None, *FLOATS, OVER]))
@@ -116,12 +121,12 @@ ALL_FORMS = list(itertools.product(FLOATS, [*FLOATS, SPLIT], [FP32, BF16], [None
 def test_every_body_gives_the_same_bits_in_every_combination_of_dtypes(kernels, step):
     for grad, weight, moment, out in ALL_FORMS:
         before = piece_of(403, step, grad=grad, weight=weight, moment=moment, out=out)
-        expected = copied(before)
-        kernels["torch"].run([expected])
+        expected, grad_scale = copied(before), GRAD_SCALES.get(step, 1.0)
+        kernels["torch"].run([expected], grad_scale)
         assert differing(before, expected).keys() >= {"weight", "exp_avg", "exp_avg_sq"}
         for body in BODIES:
             piece = copied(before)
-            kernels[body].run([piece])
+            kernels[body].run([piece], grad_scale)
             assert differing(piece, expected) == {}, (body, grad, weight, moment, out)
 
 
@@ -142,7 +147,7 @@ def test_many_steps_are_bit_equal_to_torchs_fused_optimizer(body, settings_of_st
     kernel = HostAdam(2, body=body)
     numel = 1024  # whole vectors: torch rounds a shorter tail differently
     weight = torch.randn(numel, generator=generator)
-    piece = AdamPiece(
+    piece = adam_piece(
         AdamStep(1, lr=1e-2, **settings_of_step),
         torch.zeros(numel, dtype=BF16),
         weight,
@@ -167,7 +172,7 @@ def test_many_steps_are_bit_equal_to_torchs_fused_optimizer(body, settings_of_st
         kernel.run([piece._replace(step=step)])
     state = reference.state[expected]
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-    assert differing(piece, piece._replace(weight=expected.detach(), **moments)) == {}
+    assert differing(piece, piece._replace(weight=expected.detach(), states=moments)) == {}
     assert torch.equal(bits(piece.out), bits(piece.weight.bfloat16()))
     assert piece.weight.isnan().sum() == 3
 
@@ -178,11 +183,11 @@ def test_the_step_is_adam_as_its_paper_writes_it(body):
     generator = torch.Generator().manual_seed(0)
     weight, exp_avg = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
     grad, exp_avg_sq = torch.randn(1000, generator=generator), torch.rand(1000, generator=generator)
-    step = AdamStep(7, lr=1e-2, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.1, grad_scale=0.5)
+    step = AdamStep(7, lr=1e-2, beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.1)
     g, p, m, v = (tensor.double() for tensor in (grad * 0.5, weight, exp_avg, exp_avg_sq))
     m, v = 0.8 * m + 0.2 * g, 0.99 * v + 0.01 * g * g
     expected = p * (1 - 1e-3) - 1e-2 * (m / (1 - 0.8**7)) / ((v / (1 - 0.99**7)).sqrt() + 1e-3)
-    HostAdam(1, body=body).run([AdamPiece(step, grad, weight, exp_avg, exp_avg_sq)])
+    HostAdam(1, body=body).run([adam_piece(step, grad, weight, exp_avg, exp_avg_sq)], 0.5)
     torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-7)
 
 
@@ -198,8 +203,9 @@ def test_an_element_does_not_depend_on_where_it_stands(kernels, numel, offset, f
     grad, weight, moment, out = form
     whole = piece_of(offset + numel, step, grad=grad, weight=weight, moment=moment, out=out)
     part = copied(whole).part(offset, numel)
-    kernels["torch"].run([whole])
-    kernels[body].run([part])
+    grad_scale = GRAD_SCALES.get(step, 1.0)
+    kernels["torch"].run([whole], grad_scale)
+    kernels[body].run([part], grad_scale)
     assert differing(part, whole.part(offset, numel)) == {}
 
 
@@ -246,7 +252,7 @@ def test_every_weight_but_a_nan_survives_the_remainder_form_without_a_change(ker
     assert torch.equal(joined(weight, remainder).view(torch.int32), full.view(torch.int32))
     zeros = torch.zeros(1)
     for kernel in kernels.values():
-        piece = AdamPiece(
+        piece = adam_piece(
             AdamStep(1, lr=0.0),
             zeros,
             weight.clone(),
@@ -280,7 +286,7 @@ def test_rounding_to_sixteen_bits_is_torchs_for_every_exponent(kernels):
             out = torch.zeros_like(expected)
             zeros = [torch.zeros_like(weight) for _ in range(3)]
             kernel.run(
-                [AdamPiece(AdamStep(1, lr=0.0), zeros[0], weight.clone(), *zeros[1:], out=out)]
+                [adam_piece(AdamStep(1, lr=0.0), zeros[0], weight.clone(), *zeros[1:], out=out)]
             )
             assert torch.equal(bits(out), bits(expected)), (body, dtype)
 
@@ -292,7 +298,7 @@ def test_every_half_is_read_as_torch_reads_it(kernels):
         grad = halves.view(dtype)
         grad = grad[~grad.isinf()]
         weight, exp_avg, exp_avg_sq = (torch.zeros(grad.numel()) for _ in range(3))
-        kernel.run([AdamPiece(AdamStep(1, lr=0.0, beta1=0.0), grad, weight, exp_avg, exp_avg_sq)])
+        kernel.run([adam_piece(AdamStep(1, lr=0.0, beta1=0.0), grad, weight, exp_avg, exp_avg_sq)])
         assert torch.equal(bits(exp_avg), bits(grad.float())), (body, dtype)
 
 
@@ -372,10 +378,12 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on():
 def test_the_interpreter_ends_with_pools_and_tickets_open():
     code = (
         "import torch\n"
-        "from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep\n"
+        "from megatron.core.optimizer.kernels.adam import AdamStep\n"
+        "from megatron.core.optimizer.kernels.piece import Piece\n"
         "from megatron.core.optimizer.kernels.host_adam import HostAdam, shared_host_adam\n"
-        "arrays = [torch.zeros(1_000_000) for _ in range(4)]\n"
-        "ticket = HostAdam(2).submit([AdamPiece(AdamStep(1, lr=1.0), *arrays)])\n"
+        "grad, weight, first, second = [torch.zeros(1_000_000) for _ in range(4)]\n"
+        "states = {'exp_avg': first, 'exp_avg_sq': second}\n"
+        "ticket = HostAdam(2).submit([Piece(AdamStep(1, lr=1.0), grad, weight, states)])\n"
         "print(float(shared_host_adam(0).squared_norm(torch.ones(4))))\n"
     )
     ended = subprocess.run(
@@ -454,9 +462,7 @@ def test_what_cannot_be_carried_out_is_refused(body):
     piece = piece_of(8, STEPS["AdamW"])
     with pytest.raises(ValueError, match="Expected grad of 8 elements"):
         kernel.run([piece._replace(grad=torch.zeros(7))])
-    elsewhere = piece._replace(
-        **{name: tensor.to("meta") for name, tensor in piece.arrays().items()}
-    )
+    elsewhere = piece.mapped(lambda array: array.to("meta"))
     with pytest.raises(ValueError, match="Expected tensors on the CPU, got meta"):
         kernel.run([elsewhere])
     with pytest.raises(ValueError, match=r"Expected a CPU tensor of .*, got torch.int64 on cpu"):

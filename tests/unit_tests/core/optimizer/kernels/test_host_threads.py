@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.drivers import Driver, register_driver
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep
+from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
 from megatron.core.optimizer.kernels.host_threads import (
     LAUNCHING_CORES,
     HostThreads,
     host_threads,
 )
+from tests.unit_tests.core.optimizer.helpers.pieces import adam_piece
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="Linux alone has it"
@@ -209,7 +210,7 @@ def test_the_kernels_threads_stay_on_their_cores_and_the_caller_does_not():
 
     weight = torch.ones(100)
     kernel.run(
-        [AdamPiece(AdamStep(1, 0.1), torch.ones(100), weight, torch.zeros(100), torch.zeros(100))]
+        [adam_piece(AdamStep(1, 0.1), torch.ones(100), weight, torch.zeros(100), torch.zeros(100))]
     )
     assert not weight.eq(1).any()
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.parameter_group import group_of
-from megatron.core.distributed.fsdp.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.uneven_rows import UnevenShard
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     DIM,

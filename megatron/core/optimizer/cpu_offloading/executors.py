@@ -1,4 +1,4 @@
-"""Optimizers of one bucket in host memory: Adam in one flat pass, or any PyTorch optimizer.
+"""Executors of one bucket in host memory: a rule in one flat pass, or any PyTorch optimizer.
 
 `prepare` runs in the thread that plans the step. It only reads the hyperparameters, and does not
 need the factor of the gradients. Once all buckets have been prepared, `begin` counts the step, and
@@ -8,18 +8,17 @@ its work runs on the host lane.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
-from megatron.core.optimizer.cpu_offloading.sub_optimizers import BucketView
-from megatron.core.optimizer.kernels.adam import AdamPiece, AdamStep, merged, with_grad_scale
-from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.optimizer.state_tensors import MASTER, MOMENTS, like
+from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
+from megatron.core.optimizer.rules import UpdateRule
+from megatron.core.optimizer.state_tensors import MASTER, STEP, like
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.torch_optimizer import copy_state, init_torch_states, load_torch_states
 
@@ -45,7 +44,7 @@ class BucketStep(NamedTuple):
     nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
-class BucketOptimizer(ABC):
+class Executor(ABC):
     """Updates the arrays of one bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -100,45 +99,61 @@ class BucketOptimizer(ABC):
         return StateUnit(owner, parameters, states, updated, bucket.reads.append)
 
 
-class FlatAdam(BucketOptimizer):
-    """AdamW in one pass over the bucket, from gradients to states and compute weights."""
+class RuleExecutor(Executor):
+    """Carries out a rule in one pass over the bucket, from gradients to states and compute
+    weights.
+    """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        moments: tuple[torch.Tensor, torch.Tensor],
-        adam: HostAdam,
-        adam_w_mode: bool,
+        self, bucket: Bucket, states: Mapping[str, torch.Tensor], rule: UpdateRule, kernel: Kernel
     ) -> None:
+        """`states`: the memory of the rule's states, by name, with the layout of the bucket."""
         super().__init__(bucket)
-        self._adam_w_mode = adam_w_mode
-        self._moments = dict(zip(MOMENTS, moments, strict=True))
-        self._adam = adam
+        self._rule = rule
+        self._kernel = kernel
+        self._arrays = states
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
         self._view: BucketView | None = None  # made when it is first asked for
+        # Pieces by which slots are stepped and which of them have equal scalars: arrays are the
+        # same in every step.
+        self._pieces: dict[Hashable, list[tuple[int, Piece]]] = {}
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         # Every parameter counts its own steps: only parameters with a gradient are stepped.
-        counters = [self._states[each.number]["step"] for each in stepped]
-        steps = [
-            AdamStep.of(each.options, int(counter) + 1, 1.0, self._adam_w_mode)
-            for each, counter in zip(stepped, counters, strict=True)
+        counters = [self._states[each.number][STEP] for each in stepped]
+        numbers = [int(counter) + 1 for counter in counters]
+        scalars = [
+            self._rule.scalars(each.options, number)
+            for each, number in zip(stepped, numbers, strict=True)
         ]
-        pieces = merged(
-            self._piece(each.slot, step)
-            for each, step in zip(stepped, steps, strict=True)
-            if each.slot.numel
-        )
+        pieces = self._planned_pieces([each.number for each in stepped], scalars)
 
         def begin() -> None:
-            for counter, step in zip(counters, steps, strict=True):
-                counter.fill_(step.step)
+            for counter, number in zip(counters, numbers, strict=True):
+                counter.fill_(number)
 
         def work(grad_scale: float) -> None:
-            self._adam.run(with_grad_scale(pieces, grad_scale))
+            self._kernel(pieces, grad_scale)
 
         gradients = [(each.slot, each.gradient) for each in stepped]
-        return BucketStep(self.bucket, gradients, begin, work, sum(map(_traffic, pieces)))
+        nbytes = sum(piece.traffic for piece in pieces)
+        return BucketStep(self.bucket, gradients, begin, work, nbytes)
+
+    def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
+        """The pieces of some slots with the scalars of each."""
+        # The first slot with the same scalars stands for them until the pieces are reused.
+        firsts: dict[Hashable, int] = {}
+        kinds = [firsts.setdefault(own, index) for index, own in enumerate(scalars)]
+        key = (*slots, None, *kinds)
+        if key not in self._pieces:
+            # Which parameters have gradients seldom changes: one plan is kept.
+            self._pieces.clear()
+            pieces = [
+                self._piece(self.bucket.slots[slot], kind)
+                for slot, kind in zip(slots, kinds, strict=True)
+            ]
+            self._pieces[key] = [(piece.step, piece) for piece in merged(pieces)]
+        return [piece._replace(step=scalars[kind]) for kind, piece in self._pieces[key]]
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
@@ -164,24 +179,23 @@ class FlatAdam(BucketOptimizer):
             self._view = BucketView(self.main_parameters(), states)
         return self._view
 
-    def _piece(self, slot: Slot, step: AdamStep) -> AdamPiece:
-        return AdamPiece(
-            step=step,
-            grad=slot.of(self.bucket.grad),
-            weight=slot.of(self.bucket.main_weight),
-            exp_avg=slot.of(self._moments["exp_avg"]),
-            exp_avg_sq=slot.of(self._moments["exp_avg_sq"]),
+    def _piece(self, slot: Slot, step: Hashable) -> Piece:
+        return Piece(
+            step,
+            slot.of(self.bucket.grad),
+            slot.of(self.bucket.main_weight),
+            {name: slot.of(array) for name, array in self._arrays.items()},
             out=slot.of(self.bucket.weight),
         )
 
     def _make_states(self, index: int) -> dict[str, torch.Tensor]:
-        states = {"step": torch.zeros((), dtype=torch.float32)}
-        for name, moment in self._moments.items():
-            states[name] = self.bucket.as_state(moment, index)
+        states = {STEP: torch.zeros((), dtype=torch.float32)}
+        for name, array in self._arrays.items():
+            states[name] = self.bucket.as_state(array, index)
         return states | self.bucket.master(index)
 
 
-class WrappedOptimizer(BucketOptimizer):
+class TorchExecutor(Executor):
     """Any PyTorch optimizer over views of the bucket's main weights."""
 
     def __init__(
@@ -278,8 +292,40 @@ class WrappedOptimizer(BucketOptimizer):
         return like(self.bucket.slots[index].parameter, value) if is_like else value
 
 
-def _traffic(piece: AdamPiece) -> int:
-    """Bytes that a pass reads and writes: weight and moments both, the others one of the two."""
-    both = piece.weight.nbytes + piece.exp_avg.nbytes + piece.exp_avg_sq.nbytes
-    out = 0 if piece.out is None else piece.out.nbytes
-    return 2 * both + piece.grad.nbytes + out
+class BucketView(torch.optim.Optimizer):
+    """What our AdamW updates in a bucket: main weights in host memory, with their states.
+
+    A group for each parameter. The values are from the last finished update; the options are
+    copied from the optimizer's groups when the view is created.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], states: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """`parameters` and `states` share the bucket's memory, one of each for every slot."""
+        super().__init__([{"params": [parameter]} for parameter in parameters], {})
+        for parameter, own in zip(parameters, states, strict=True):
+            self.state[parameter] = dict(own)
+
+    def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: both sides step together."""
+        raise _refusal("step")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
+        """RuntimeError: states are loaded for both sides together."""
+        raise _refusal("load_state_dict")
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """Raises RuntimeError: the hook would never be called."""
+        raise _refusal("register_step_pre_hook")
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002
+        """Raises RuntimeError: the hook would never be called."""
+        raise _refusal("register_step_post_hook")
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Call {name} on the HybridDeviceOptimizer; this is a read-only view of part of its host "
+        "side."
+    )

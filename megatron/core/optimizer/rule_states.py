@@ -1,29 +1,32 @@
-"""`AdamStates`: how `FusedAdam` keeps the states of a parameter.
+"""`RuleStates`: how a `RuleOptimizer` keeps the states of a parameter p.
 
-    step           scalar, fp32, on the CPU: number of steps that p has taken
-    exp_avg        like p, in exp_avg_dtype
-    exp_avg_sq     like p, in exp_avg_sq_dtype
-    master_param   with master weights, of a 16-bit p: its fp32 value or the remainder, like p
+    step                scalar, fp32, on the CPU: number of steps that p has taken
+    states of the rule  like p, in the rule's dtypes
+    master_param        with master weights, of a 16-bit p: its fp32 value or the remainder, like p
 
 If p is a DTensor, all but `step` are, with p's mesh, placements, global shape and stride. States in
 fp16 and fp8 have a scale for each (local) tensor, which is kept here (see [Note: scales]).
+
+Kernels work on the tensors themselves where they can: contiguous ones, with all states in fp32 or
+all in bf16. Scaled and strided tensors are copied for the kernel, and the result is stored again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import check_whole, local_tensor
-from megatron.core.dtypes import MASTER_DTYPES, MOMENT_DTYPES
-from megatron.core.optimizer.adam_updates import LocalArray
+from megatron.core.dtypes import FLOAT_DTYPES, MASTER_DTYPES, UNSCALED_STATE_DTYPES
+from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import (
     MASTER,
-    MOMENTS,
     STEP,
     StateMemory,
     TensorWrites,
@@ -54,7 +57,11 @@ class MasterWeights:
                 "Expected store_param_remainders with master_weights=True in torch.float32, got "
                 f"master_weights={self.is_kept} in {self.dtype}."
             )
-        _check_dtype("master_weight_dtype", self.dtype, MASTER_DTYPES)
+        if self.dtype not in MASTER_DTYPES:
+            raise NotImplementedError(
+                f"Expected master_weight_dtype to be one of {', '.join(map(str, MASTER_DTYPES))}, "
+                f"got {self.dtype}."
+            )
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype | None:
         """Of a parameter's `master_param`, int16 for a remainder; None if it has none."""
@@ -68,16 +75,11 @@ class MasterWeights:
         return self.dtype
 
 
-class AdamStates:
+class RuleStates:
     """Allocates and describes the states, which the optimizer owns."""
 
-    def __init__(
-        self, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, masters: MasterWeights
-    ) -> None:
-        self._moments = {
-            name: _moment_dtype(f"{name}_dtype", dtype)
-            for name, dtype in zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)
-        }
+    def __init__(self, rule: UpdateRule, masters: MasterWeights) -> None:
+        self._dtypes = rule.state_dtypes
         self._masters = masters
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._memory = StateMemory()
@@ -87,7 +89,7 @@ class AdamStates:
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
-        return self._moments if master is None else {**self._moments, MASTER: master}
+        return self._dtypes if master is None else {**self._dtypes, MASTER: master}
 
     def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:
         """ValueError if a parameter's master is, or is not, a remainder, unlike a caller said."""
@@ -199,7 +201,9 @@ class AdamStates:
     def arrays(
         self, parameter: torch.Tensor, gradient: torch.Tensor, states: States
     ) -> dict[str, LocalArray]:
-        """The local tensors of a step, by their names in AdamPiece."""
+        """The local tensors of a step: grad, weight, remainder and out as in `Piece`, and states by
+        name.
+        """
         arrays = {"grad": LocalArray(gradient)}
         for name, tensor in states.items():
             if name != STEP:
@@ -265,16 +269,103 @@ class AdamStates:
             )
 
 
-def _moment_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
-    dtype = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
-    _check_dtype(name, dtype, MOMENT_DTYPES)
-    return dtype
+# The names of arrays that are not states.
+_COMMON = ("grad", "weight", "remainder", "out")
 
 
-def _check_dtype(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """NotImplementedError for a dtype that is not allowed; TransformerEngine's RuntimeError."""
-    if dtype not in allowed:
-        raise NotImplementedError(
-            f"Expected {name} to be one of {', '.join(map(str, allowed))}, got {dtype}."
+class LocalArray(NamedTuple):
+    """A local tensor of any strides, with its scale if it has one; see [Note: scales]."""
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Update(NamedTuple):
+    """One parameter's step over local tensors of one shape and device: those of `Piece`, and states
+    by name.
+    """
+
+    step: Any
+    arrays: Mapping[str, LocalArray]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether kernels can work on the tensors themselves."""
+        # Kernels have one dtype for all states, and see memory, neither shapes nor scales.
+        dtypes = {array.tensor.dtype for name, array in self.arrays.items() if _is_state(name)}
+        return (
+            len(dtypes) <= 1
+            and dtypes <= {*UNSCALED_STATE_DTYPES}
+            and self.arrays["grad"].tensor.dtype in FLOAT_DTYPES
+            and all(
+                array.scale is None and array.tensor.is_contiguous()
+                for array in self.arrays.values()
+            )
         )
+
+
+class PlannedUpdates(NamedTuple):
+    """Updates as they will be handed to kernels, but for the factor of the gradients."""
+
+    pieces: list[Piece]  # arrays that kernels update in place, joined
+    others: list[Update]
+
+
+def plan(updates: Sequence[Update]) -> PlannedUpdates:
+    """Puts together what there is to do. Reads and writes no array."""
+    pieces = [
+        _piece(update.step, {name: array.tensor for name, array in update.arrays.items()})
+        for update in updates
+        if update.is_direct
+    ]
+    return PlannedUpdates(merged(pieces), [update for update in updates if not update.is_direct])
+
+
+def carry_out(planned: PlannedUpdates, grad_scale: float, kernel: Kernel) -> None:
+    """Has the kernel do all updates."""
+    kernel(planned.pieces, grad_scale)
+
+    # One after the other, so that the copies take the memory of one.
+    for update in planned.others:
+        copies = {name: _working_copy(name, array) for name, array in update.arrays.items()}
+        kernel([_piece(update.step, copies)], grad_scale)
+        for name, array in update.arrays.items():
+            # A gradient is only read.
+            if copies[name] is not array.tensor and name != "grad":
+                _write_back(name, array, copies[name])
+
+
+def _piece(step: Any, arrays: Mapping[str, torch.Tensor]) -> Piece:
+    return Piece(
+        step,
+        arrays["grad"],
+        arrays["weight"],
+        {name: array for name, array in arrays.items() if _is_state(name)},
+        arrays.get("remainder"),
+        arrays.get("out"),
+    )
+
+
+def _is_state(name: str) -> bool:
+    return name not in _COMMON
+
+
+def _working_copy(name: str, array: LocalArray) -> torch.Tensor:
+    """A tensor that kernels can work on: contiguous, states and unusual gradients in fp32.
+
+    It is the array's own tensor if that is so already.
+    """
+    # All states go to fp32, though one alone may be what kernels do not take: they must be alike.
+    tensor = array.tensor
+    if array.scale is not None:
+        tensor = scaled_states.read(tensor, array.scale)
+    elif _is_state(name) or tensor.dtype not in (*FLOAT_DTYPES, torch.int16):
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def _write_back(name: str, array: LocalArray, values: torch.Tensor) -> None:
+    if array.scale is None:
+        array.tensor.copy_(values)
+    else:
+        scaled_states.write(array.tensor, array.scale, values, is_weight=name == "weight")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.format.blob import blob_layout
-from megatron.core.dist_checkpointing.format.index import Index, blob_place
+from megatron.core.dist_checkpointing.format.index import Index, SavedAs, blob_place, build_index
 from megatron.core.dist_checkpointing.format.manifest import DATA_ALIGNMENT, data_file
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.file_layout import SavedAs, build_index
 from megatron.core.dist_checkpointing.layout.holdings import (
     FlatShards,
-    FlatTensor,
     RankMesh,
-    Replicated,
+    replicated,
 )
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 
@@ -28,11 +27,11 @@ def state(shapes: list[tuple[int, ...]], num_ranks: int, is_sharded: bool) -> li
     mesh = RankMesh((num_ranks,), tuple(range(num_ranks)))
     shards = FlatShards(GlobalLayout.build(shapes, num_ranks), mesh, (is_sharded,))
     tensors = [
-        SavedAs(f"{i}.{dtype}", dtype, shape, FlatTensor(shards, i))
+        SavedAs(f"{i}.{dtype}", dtype, shape, partial(shards.holdings, i))
         for i, shape in enumerate(shapes)
         for dtype in DTYPES
     ]
-    return [*tensors, SavedAs("step", torch.float32, (), Replicated((), mesh.ranks))]
+    return [*tensors, SavedAs("step", torch.float32, (), replicated((), mesh.ranks))]
 
 
 sizes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=4)
@@ -85,19 +84,3 @@ def test_readers_accept_a_built_index(shapes, num_ranks, is_sharded):
     index = build_index("a save", state(shapes, num_ranks, is_sharded), PLAIN)
     assert Index.from_bytes(index.to_bytes(), None, "here") == index
     assert [*index.tensors] == [tensor.key for tensor in state(shapes, num_ranks, is_sharded)]
-
-
-def saved_as(key: str) -> SavedAs:
-    return SavedAs(key, torch.float32, (), Replicated((), (0,)))
-
-
-@pytest.mark.parametrize("rank", [None, 0, 1])
-def test_repeated_and_empty_keys_are_rejected_on_every_rank(rank):
-    message = r"Expected each key once, got several of model\.a"
-    with pytest.raises(ValueError, match=message):
-        build_index("a save", [saved_as("model.a"), saved_as("model.a")], {}, rank)
-    with pytest.raises(ValueError, match=message):
-        build_index("a save", [saved_as("model.a")], {"model.a": 1}, rank)
-
-    with pytest.raises(ValueError, match="empty"):
-        build_index("a save", [saved_as("")], {}, rank)

@@ -1,0 +1,207 @@
+"""`Piece`: the flat arrays of one step of a rule, as kernels take them.
+
+[Note: remainder] A fp32 weight is kept as its bf16 rounding, `weight`, and a signed 16-bit
+`remainder`: as integers, the weight's bits shifted left by 16 plus the remainder are the fp32
+weight's bits. This is lossless, but of two equally near bf16 values `weight` is always the one of
+larger magnitude: one in 65536 random weights is such a tie, and half of these go the other way in
+rounding to nearest even. A NaN becomes the one whose remainder is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_STATE_DTYPES
+
+
+class Piece(NamedTuple):
+    """Flat, contiguous arrays of one length and device, and the step that they take.
+
+    Attributes:
+        step: the scalars of the step, such as an `AdamStep`; hashable, without the factor of the
+            gradients.
+        grad: fp32, bf16 or fp16; only read.
+        weight: fp32, bf16 or fp16; with a remainder: bf16.
+        states: by name, all fp32 or all bf16.
+        remainder: int16, see [Note: remainder].
+        out: fp32, bf16 or fp16: takes the new weight, rounded from fp32 to nearest even; in bf16
+            with a remainder, the value that `weight` takes. May be `grad` itself, which is then
+            written over as it is read.
+    """
+
+    step: Any
+    grad: torch.Tensor
+    weight: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    remainder: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of each array."""
+        return self.weight.numel()
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that a pass over the arrays reads and writes."""
+        both = [self.weight, *self.states.values()]
+        both += [] if self.remainder is None else [self.remainder]
+        once = [self.grad] if self.out is None else [self.grad, self.out]
+        return 2 * sum(array.nbytes for array in both) + sum(array.nbytes for array in once)
+
+    def check(self) -> None:
+        """Raises for pieces that no kernel can run.
+
+        Raises:
+            ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
+                not listed above, and for an `out` that shares only a part of `grad`'s memory.
+        """
+        _check_dtype("grad", self.grad, FLOAT_DTYPES)
+        _check_dtype(
+            "weight", self.weight, FLOAT_DTYPES if self.remainder is None else (torch.bfloat16,)
+        )
+        allowed: tuple[torch.dtype, ...] = UNSCALED_STATE_DTYPES
+        for name, state in self.states.items():
+            _check_dtype(name, state, allowed)
+            allowed = (state.dtype,)
+
+        if self.remainder is not None:
+            _check_dtype("remainder", self.remainder, (torch.int16,))
+        if self.out is not None:
+            _check_dtype("out", self.out, FLOAT_DTYPES)
+            self._check_overlap(self.out)
+
+        # Kernels get addresses and one length.
+        for name, tensor in self.arrays().items():
+            if tensor.numel() != self.numel:
+                raise ValueError(
+                    f"Expected {name} of {self.numel} elements as weight has, got {tensor.numel()}."
+                )
+            if tensor.device != self.weight.device:
+                raise ValueError(
+                    f"Expected {name} on {self.weight.device} as weight is, got {tensor.device}."
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"Expected a contiguous {name}, got strides {tensor.stride()}.")
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The tensors that are there, by name."""
+        arrays = {"grad": self.grad, "weight": self.weight, **self.states}
+        if self.remainder is not None:
+            arrays["remainder"] = self.remainder
+        if self.out is not None:
+            arrays["out"] = self.out
+        return arrays
+
+    def part(self, start: int, numel: int) -> Piece:
+        """The arrays' elements from `start` on, as views."""
+        return self.mapped(lambda tensor: tensor.detach().view(-1)[start : start + numel])
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
+        """The same step over other arrays."""
+        return Piece(
+            self.step,
+            change(self.grad),
+            change(self.weight),
+            {name: change(state) for name, state in self.states.items()},
+            None if self.remainder is None else change(self.remainder),
+            None if self.out is None else change(self.out),
+        )
+
+    def _check_overlap(self, out: torch.Tensor) -> None:
+        # Element by element, each gradient is read before its place is written to.
+        begin, end = self.grad.data_ptr(), self.grad.data_ptr() + self.grad.nbytes
+        apart = out.data_ptr() >= end or out.data_ptr() + out.nbytes <= begin
+        same = out.data_ptr() == begin and out.element_size() == self.grad.element_size()
+        if not apart and not same:
+            raise ValueError(
+                f"Expected out apart from grad or over it element by element, got {out.dtype} at "
+                f"byte {out.data_ptr() - begin} of a {self.grad.dtype} grad."
+            )
+
+
+# Carries out pieces, given the factor of the gradients, which is known last.
+Kernel: TypeAlias = Callable[[Iterable[Piece], float], None]
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same work in fewer, longer pieces: pieces whose arrays are all adjacent are joined.
+
+    Pieces are put in the order of their weights' addresses; empty ones are left out. Only pieces of
+    equal steps, dtypes and storages join. Pass pieces that `Piece.check` accepts.
+    """
+    # Pieces join only if all of their arrays do: sorting by one of these finds the neighbours.
+    ordered = sorted((piece for piece in pieces if piece.numel), key=_address)
+    runs: list[list[Piece]] = []
+    for piece in ordered:
+        if runs and _continues(runs[-1][-1], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [_joined(run) for run in runs]
+
+
+def check_grad_scale(grad_scale: float) -> None:
+    """ValueError for the factor that the norm of gradients that are not finite gives."""
+    if not math.isfinite(grad_scale):
+        raise ValueError(
+            f"Expected a finite grad_scale, got {grad_scale}: a gradient is not finite. Nothing "
+            "was stepped. Look at the loss, or skip such steps: zero_grad() without step()."
+        )
+
+
+def check_rates(**rates: float) -> None:
+    """ValueError for a rate or factor that is negative or not finite."""
+    for name, rate in rates.items():
+        if not 0.0 <= rate < math.inf:
+            raise ValueError(f"Expected a finite {name} of at least 0, got {rate}.")
+
+
+def check_betas(**betas: float) -> None:
+    """ValueError for a decay rate outside [0, 1)."""
+    for name, beta in betas.items():
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Expected {name} in [0, 1), got {beta}.")
+
+
+def _address(piece: Piece) -> tuple[str, int]:
+    return str(piece.weight.device), piece.weight.data_ptr()
+
+
+def _continues(piece: Piece, following: Piece) -> bool:
+    """Whether every array of `following` starts where that of `piece` ends."""
+    if piece.step != following.step:
+        return False
+
+    ends, begins = piece.arrays(), following.arrays()
+    return ends.keys() == begins.keys() and all(
+        _adjacent(ends[name], begins[name]) for name in ends
+    )
+
+
+def _adjacent(tensor: torch.Tensor, following: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() + tensor.nbytes == following.data_ptr()
+        and tensor.dtype == following.dtype
+        and tensor.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+    )
+
+
+def _joined(run: list[Piece]) -> Piece:
+    if len(run) == 1:
+        return run[0]
+
+    # `_adjacent` has made sure that the storage reaches so far.
+    numel = sum(piece.numel for piece in run)
+    return run[0].mapped(lambda tensor: tensor.detach().as_strided((numel,), (1,)))
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(
+            f"Expected {name} of {' or '.join(map(str, allowed))}, got {tensor.dtype}."
+        )

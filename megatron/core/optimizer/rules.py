@@ -1,0 +1,354 @@
+"""Update rules: which states an optimizer keeps for a weight, and the arithmetic of a step.
+
+A rule is a constant. It neither owns states nor knows where they are: executors allocate them, on
+the device or in host memory, and hand flat arrays to the rule's kernels. Both sides' kernels give
+the same bits, so where a state is never changes a run.
+
+To add a rule, subclass `ElementwiseRule` here, add it to `rule_of` and `options_of`, and add its
+flags to config.py. Optimizers of PyTorch and of other packages are not rules: see
+torch_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from megatron.core.drivers import driver_of
+from megatron.core.dtypes import DTYPES, STATE_DTYPES, UNSCALED_STATE_DTYPES
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.kernels import device_adam, torch_adam, torch_flat
+from megatron.core.optimizer.kernels.adam import AdamStep
+from megatron.core.optimizer.kernels.host_adam import HostAdam, default_num_threads
+from megatron.core.optimizer.kernels.piece import Kernel, Piece, check_betas, check_rates
+
+# The options of `torch.optim.AdamW` that choose among implementations.
+IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class UpdateRule(ABC):
+    """How weights are updated from gradients.
+
+    Attributes:
+        name: the rule's name in flags.
+        state_dtypes: dtypes of the states besides the count of steps, by name.
+        defaults: options of parameter groups, with their defaults. PyTorch's helpers expect every
+            option of the loading optimizer in a checkpoint, so these are all options that the
+            class in torch.optim with the same algorithm has.
+        optional: options that groups may have besides.
+        counts_steps: whether `scalars` depends on the number of the step. Otherwise loaded states
+            may lack it, as torch's do.
+    """
+
+    name: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ()
+    counts_steps: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def state_dtypes(self) -> dict[str, torch.dtype]: ...
+
+    @property
+    @abstractmethod
+    def defaults(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def scalars(self, options: Mapping[str, Any], step: int) -> Hashable:
+        """The scalars of a parameter's step. Parameters with equal ones are updated in one piece.
+
+        Args:
+            options: of the parameter's group, with all names of `defaults`; may be tensors.
+            step: counts from 1, this step included.
+
+        Raises:
+            ValueError: for options that the rule cannot honour.
+        """
+
+    @abstractmethod
+    def host_kernel(
+        self, num_threads: int | None = None, cores: Collection[int] | None = None
+    ) -> Kernel:
+        """Makes a kernel for CPU tensors. It may be called by any number of threads.
+
+        Args:
+            num_threads: default: the cores that this process may use, divided among the ranks of
+                the machine that share them.
+            cores: cores on which the threads run; default: any.
+        """
+
+    @abstractmethod
+    def device_kernel(self, device: torch.device) -> Kernel:
+        """Makes a kernel for tensors on an accelerator. RuntimeError if there is none for it."""
+
+    def defaults_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults, with other values of some. TypeError for options that the rule lacks."""
+        defaults = self.defaults
+        unknown = options.keys() - defaults.keys() - {*self.optional}
+        if unknown:
+            raise TypeError(f"Expected options of {self.name}, got {', '.join(sorted(unknown))}.")
+        return {**defaults, **options}
+
+    def check_state_dtypes(self) -> None:
+        """NotImplementedError, as TransformerEngine has it, for dtypes that no state can have."""
+        for name, dtype in self.state_dtypes.items():
+            if dtype not in STATE_DTYPES:
+                raise NotImplementedError(
+                    f"Expected {name}_dtype to be one of {', '.join(map(str, STATE_DTYPES))}, got "
+                    f"{dtype}."
+                )
+
+    def check_on_host(self) -> None:
+        """ValueError for dtypes of states that the host's flat arrays cannot have."""
+        dtypes = tuple(self.state_dtypes.values())
+        if len(set(dtypes)) > 1 or not set(dtypes) <= {*UNSCALED_STATE_DTYPES}:
+            raise ValueError(
+                f"Expected all states in one of {UNSCALED_STATE_DTYPES} on the host, got {dtypes}."
+            )
+
+
+@dataclass(frozen=True)
+class Adam(UpdateRule):
+    """Adam and AdamW, bit-equal to the fused AdamW in torch; see [Note: arithmetic] in
+    kernels/adam.py.
+
+    `torch.uint8` as a dtype means fp8 e4m3, as in TransformerEngine.
+    """
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    adam_w_mode: bool = True  # decoupled weight decay; otherwise it is added to the gradient
+
+    name: ClassVar[str] = "adam"
+    optional: ClassVar[tuple[str, ...]] = ("bias_correction",)
+
+    def __post_init__(self) -> None:
+        self.check_state_dtypes()
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        return {"exp_avg": _fp8(self.exp_avg_dtype), "exp_avg_sq": _fp8(self.exp_avg_sq_dtype)}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": True,
+            "decoupled_weight_decay": self.adam_w_mode,
+        }
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> AdamStep:
+        return AdamStep.of(options, step, self.adam_w_mode)
+
+    def host_kernel(
+        self, num_threads: int | None = None, cores: Collection[int] | None = None
+    ) -> Kernel:
+        pool = HostAdam(num_threads, cores=cores)
+
+        def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
+            pool.run(pieces, grad_scale)
+
+        return kernel
+
+    def device_kernel(self, device: torch.device) -> Kernel:
+        if not driver_of(device.type).has_triton:
+            return torch_adam.run
+        device_adam.check_available()
+        return device_adam.run
+
+
+class ElementwiseRule(UpdateRule):
+    """A rule that torch operators compute, on both sides."""
+
+    counts_steps: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def update(
+        step: Any, grad: torch.Tensor, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Updates weight and states in place. All arrays are fp32; the gradient may be written to.
+
+        Each operator must round once and treat elements alike, or the sides' bits would differ:
+        no `alpha`, `lerp` or `addcmul`, which some devices contract and others do not.
+        """
+
+    def host_kernel(
+        self, num_threads: int | None = None, cores: Collection[int] | None = None
+    ) -> Kernel:
+        del cores  # threads of Python run where the process may
+        return torch_flat.pooled(self.update, num_threads or default_num_threads())
+
+    def device_kernel(self, device: torch.device) -> Kernel:
+        del device
+        return partial(torch_flat.run, update=self.update)
+
+
+class SgdStep(NamedTuple):
+    """The scalars of `SGD`."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+
+@dataclass(frozen=True)
+class SGD(ElementwiseRule):
+    """SGD as in torch.optim, without dampening.
+
+    g = g + weight_decay * p
+    b = momentum * b + g
+    p = p - lr * (g + momentum * b if nesterov else b)
+    """
+
+    momentum_buffer_dtype: torch.dtype = torch.float32
+    has_momentum: bool = True  # otherwise there are no states, and momentum must be 0
+
+    name: ClassVar[str] = "sgd"
+
+    def __post_init__(self) -> None:
+        self.check_state_dtypes()
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        return {"momentum_buffer": _fp8(self.momentum_buffer_dtype)} if self.has_momentum else {}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {
+            "lr": 1e-3,
+            "momentum": 0.9 if self.has_momentum else 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "maximize": False,
+            "foreach": None,
+            "differentiable": False,
+            "fused": None,
+        }
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> SgdStep:
+        del step
+        _refuse(options, "SGD", "dampening", "maximize", "differentiable")
+        lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
+        momentum = float(options["momentum"])
+        check_rates(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        if momentum and not self.has_momentum:
+            raise ValueError(f"Expected momentum 0 of a rule without momentum, got {momentum}.")
+        return SgdStep(lr, momentum, weight_decay, bool(options["nesterov"]))
+
+    @staticmethod
+    def update(
+        step: SgdStep, grad: torch.Tensor, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        if step.weight_decay:
+            grad.add_(weight * step.weight_decay)
+        if "momentum_buffer" in states:
+            buffer = states["momentum_buffer"].mul_(step.momentum).add_(grad)
+            grad = grad.add_(buffer * step.momentum) if step.nesterov else buffer
+        weight.sub_(grad * step.lr)
+
+
+class LionStep(NamedTuple):
+    """The scalars of `Lion`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Lion(ElementwiseRule):
+    """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
+
+        u = sign(beta1 * m + (1 - beta1) * g)
+        p = p * (1 - lr * weight_decay) - lr * u
+        m = beta2 * m + (1 - beta2) * g
+
+    It needs a rate three to ten times smaller than AdamW's, with a weight decay that many times
+    larger. Gradients that are not finite make a weight NaN.
+    """
+
+    exp_avg_dtype: torch.dtype = torch.float32
+
+    name: ClassVar[str] = "lion"
+
+    def __post_init__(self) -> None:
+        self.check_state_dtypes()
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        return {"exp_avg": _fp8(self.exp_avg_dtype)}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> LionStep:
+        del step
+        lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
+        beta1, beta2 = map(float, options["betas"])
+        check_rates(lr=lr, weight_decay=weight_decay)
+        check_betas(beta1=beta1, beta2=beta2)
+        return LionStep(lr, beta1, beta2, weight_decay)
+
+    @staticmethod
+    def update(
+        step: LionStep, grad: torch.Tensor, weight: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> None:
+        exp_avg = states["exp_avg"]
+        mixed = (exp_avg * step.beta1).add_(grad * (1.0 - step.beta1))
+        # The sign of NaN is 0 in torch, which would hide it: NaN times zero does not.
+        direction = mixed.sign().add_(mixed.mul_(0.0))
+        weight.mul_(1.0 - step.lr * step.weight_decay).sub_(direction.mul_(step.lr))
+        exp_avg.mul_(step.beta2).add_(grad.mul_(1.0 - step.beta2))
+
+
+def rule_of(config: OptimizerConfig) -> UpdateRule:
+    """The rule that `--optimizer` selects."""
+    exp_avg = DTYPES[config.exp_avg_dtype]
+    rules: dict[str, UpdateRule] = {
+        "adam": Adam(exp_avg, DTYPES[config.exp_avg_sq_dtype]),
+        "sgd": SGD(exp_avg, has_momentum=config.sgd_momentum > 0),
+        "lion": Lion(exp_avg),
+    }
+    return rules[config.optimizer]
+
+
+def options_of(config: OptimizerConfig) -> dict[str, Any]:
+    """The options of `rule_of`'s parameter groups, besides rate and weight decay."""
+    options: dict[str, dict[str, Any]] = {
+        "adam": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
+        "sgd": {"momentum": config.sgd_momentum},
+        "lion": {"betas": (config.lion_beta1, config.lion_beta2)},
+    }
+    return options[config.optimizer]
+
+
+def _fp8(dtype: torch.dtype) -> torch.dtype:
+    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+
+
+def _refuse(options: Mapping[str, Any], algorithm: str, *names: str) -> None:
+    """ValueError for options of another algorithm that are set."""
+    others = [name for name in names if options.get(name)]
+    if others:
+        raise ValueError(
+            f"Expected a parameter group of {algorithm} without {' and '.join(others)}, got some "
+            "set."
+        )
