@@ -25,7 +25,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "flags",
     [
-        [*APART, "--recompute-granularity", "full", "--bf16"],
+        pytest.param([*APART, "--recompute-granularity", "full", "--bf16"], marks=pytest.mark.wide),
         [*APART, *EXPERTS, "--expert-model-parallel-size", "2"],
     ],
     ids=["recomputed", "divided experts"],

@@ -5,6 +5,7 @@ the other way round.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ SETTINGS = {
     "torch_dcp": ["--ckpt-format", "torch_dcp"],
     "FSDP2": ["--use-torch-fsdp2"],
 }
+
+
+def settings(by_default: str) -> list[Any]:
+    """All of them. `test_frozen_while_loading.py` has every engine by default."""
+    return [
+        pytest.param(name, marks=() if name == by_default else pytest.mark.wide)
+        for name in SETTINGS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", settings("offloaded"))
 def test_the_projector_is_trained_first_and_then_everything(shapes, tmp_path, setting):
     first, more = tmp_path / "run", SETTINGS[setting]
     train(shapes, first, *more, *FREEZE, "--train-iters", SAVED)
@@ -83,7 +92,7 @@ def test_the_projector_is_trained_first_and_then_everything(shapes, tmp_path, se
     assert_equal(weights(weights_alone), weights(last))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", settings("torch_dcp"))
 def test_everything_is_trained_first_and_then_the_projector(shapes, tmp_path, setting):
     first, more = tmp_path / "run", SETTINGS[setting]
     train(shapes, first, *more, "--train-iters", SAVED)

@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_losses_and_tensors_of_the_undisturbed_one(
     assert not are_equal(tensors_of(root, LAST - 1), tensors_of(root, LAST))
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.wide)])
 def test_a_checkpoint_loads_on_any_number_of_ranks_to_the_bit(
     shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, world_size: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
     assert train(shapes, tmp_path / "default", *few)[1] != pytest.approx(expected[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("frozen", ["", "vision"], ids=["all", "frozen"])
+@pytest.mark.parametrize("frozen", [pytest.param("", marks=pytest.mark.wide, id="all"), "vision"])
 def test_offloaded_training_is_that_on_the_device_to_the_bit(
     shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, frozen: str
 ) -> None:

@@ -123,13 +123,12 @@ class Worker:
         *,
         seconds: float = MAX_SECONDS,
         nbytes: int = MAX_BYTES,
-        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._folder = folder
         self._module = module
         self._seconds = seconds
         self._nbytes = nbytes
-        self._grace_seconds = grace_seconds
+        self.grace_seconds = GRACE_SECONDS
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._intact: dict[str, dict[str, bytes]] = {}  # by target
@@ -176,7 +175,7 @@ class Worker:
         limits = {"seconds": self._seconds, "nbytes": self._nbytes}
         # The process has the same limit, but a library that loops does not hear of it.
         request = {"action": action, "target": target, "folder": str(folder), **limits}
-        death, answer = self._ask(request, self._seconds + self._grace_seconds)
+        death, answer = self._ask(request, self._seconds + self.grace_seconds)
         if death is not None:
             return Outcome(death=f"{death} {self._said()}")
         return Outcome(**answer)

@@ -98,10 +98,10 @@ def test_an_end_that_nobody_foresaw_is_reported_and_the_next_example_has_a_new_p
 
 
 def test_a_reader_that_does_not_come_back_is_ended_and_reported(tmp_path: Path) -> None:
-    canaries = "tests.fuzzing.canaries"
-    worker = Worker(tmp_path, canaries, seconds=SECONDS, grace_seconds=10.0)
-    with contextlib.closing(worker):
-        found = read(worker, "block", b"").problems()
+    with contextlib.closing(Worker(tmp_path, "tests.fuzzing.canaries", seconds=SECONDS)) as worker:
+        worker.read("block", worker.make("block"))
+        worker.grace_seconds = 0.0
+        found = worker.read("block", {"file": b""}).problems()
     assert any("did not come back" in each for each in found), found
 
 

@@ -30,9 +30,14 @@ SOME = ["offload forward half", "fp16 moments"]
 Snapshot = dict[str, torch.Tensor]
 
 
-def ways_to_train(*by_default: Behaviour) -> pytest.MarkDecorator:
-    """Parametrizes with some engines under all behaviours, and with the others under one."""
-    default = [(name, each) for name in SOME for each in by_default]
+def ways_to_train(name: str, *by_default: Behaviour) -> pytest.MarkDecorator:
+    """Parametrizes with some engines under all behaviours, and with the others under one.
+
+    Args:
+        name: the engine of the default run.
+        by_default: its behaviours.
+    """
+    default = [(name, each) for each in by_default]
     others = [
         (name, each)
         for name in CASES
@@ -95,7 +100,7 @@ def _save_during_steps(folder: str, name: str, behaviour: Behaviour) -> list[str
     return wrong
 
 
-@ways_to_train(DEFAULT_LAST, GPU_WITH_PAUSES)
+@ways_to_train("fp16 moments", DEFAULT_LAST, GPU_WITH_PAUSES)
 def test_a_save_during_training_holds_the_values_of_its_start(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):
@@ -124,7 +129,7 @@ def _resume(folder: str, name: str, behaviour: Behaviour) -> bool:
     return whole == again == resumed
 
 
-@ways_to_train(LANES_LAST, GPU_WITH_PAUSES)
+@ways_to_train("offload forward half", LANES_LAST, GPU_WITH_PAUSES)
 def test_resuming_from_a_checkpoint_gives_the_same_losses(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.device import Device
-from megatron.core.distributed.fsdp import FsdpContext, Placements, fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import (
+    FsdpContext,
+    Placements,
+    collectives,
+    fully_shard,
+    fully_shard_context,
+)
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.dtensors import local_tensor
@@ -265,3 +273,30 @@ def _default_step(strategy: str) -> tuple[bool, bool]:
 def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(strategy: str) -> None:
     found = run_ranks(2, _default_step, strategy, device="sim")
     assert found == [(True, True)] * 2
+
+
+def _over_one_rank() -> None:
+    def unused(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective of the backend over one rank")
+
+    generator = torch.Generator().manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_all_gather_on_device", unused)
+        patch.setattr(collectives, "_reduce_scatter_on_device", unused)
+        for dtypes in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+            for divisor, accumulates in itertools.product((1.0, 3.0), (False, True)):
+                whole = torch.randn(1000, generator=generator).to(dtypes[0])
+                out = torch.randn(1000, generator=generator).to(dtypes[1])
+                how = collectives.Reduction(True, divisor, accumulates)
+                on_device = out.to("sim")
+                collectives.reduce_scatter(on_device, whole.to("sim"), dist.group.WORLD, how)
+                collectives.reduce_scatter(out, whole, dist.group.WORLD, how)
+                assert torch.equal(on_device.cpu(), out)
+
+        own, out = torch.randn(10).to("sim"), torch.zeros(10).to("sim")
+        collectives.all_gather(out, own, dist.group.WORLD)
+        assert torch.equal(out.cpu(), own.cpu())
+
+
+def test_collectives_over_one_rank_give_the_bits_of_the_cpu_without_the_backend():
+    run_ranks(1, _over_one_rank, device="sim")

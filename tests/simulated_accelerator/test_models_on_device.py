@@ -171,7 +171,9 @@ def _on_device(name: str, behaviour: Behaviour) -> list[Any]:
         return [_course(name, "sim", where, waits_of_main_thread) for where in places]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["documents", "images", pytest.param("images, frozen", marks=pytest.mark.wide)]
+)
 @all_behaviours(LANES_LAST)
 def test_a_model_trains_as_on_the_cpu_wherever_its_states_are(
     behaviour: Behaviour, name: str

@@ -2,8 +2,7 @@
 
 Each runs in new processes without a process group, in an empty directory, under the command in its
 first line (`# torchrun --nproc-per-node 2 script.py`), or else as `python script.py`. The processes
-are forks of one that has imported torch, with the variables that torchrun sets, except for one
-script that torchrun itself starts.
+are forks of one that has imported torch, with the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import multiprocessing as mp
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -143,15 +141,6 @@ def test_the_pages_that_must_have_programs_have_them() -> None:
         *(f"docs/{page}.md" for page in ("offload", "checkpoints", "fsdp", "vision", "training")),
         "docs/coming-from.md",
     }
-
-
-def test_the_first_loop_runs_as_a_reader_types_it(tmp_path: Path) -> None:
-    (script,) = [one for one in SCRIPTS if one.page == "docs/offload.md"]
-    (tmp_path / "script.py").write_text(script.text)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 script.py"
-    command = [sys.executable, *torchrun.split()]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=tmp_path, env=variables, check=True, timeout=4 * PATIENCE)
 
 
 def test_blocks_share_nothing_and_errors_have_their_line(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def on_first_rank(action: Callable[[], T], what: str) -> T:
     So no two ranks see different files, and no rank waits for one that has failed.
 
     Args:
-        action: returns plain data that JSON keeps as it is: no tuples, and strings as keys.
-            Anything else fails on all ranks like an error of `action`.
+        action: returns plain data. All ranks get its JSON form, in which tuples are lists and keys
+            are strings. Data that JSON cannot represent is an error on all ranks.
         what: the prefix of the message of an unforeseen error.
 
     Raises:
@@ -53,7 +53,9 @@ def on_first_rank(action: Callable[[], T], what: str) -> T:
     """
     content, failure = b"", None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        encoded, failure = _attempt(lambda: _encode_result(action()), f"{what}: ")
+        encoded, failure = _attempt(
+            lambda: json.dumps({"result": action()}).encode("ascii"), f"{what}: "
+        )
         content = encoded or b"" if failure is None else _encode_error(failure)
 
     answer = _decode(_first_content(content)[1])
@@ -112,22 +114,6 @@ def _attempt(
         failure = CheckpointError(f"{prefix}{type(error).__name__}: {error}")
         failure.__cause__ = error
         return None, failure
-
-
-def _encode_result(value: object) -> bytes:
-    """The message with a result. TypeError if other ranks would receive a different one."""
-    try:
-        content = json.dumps({"result": value}).encode("ascii")
-        is_plain = json.loads(content) == {"result": value}
-    except (TypeError, ValueError, RecursionError):
-        is_plain = False
-    if not is_plain:
-        raise TypeError(
-            f"Expected plain data that JSON keeps as it is, got {type(value).__name__}."
-        )
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"Expected at most {_MOST_BYTES} bytes for all ranks, got {len(content)}.")
-    return content
 
 
 def _encode_error(error: CheckpointError | ConfigError) -> bytes:

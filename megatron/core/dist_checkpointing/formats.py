@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
+from megatron.core.dist_checkpointing.dcp.torch_dcp import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import (
     MARKER_FILE,

@@ -20,8 +20,7 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.dcp import torch_dcp
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
-from megatron.core.dist_checkpointing.dcp.torch_dcp import dcp_param_groups
+from megatron.core.dist_checkpointing.dcp.torch_dcp import TorchDcpCheckpoint, dcp_param_groups
 from megatron.core.dist_checkpointing.state.dcp_state import DCPState
 from megatron.core.dist_checkpointing.state.param_groups import install_options, match_param_groups
 from megatron.core.dist_checkpointing.store import LocalStore, expect_folder

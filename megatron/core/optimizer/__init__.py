@@ -28,18 +28,16 @@ __all__ = [
     "UpdateRule",
 ]
 
+_RULES = "megatron.core.optimizer.rules"
 _MODULES = {
-    "SGD": "rules",
-    "Adam": "rules",
-    "FusedAdam": "fused_adam",
-    "HybridDeviceOptimizer": "cpu_offloading.hybrid_optimizer",
-    "Lion": "rules",
-    "RuleOptimizer": "rule_optimizer",
-    "UpdateRule": "rules",
+    "FusedAdam": "megatron.core.optimizer.fused_adam",
+    "HybridDeviceOptimizer": "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+    "RuleOptimizer": "megatron.core.optimizer.rule_optimizer",
+    **dict.fromkeys(("Adam", "Lion", "SGD", "UpdateRule"), _RULES),
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

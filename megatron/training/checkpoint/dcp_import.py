@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.agreement import on_all_ranks
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
+from megatron.core.dist_checkpointing.dcp.torch_dcp import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.index import SavedAs
 from megatron.core.dist_checkpointing.formats import read_piece

@@ -24,9 +24,9 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, CheckpointConfig
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
     MODEL_PREFIX,
+    TorchDcpCheckpoint,
     check_steps,
     dcp_param_groups,
     frozen_changes,

@@ -213,15 +213,17 @@ class SlowToGo:  # holds the interpreter in its shutdown, in which the thread co
 def wait_in_cpp(seconds):
     dist.HashStore().wait(["never"], timedelta(seconds=seconds))
 
-results, name = {}, "none"
+begin, children = time.monotonic(), {}
 for name in ("queued", "let go", "stuck", "failed", "none"):
     if name == "none" or (child := os.fork()) == 0:
         break
-    begin = time.monotonic()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    results[name] = [status, time.monotonic() - begin]
+    children[name] = child
 
 if name == "none":
+    results = {}
+    for each, child in children.items():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        results[each] = [status, time.monotonic() - begin]
     print(json.dumps(results))
 else:
     slow_to_go = SlowToGo()

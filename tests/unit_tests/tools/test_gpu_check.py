@@ -73,11 +73,15 @@ def test_a_stage_records_how_it_ended(name, outcome, summary):
     assert (record["outcome"], record["summary"]) == (outcome, summary)
 
 
-def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path):
+def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "_GRACE_SECONDS", 0.1)
     pid = tmp_path / "pid"
-    record = run_stage(stage(HANGS, str(pid), limit_seconds=10.0))
-    assert record["outcome"] == "FAILED"
-    assert record["summary"].startswith("stopped after 10 s")
+    for limit_seconds in (1.0, 60.0):  # a busy machine may take longer to start it
+        record = run_stage(stage(HANGS, str(pid), limit_seconds=limit_seconds))
+        assert record["outcome"] == "FAILED"
+        assert record["summary"].startswith(f"stopped after {limit_seconds:.0f} s")
+        if "before it hung" in record["log"]:
+            break
     assert "before it hung" in record["log"]
     deadline = time.monotonic() + 60
     while is_running(int(pid.read_text())) and time.monotonic() < deadline:

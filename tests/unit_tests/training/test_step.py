@@ -372,7 +372,6 @@ def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[
 @pytest.mark.parametrize(
     "engine",
     [
-        [],
         ["--use-torch-fsdp2"],
         [
             "--optimizer-cpu-offload",
@@ -380,7 +379,7 @@ def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[
             "--overlap-optimizer-with-forward",
         ],
     ],
-    ids=lambda flags: flags[0] if flags else "megatron-fsdp",
+    ids=lambda flags: flags[0],
 )
 def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
     """From 2^32 on, an overflow after the other; from there the losses of fp32 to fp16's three

@@ -1,4 +1,1 @@
-"""Checkpoints in PyTorch DCP's format: torch_dcp.py saves and loads ours and other programs'.
-
-dcp_checkpoint.py reads them without executing code.
-"""
+"""Checkpoints in PyTorch DCP's format: torch_dcp.py saves and loads ours and other programs'."""

@@ -41,7 +41,7 @@ _LOCAL_SIGNATURE = b"PK\3\4"
 
 # Callers traverse and print the values.
 _MAX_DEPTH = 100
-_MAX_VALUES = 1 << 24
+_MAX_VALUES = 1 << 20
 
 # Every name that a pickle may contain.
 _NAMES = {

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     DTYPES,
     FORMAT_VERSION,
+    FURTHER_FILE,
     Manifest,
     Marker,
     check_version,
@@ -39,7 +40,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
     is_count,
     is_counts,
     is_text,
-    may_hold_chunks,
     num_blocks,
     parse_object,
     to_json,
@@ -275,7 +275,8 @@ def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, in
     expect(is_pair and is_count(values[1]), "a file and a rank", values, source)  # type: ignore[index]
     assert isinstance(values, list), "as just checked"
     file, rank = values
-    expect(may_hold_chunks(file), "a file with chunks in the folder", file, source)
+    may_hold_chunks = writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
+    expect(may_hold_chunks, "a file with chunks in the folder", file, source)
     if marker is not None:
         entry = marker.files.get(file)
         is_known = entry is not None and entry.digest is None and rank < marker.world_size

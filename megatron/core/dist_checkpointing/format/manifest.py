@@ -127,11 +127,6 @@ def writer_of(file: str) -> int:
     return int(match[1]) if match else -1
 
 
-def may_hold_chunks(file: str) -> bool:
-    """Whether it is a name that a file with chunks may have, in the checkpoint's directory."""
-    return writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
-
-
 def manifest_file(rank: int) -> str:
     """The name of a rank's manifest."""
     return f"manifest_{rank}.json"

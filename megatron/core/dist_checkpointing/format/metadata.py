@@ -22,7 +22,7 @@ import io
 import pickle
 from collections.abc import Iterable
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -274,22 +274,6 @@ def parse_metadata(content: bytes, source: str) -> DcpIndex:
     return _RecordReader(source).index(found)
 
 
-# The fields of each class in a pickle: required, optional.
-_FIELDS: dict[type, tuple[frozenset[str], frozenset[str]]] = {
-    kind: (frozenset(needed.split()), frozenset(optional.split()))
-    for kind, needed, optional in [
-        (dcp.Metadata, "state_dict_metadata storage_data", "planner_data storage_meta version"),
-        (dcp.TensorStorageMetadata, "properties size chunks", ""),
-        (dcp.TensorProperties, "state", ""),
-        (dcp.ChunkStorageMetadata, "offsets sizes", ""),
-        (dcp.BytesStorageMetadata, "", ""),
-        (dcp.MetadataIndex, "fqn index", "offset"),
-        (_StorageInfo, "relative_path offset length", "transform_descriptors"),
-        (dcp.StorageMeta, "", ""),
-    ]
-}
-
-
 class _StandIn(type):
     """The metaclass of the replacements: their attributes are fixed."""
 
@@ -318,10 +302,13 @@ class _Unread(metaclass=_StandIn):
         return None
 
 
-_RECORDS = {kind: _StandIn(kind.__name__, (_Record,), {"__slots__": ()}) for kind in _FIELDS}
+_RECORDS: dict[type, Any] = {
+    kind: _StandIn(kind.__name__, (_Record,), {"__slots__": ()})
+    for kind in (*_COMPOSED_CLASSES, dcp.StorageMeta)
+}
 # Every name that a pickle of metadata may contain.
 _ADMITTED: dict[tuple[str, str], object] = {
-    **{(kind.__module__, kind.__qualname__): _RECORDS[kind] for kind in _FIELDS},
+    **{(kind.__module__, kind.__qualname__): record for kind, record in _RECORDS.items()},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
     ("torch", "Size"): torch.Size,
     (dcp.__name__, dcp._MEM_FORMAT_ENCODING.__qualname__): _Unread,
@@ -356,7 +343,7 @@ class _RecordReader:
         self._files: set[str] = set()  # names that have been checked
 
     def index(self, record: Any) -> DcpIndex:
-        fields = self._fields(record, dcp.Metadata)
+        fields = self._fields(record, dcp.Metadata, "state_dict_metadata", "storage_data")
         entries = self._expect(fields["state_dict_metadata"], dict, "state_dict_metadata")
         records = self._expect(fields["storage_data"], dict, "storage_data")
         places = {self._place(index): self._blob(blob) for index, blob in records.items()}
@@ -369,10 +356,10 @@ class _RecordReader:
         for key, entry in entries.items():
             self._expect(key, str, "a key")
             if type(entry) is _RECORDS[dcp.BytesStorageMetadata]:
-                self._fields(entry, dcp.BytesStorageMetadata)
                 found.plain[key] = self._blob_at(places, key, None)
                 continue
-            fields = self._fields(entry, dcp.TensorStorageMetadata)
+            names = ("properties", "size", "chunks")
+            fields = self._fields(entry, dcp.TensorStorageMetadata, *names)
             records = self._expect(fields["chunks"], list, f"the chunks of {key}")
             size, chunks = self._size(fields["size"], key), []
             for box in [self._box(each, key) for each in records]:
@@ -390,24 +377,25 @@ class _RecordReader:
         return places[key, offsets]
 
     def _box(self, record: Any, key: str) -> Box:
-        fields = self._fields(record, dcp.ChunkStorageMetadata)
+        fields = self._fields(record, dcp.ChunkStorageMetadata, "offsets", "sizes")
         return Box(self._size(fields["offsets"], key), self._size(fields["sizes"], key))
 
     def _dtype(self, record: Any, key: str) -> torch.dtype:
-        state = self._fields(record, dcp.TensorProperties)["state"]
+        # DCP pickles these as a tuple.
+        state = record.state if type(record) is _RECORDS[dcp.TensorProperties] else None
         if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
             fail(f"properties of {key} that begin with its dtype", shown(state), self._source)
         dtype: torch.dtype = state[0]
         return dtype
 
     def _place(self, record: Any) -> tuple[str, tuple[int, ...] | None]:
-        fields = self._fields(record, dcp.MetadataIndex)
+        fields = self._fields(record, dcp.MetadataIndex, "fqn")
         key, offsets = fields["fqn"], fields.get("offset")
         self._expect(key, str, "a key")
         return key, None if offsets is None else self._size(offsets, key)
 
     def _blob(self, record: Any) -> Blob:
-        fields = self._fields(record, _StorageInfo)
+        fields = self._fields(record, _StorageInfo, "relative_path", "offset", "length")
         file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if type(file) is not str or file not in self._files:
             self._check_file(file)
@@ -435,29 +423,17 @@ class _RecordReader:
             fail(f"sizes or offsets of {key}, of at least 0", shown(found), self._source)
         return tuple(found)
 
-    def _fields(self, record: Any, kind: type) -> dict[str, Any]:
-        """Returns the fields of a record, after checking that it is a valid `kind`."""
+    def _fields(self, record: Any, kind: type, *needed: str) -> dict[str, Any]:
+        """The fields of a record, after checking that it is a `kind` with those that are needed."""
         if type(record) is not _RECORDS[kind]:
             fail(f"a {kind.__name__}", f"a {type(record).__name__}", self._source)
 
-        state = record.state
-        if kind is dcp.TensorProperties:
-            state = {"state": state}  # DCP pickles these as a tuple
-        fields: Any = self._expect(
-            {} if state is None else state, dict, f"the fields of a {kind.__name__}"
+        fields: dict[str, Any] = self._expect(
+            record.state, dict, f"the fields of a {kind.__name__}"
         )
-        needed, optional = _FIELDS[kind]
-        # Names may be anything; names that equal the required ones are strings.
-        if fields.keys() != needed:
-            for name in fields:
-                self._expect(name, str, f"the name of a field of a {kind.__name__}")
-            if not needed <= fields.keys() <= needed | optional:
-                fail(
-                    f"the fields {sorted(needed)} of a {kind.__name__}",
-                    shown([*fields]),
-                    self._source,
-                )
-        return cast("dict[str, Any]", fields)
+        if missing := [name for name in needed if name not in fields]:
+            fail(f"{missing} in a {kind.__name__}", shown([*fields]), self._source)
+        return fields
 
     def _expect(self, found: Any, kind: type, what: str) -> Any:
         if type(found) is not kind:

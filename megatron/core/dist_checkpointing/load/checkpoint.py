@@ -100,7 +100,8 @@ class PublishedCheckpoint:
         for file in marker.files:
             check_size(store, name, file, marker)
 
-        index = read_index(store, name, marker)
+        source = path_of(store, f"{name}/{INDEX_FILE}")
+        index = Index.from_bytes(read_small(store, name, INDEX_FILE, marker), marker, source)
         source = path_of(store, f"{name}/{TRAIN_STATE_FILE}")
         train_state = parse_train_state(read_small(store, name, TRAIN_STATE_FILE, marker), source)
         return cls(store, name, marker, index, train_state, verify=verify)
@@ -465,9 +466,3 @@ def train_state_bytes(state: Mapping[str, Any]) -> bytes:
         raise CheckpointError(
             f"Expected a train state that {TRAIN_STATE_FILE} can hold, got {error}."
         ) from error
-
-
-def read_index(store: Store, name: str, marker: Marker) -> Index:
-    """The index of a checkpoint. Raises as `Index.from_bytes`."""
-    source = path_of(store, f"{name}/{INDEX_FILE}")
-    return Index.from_bytes(read_small(store, name, INDEX_FILE, marker), marker, source)

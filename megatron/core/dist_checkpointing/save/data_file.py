@@ -575,11 +575,7 @@ class DataFileWriter:
             self._error = self._error or error
 
     def _check(self) -> None:
-        """Raises the disk's error, if any. RuntimeError if the file is finished or aborted."""
-        if not self._is_open:
-            raise RuntimeError(
-                "Expected a data file that is being written, got one that has ended."
-            )
+        """Raises the disk's error, if any."""
         if self._error is not None:
             error = self._error
             self.abort()

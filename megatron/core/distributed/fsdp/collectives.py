@@ -5,7 +5,7 @@ the CPU the ranks therefore exchange their parts directly: each sends every othe
 part of that rank, and adds up the received parts, a piece at a time, while the next piece is in
 flight. That moves the fewest possible bytes, takes no more memory than two pieces, and adds up in a
 fixed order, so the result is the same bits in every run. On a GPU the backend's own collectives do
-this.
+this; over a single rank there is nothing to send, and one kernel of torch adds or copies.
 
 [Note: tags] Ranks that disagree about the next collective must not mix up its parts with the parts
 of another. On the CPU every message has the tag of its collective, so such ranks wait for each
@@ -97,7 +97,7 @@ def all_gather(
     """
     rank, parts = _parts(out, own, group)
     name = label.describe("all-gather", out.numel())
-    if out.device.type != "cpu":
+    if out.device.type != "cpu" and len(parts) > 1:
         with issuing(name, out):
             _all_gather_on_device(out, own, group=group)
         return
@@ -144,10 +144,12 @@ def reduce_scatter(
             is part of it.
     """
     rank, parts = _parts(whole, out, group)
-    if out.device.type != "cpu":
+    if out.device.type == "cpu":
+        _exchange_and_add(out, parts, rank, group, how, label)
+    elif len(parts) > 1:
         _reduce_scatter_with_backend(out, whole, group, how, label)
     else:
-        _exchange_and_add(out, parts, rank, group, how, label)
+        _alone(out, whole, how)
 
 
 def all_reduce(
@@ -271,6 +273,17 @@ def _reduce_scatter_with_backend(
         out.add_(result)
     elif not is_direct:
         out.copy_(result)
+
+
+def _alone(out: torch.Tensor, whole: torch.Tensor, how: Reduction) -> None:
+    """The reduction over one rank, on a device."""
+    # The backend would take a cast copy first, and its result would be copied once more.
+    if how.divisor != 1:
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / how.divisor
+    if how.accumulates:
+        out.add_(whole)
+    elif out.data_ptr() != whole.data_ptr() or out.dtype != whole.dtype:
+        out.copy_(whole)
 
 
 def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> None:

@@ -7,7 +7,7 @@ shards, and `plan_shards` before anything is sharded, so both find the same grou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -15,13 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.group_plan import GroupPlan, ParameterPlan
 from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParameter
-from megatron.core.distributed.fsdp.layout import GlobalLayout
+from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
 from megatron.core.fp32_module import Fp32Module
 
 IsSharded = Callable[[nn.Module], bool]
+
+# A group is split where its layout would have more padding than this share of its elements, and
+# more elements of it than are worth another collective.
+_MAX_PADDING_SHARE = 0.01
+_MIN_PADDING_NUMEL = 1 << 18
 
 
 def own_modules(module: nn.Module, is_sharded: IsSharded) -> Iterator[nn.Module]:
@@ -70,9 +75,9 @@ def plan_groups(
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
     """The groups of one unit's parameters, in the order of the first of each.
 
-    Parameters share a group if they have one dtype, one requires_grad and one policy. An
-    `Fp32Module` only costs a group, and its collectives, unless its dtypes differ from its
-    neighbours' anyway.
+    Parameters share a group if they have one dtype, one requires_grad and one policy, unless that
+    takes too much padding; see `_parts`. An `Fp32Module` only costs a group, and its collectives,
+    unless its dtypes differ from its neighbours' anyway.
 
     Args:
         mesh_shape: ranks along each axis of the placements.
@@ -95,22 +100,69 @@ def plan_groups(
         kind = policy, dtype, parameter.original.requires_grad
         groups.setdefault(kind, []).append(parameter)
 
-    plans = []
-    for (policy, _, requires_grad), own in groups.items():
-        parameters = [ParameterPlan(p.fqns, tuple(p.original.shape)) for p in own]
-        shapes = [parameter.shape for parameter in parameters]
-        plan = GroupPlan(
-            tuple(parameters),
-            GlobalLayout.build(shapes, math.prod(mesh_shape), num_blocks),
-            placements,
-            tuple(mesh_shape),
-            policy,
-            requires_grad,
-            grad_divisor,
-            is_on_host=is_on_host and requires_grad,
+    num_ranks = math.prod(mesh_shape)
+    return [
+        (
+            GroupPlan(
+                tuple(ParameterPlan(p.fqns, tuple(p.original.shape)) for p in own),
+                layout,
+                placements,
+                tuple(mesh_shape),
+                policy,
+                requires_grad,
+                grad_divisor,
+                is_on_host=is_on_host and requires_grad,
+            ),
+            own,
         )
-        plans.append((plan, own))
-    return plans
+        for (policy, _, requires_grad), together in groups.items()
+        for own, layout in _parts(together, num_ranks, num_blocks)
+    ]
+
+
+def _parts(
+    together: Sequence[OwnedParameter], num_ranks: int, num_blocks: int
+) -> list[tuple[list[OwnedParameter], GlobalLayout]]:
+    """Parameters that could share a group, as one or as several, each with its layout.
+
+    Every rank's piece of a buffer is a multiple of its alignment, the least common multiple of all
+    row sizes. Among many ranks that is much of a layer: with rows of 2,560 and 9,728 elements 23 %
+    at 64 ranks, and three times the layer at 1,024. A part has row sizes that divide its largest,
+    so that a piece is at most one row longer than its parameters need.
+    """
+
+    def laid_out(part: Iterable[int]) -> GlobalLayout:
+        shapes = [tuple(together[index].original.shape) for index in sorted(part)]
+        return GlobalLayout.build(shapes, num_ranks, num_blocks)
+
+    everything = range(len(together))
+    whole = laid_out(everything)
+    numel = sum(parameter.original.numel() for parameter in together)
+    if whole.size - numel <= max(_MAX_PADDING_SHARE * numel, _MIN_PADDING_NUMEL):
+        return [([*together], whole)]
+
+    by_row: dict[int, list[int]] = {}
+    for index, parameter in enumerate(together):
+        by_row.setdefault(row_numel(parameter.original.shape), []).append(index)
+    parts: list[tuple[list[int], GlobalLayout]] = []
+    # The largest rows first: others join a part that has them, where that adds the fewest elements.
+    for row, own in sorted(by_row.items(), reverse=True):
+        alone = laid_out(own)
+        best, least = None, alone.size + _MIN_PADDING_NUMEL
+        for number, (part, layout) in enumerate(parts):
+            if layout.alignment % row == 0:
+                added = laid_out([*part, *own]).size - layout.size
+                best, least = (number, added) if added < least else (best, least)
+        if best is None:
+            parts.append((own, alone))
+        else:
+            joined = sorted([*parts[best][0], *own])
+            parts[best] = joined, laid_out(joined)
+
+    if sum(layout.size + _MIN_PADDING_NUMEL for _, layout in parts) >= whole.size:
+        return [([*together], whole)]
+    parts.sort(key=lambda part: part[0][0])
+    return [([together[index] for index in part], layout) for part, layout in parts]
 
 
 def check_parameters(modules: Sequence[nn.Module], owned: Sequence[OwnedParameter]) -> None:

@@ -2,14 +2,13 @@
 
 The tensors of a flat buffer are cut where the buffer is. A plain DTensor over such a shard would
 claim `torch.chunk`'s rows: `full_tensor` would mix up rows or hang, and a checkpoint would silently
-put them in the wrong place. This class knows its rows, and PyTorch's code moves them only through
+put them in the wrong place. This class records its rows, and PyTorch's code moves them only through
 it:
 
 - operators run on local rows, or on all of them; see uneven_operators.py,
 - `full_tensor`, `redistribute` and `to_local`, with their gradients, send only existing rows,
 - DCP reads its chunks, as does any copy that PyTorch makes of it,
-- `placements` shows `UnevenShard`s, from which `compute_local_shape_and_global_offset` takes its
-  answer.
+- `placements` shows `UnevenShard`s, which `compute_local_shape_and_global_offset` reads.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class UnevenDTensor(UnevenRows):
         if any(isinstance(placement, UnevenShard) for placement in wanted):
             raise NotImplementedError(
                 f"Expected even placements, got {wanted}, the rows of another parameter. Copy to a "
-                "tensor with those rows: torch.zeros_like(parameter).copy_(tensor)."
+                "tensor with that parameter's rows: torch.zeros_like(parameter).copy_(tensor)."
             )
 
         whole: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]

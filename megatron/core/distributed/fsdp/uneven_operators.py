@@ -114,7 +114,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return _on_all_rows(func, args, kwargs) if result is NotImplemented else result
 
 
-# What an operator does, by its schema
+# Properties of operators, by their schemas
 
 
 def _name(func: Any) -> str:
@@ -133,8 +133,8 @@ def _is_elementwise(func: Any) -> bool:
 
 @cache
 def _is_on_lists(func: Any) -> bool:
-    """Whether an operator does the same to each element of the tensors in its lists, as those of
-    optimizers do.
+    """Whether an operator is elementwise on the tensors in its lists, as operators for optimizers
+    are.
     """
     name = _name(func).removesuffix("_")
     single = name.removeprefix("_foreach_")
@@ -262,7 +262,7 @@ def _view(func: Any, tensor: UnevenRows, *args: Any, **kwargs: Any) -> Any:
     """A view of the local rows. NotImplemented where dim 0 of the result is not dim 0 of the
     tensor.
     """
-    # From the shape alone, which all ranks know: strides of empty shards have no meaning.
+    # By the shape, which is the same on all ranks: strides of empty shards have no meaning.
     shell = torch.empty(tensor.shape, device="meta")
     views = func(shell, *args, **kwargs)
     # Where there is only one row, dim 0 may be a new dim of the same size and stride.
@@ -343,9 +343,11 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
     # Not recursive: a function that refers to itself is a cycle, which would keep these tensors.
     def own(value: Any, reference: UnevenRows | None) -> Any:
+        if isinstance(value, torch.Tensor):
+            return local(value, reference)
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             return [local(*each) for each in zip(value, references, strict=True)]
-        return local(value, reference) if isinstance(value, torch.Tensor) else value
+        return value
 
     # A tensor next to lists holds numbers, one for all or one for each.
     one = None if is_on_lists else references[0]
@@ -421,11 +423,14 @@ def _localised(func: Any, tensor: torch.Tensor, reference: UnevenRows | None) ->
     """The part of a tensor that meets the rows of `reference`; all of one without dims."""
     if reference is None or tensor.dim() == 0:
         return whole_tensor(tensor)
-    # Loading a whole, plain tensor into a parameter needs no communication.
-    is_source = func is aten.copy_.default and tensor.shape == reference.shape
-    if is_source and not isinstance(tensor, DTensor):
-        return reference.own_rows(tensor)
-    _check_mixed(func, [tensor], {})
+    if isinstance(tensor, UnevenRows) and tensor.is_cut_as(reference):
+        return tensor._local_tensor
+
+    if not isinstance(tensor, DTensor):
+        # Loading a whole tensor into a parameter needs no communication.
+        if func is aten.copy_.default and tensor.shape == reference.shape:
+            return reference.own_rows(tensor)
+        _check_mixed(func, [tensor], {})
     return local_tensor(recut(tensor, reference))
 
 
@@ -565,7 +570,7 @@ def _put_back(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 class CopyOfView(DTensor):
     """A gathered copy of what would be a view on one process: the same on all ranks, read-only.
 
-    Writes to it would be lost, so in-place operators are refused. All others are DTensor's.
+    Writes to it would be lost, so in-place operators raise an error. All others are DTensor's.
     """
 
     @classmethod
@@ -607,7 +612,7 @@ def _check_mixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     for tensor in _tensors_among(args, kwargs):
         if tensor.dim() and not isinstance(tensor, DTensor):
             raise RuntimeError(
-                f"{func} got a sharded tensor, a weight say, and a plain one of shape "
+                f"{func} got a sharded tensor, such as a weight, and a plain one of shape "
                 f"{tuple(tensor.shape)}. Take full_tensor() of the sharded one, whose gradient is "
                 "the mean of the ranks' gradients. Or keep the weights of its module whole from "
                 "forward to backward, with fully_shard(..., reshard_after_forward=False). "

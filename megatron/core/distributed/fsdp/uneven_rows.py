@@ -11,9 +11,9 @@ none. Nine rows of 4 elements that start at offset 8 of a buffer of 64, on two r
 
 Any rank's rows follow from the integers of a `RowCut`. PyTorch gets a placement's rows from
 `_local_shard_size_and_offset`, so `compute_local_shape_and_global_offset` is correct too, and with
-it DCP's planner and `set_model_state_dict`. DTensor's own collectives pad every shard to
-`torch.chunk`'s size, which ours do not have. Here the ranks of an axis send what they hold, padded
-to the most that any of them holds.
+it DCP's planner and `set_model_state_dict`. DTensor's collectives pad every shard to the size that
+`torch.chunk` gives it. Here the ranks of an axis send their rows, padded to the largest number of
+rows among them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,8 @@ class RowCut(NamedTuple):
         """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
         block = piece * self.num_blocks // self.num_pieces
         block_numel = self.piece_numel * self.num_pieces // self.num_blocks
-        inside = piece * self.piece_numel - block * block_numel - self.offset
-
-        # Rounded up. Positions before the first row give less than 0, positions behind the last too
-        # much.
-        rows = -(-inside // self.row_numel)
+        # Whole rows, since pieces end between rows; less than 0 before the first one.
+        rows = (piece * self.piece_numel - block * block_numel - self.offset) // self.row_numel
         return block * self.block_rows + min(max(rows, 0), self.block_rows)
 
 
@@ -90,9 +87,8 @@ class UnevenShard(Shard):
     shows PyTorch where this rank's rows are in the whole tensor, and shards to its right leave them
     as they are.
 
-    Shards are equal if their axes, together with the axes beside them, cut alike on *every* rank:
-    ranks that compare two tensors must come to the same result, or one would gather while another
-    does not.
+    Shards are equal if all sharded axes together cut the same rows on *every* rank: ranks that
+    compare two tensors must get the same result, or one would gather while another does not.
 
     Attributes:
         cut: how all axes together cut the tensor; the same on every rank.

@@ -27,6 +27,7 @@ def _answers() -> list[object]:
     found: list[object] = [
         on_first_rank(lambda: f"seen by {rank}", "looking"),
         on_first_rank(lambda: PLAIN if rank == 0 else None, "looking"),
+        on_first_rank(lambda: ("one", "kind"), "looking"),
         on_all_ranks(lambda: 10 + rank) - rank,
         sum_of_ranks(2**40 + rank),
     ]
@@ -43,7 +44,7 @@ def _raise(error: Exception) -> None:
 
 def test_all_ranks_get_what_rank_zero_found_their_own_results_and_a_sum():
     errors = ["ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
-    expected = ["seen by 0", PLAIN, 10, 2**41 + 1, *errors]
+    expected = ["seen by 0", PLAIN, ["one", "kind"], 10, 2**41 + 1, *errors]
     assert run_ranks(2, _answers) == [expected, expected]
     assert sum_of_ranks(5) == 5
 
@@ -91,11 +92,10 @@ def _answers_to(value: object) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("value", "name"), [((1, 2), "tuple"), ({"a"}, "set")])
-def test_a_value_that_json_would_change_is_rejected_on_all_ranks_and_on_a_single_one(value, name):
-    for message in (*run_ranks(2, _answers_to, value), _answers_to(value)):
+def test_a_value_that_json_cannot_represent_is_rejected_on_all_ranks_and_on_a_single_one():
+    for message in (*run_ranks(2, _answers_to, {"a"}), _answers_to({"a"})):
         assert message.startswith("looking: TypeError")
-        assert name in message
+        assert "set" in message
 
 
 def _long_errors(kind: type[Exception]) -> list[int]:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    TorchDcpCheckpoint,
     load_tensors,
     save_checkpoint,
 )

@@ -36,6 +36,7 @@ FOR_EVER = 10**9  # operations: as far as a rank can go
 SECONDS = 3 * _PATIENCE
 # Operations that another rank may observe. Files have temporary names while they are written.
 VISIBLE = ("mkdir", "replace", "rename", f"open {DRAFT}/__")
+HIDDEN = ("write", "fsync")
 
 
 class Scenes:
@@ -74,13 +75,17 @@ class Scenes:
         return outcome
 
     def pauses(self, rank: int, other: int, *, is_every: bool) -> Iterator[Pause]:
-        """Each pause of a rank, until each operation of another rank, or each visible one."""
+        """Each pause of a rank, until each operation of another rank; or, unless `is_every`, those
+        that may make a difference: before what the rank sees or shows, until a visible operation.
+        """
         for at in itertools.count():
             longest = Pause(rank, at, other, FOR_EVER)
             outcome = self.save(longest)
             if outcome.num_in_pause < 0:
                 return  # the rank has ended before
             yield longest
+            if not is_every and outcome.operations[rank][at].startswith(HIDDEN):
+                continue
             for until, operation in enumerate(
                 outcome.operations[other][: outcome.num_in_pause - 1]
             ):
@@ -161,6 +166,9 @@ def walk_through_faults(scenes: Scenes, rank: int, other: int, **how: bool) -> N
     for number in itertools.count():
         pause = Pause(rank, number, other, FOR_EVER)
         fault = Fault(rank, number, **how)
+        own = scenes.undisturbed.operations[rank]
+        if fault.is_of_syncs and 0 < number < len(own) and not own[number - 1].startswith("fsync"):
+            continue  # as from the operation before
         if scenes.save(pause, fault).num_in_pause < 0:
             return
         scenes.save(None, fault)
@@ -185,4 +193,4 @@ def test_all_ranks_agree_after_an_operation_that_succeeded_and_raised_an_error(s
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
 def test_a_disk_that_no_longer_syncs_costs_all_ranks_seconds(scenes, rank, other):
     walk_through_faults(scenes, rank, other, is_of_syncs=True)
-    assert scenes.num_failed > 10
+    assert scenes.num_failed > 2

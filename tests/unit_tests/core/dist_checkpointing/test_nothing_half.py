@@ -256,9 +256,8 @@ def _fill_disk(
     return endings, published, go_on(folder, size)
 
 
-@pytest.mark.parametrize("size", [WHOLE, WITH_HF], ids=str)
-def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_nothing(nursery, old, home, size):
-    outcomes = []
+def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_nothing(nursery, old, home):
+    outcomes, size = [], WITH_HF
     whole = _pages(old.root(size) / checkpoint_name(OLD))
     # From a disk without room to one with room for everything. Between them, data files fit first.
     for num_pages in (4, whole // 6, whole // 2, whole - 6, whole + 6, whole + 60):
@@ -314,11 +313,12 @@ def _cut_power(
     return [list(check_published(image, size)) for image in taken]
 
 
-@pytest.mark.parametrize(("size", "num_images"), [(SMALL, 3), (SMALL_WITH_HF, 1)], ids=str)
+@pytest.mark.parametrize("num_images", [1, pytest.param(3, marks=pytest.mark.wide)])
 def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
-    nursery, old, home, size, num_images
+    nursery, old, home, num_images
 ):
-    own, images = old.operations_of_one(size), home / f"images_{size.hf_dtype}"
+    size, images = SMALL_WITH_HF, home / f"images_{num_images}"
+    own = old.operations_of_one(size)
     published = nursery.run(_cut_power, old.copy(size), images, size, num_images, timeout=600)
     assert len(published) == num_images * len(own)
     decisive = num_images * (own.index(f"rename {checkpoint_name(NEW)}") + 1)
@@ -364,14 +364,20 @@ def _save_too(root: Path) -> str | None:
     return outcome_of_save(root, run=2, size=SMALL)
 
 
-def _meet_at_all(
-    old: Path, home: Path, num_operations: int, other: Callable[[Path], str | None]
+def _meet_at_many(
+    old: Path, home: Path, numbers: list[int], other: Callable[[Path], str | None]
 ) -> list[Any]:
     found = []
-    for number in range(num_operations):
+    for number in numbers:
         root = shutil.copytree(old, home / f"{other.__name__}_{number}")
-        found.append((*_meet(root, number, other), str(root)))
+        found.append((number, *_meet(root, number, other), str(root)))
     return found
+
+
+def _every_third_and_around(own: list[str], *decisive: int) -> list[int]:
+    """Numbers of operations: each third, and those before, at and after the decisive ones."""
+    near = {number + by for number in decisive for by in (-1, 0, 1)}
+    return sorted({*range(0, len(own), 3), len(own) - 1} | (near & {*range(len(own))}))
 
 
 def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_the_other_says_so(
@@ -381,8 +387,9 @@ def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_th
     refused = re.compile(
         f"Expected no checkpoint yet at (.*/)?{checkpoint_name(NEW)}, got (a published )?one"
     )
-    found = nursery.run(_meet_at_all, old.root(SMALL), home, len(own), _save_too)
-    for number, (error, other_error, published, _) in enumerate(found):
+    numbers = _every_third_and_around(own, decisive)
+    found = nursery.run(_meet_at_many, old.root(SMALL), home, numbers, _save_too)
+    for number, error, other_error, published, _ in found:
         assert published[NEW] == (2 if number <= decisive else 1)
         if number <= decisive:
             assert other_error is None
@@ -397,8 +404,9 @@ def test_a_run_that_begins_at_any_moment_of_anothers_save_fails_it_by_name_or_co
 ):
     first = own.index(f"mkdir {DRAFT}")
     decisive = own.index(f"rename {checkpoint_name(NEW)}")
-    found = nursery.run(_meet_at_all, old.root(SMALL), home, len(own), _start)
-    for number, (error, _, published, root) in enumerate(found):
+    numbers = _every_third_and_around(own, first, decisive)
+    found = nursery.run(_meet_at_many, old.root(SMALL), home, numbers, _start)
+    for number, error, _, published, root in found:
         if first < number <= decisive:
             assert published == {OLD: 0}
             assert f"{root}/{checkpoint_name(NEW)}.abc11.saving" in error

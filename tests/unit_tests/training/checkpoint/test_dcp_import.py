@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
+from megatron.core.dist_checkpointing.dcp.torch_dcp import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.distributed.config import DataParallelConfig

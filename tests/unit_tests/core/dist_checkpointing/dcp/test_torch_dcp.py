@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.core.dist_checkpointing import store as stores
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    TorchDcpCheckpoint,
     load_tensors,
     save_checkpoint,
 )
@@ -95,13 +95,10 @@ def test_a_crash_before_the_tracker_is_written_loses_no_checkpoint(tmp_path):
     assert latest_iteration(tmp_path) == 10
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("99\n", "iter_0000099"), ("release", "got 'release'"), ("", "got ''")]
-)
-def test_a_tracker_without_its_checkpoint_is_an_error_and_no_fresh_start(tmp_path, text, message):
+def test_a_tracker_without_its_checkpoint_is_an_error_and_no_fresh_start(tmp_path):
     save(tmp_path, 5)
-    (tmp_path / TRACKER_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    (tmp_path / TRACKER_FILE).write_text("99\n")
+    with pytest.raises(CheckpointError, match="iter_0000099"):
         latest_iteration(tmp_path)
 
 
@@ -153,7 +150,9 @@ def test_any_operation_that_fails_leaves_the_new_checkpoint_or_the_old_one_and_a
     assert [latest for _, latest in outcomes].count(5) >= 8
 
 
-@pytest.mark.parametrize("text", ["-5", "9" * 5000, "\u0665", "5 5", "\x1b[2J" * 100])
+@pytest.mark.parametrize(
+    "text", ["", "release", "-5", "9" * 5000, "\u0665", "5 5", "\x1b[2J" * 100]
+)
 def test_a_tracker_without_an_iteration_is_one_short_error(tmp_path, text):
     save(tmp_path, 5)
     (tmp_path / TRACKER_FILE).write_text(f"{text}\n")

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.dcp.dcp_checkpoint import TorchDcpCheckpoint
 from megatron.core.dist_checkpointing.dcp.torch_dcp import (
+    TorchDcpCheckpoint,
     load_model_weights,
     weights_prefix,
 )

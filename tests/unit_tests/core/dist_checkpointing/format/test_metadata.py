@@ -383,7 +383,6 @@ WRONG: dict[str, Callable[[Metadata], None]] = {
     "a dtype by name": put(lambda it: entry(it).properties, "dtype", "float32"),
     "a number for a key": lambda it: it.state_dict_metadata.update({3: BytesStorageMetadata()}),
     "a string for an entry": lambda it: it.state_dict_metadata.update({"model.w": "entry"}),
-    "a field too many": put(lambda it: entry(it).chunks[1], "more", 1),
     "a list of entries": put(lambda it: it, "state_dict_metadata", []),
     "no places": put(lambda it: it, "storage_data", None),
     "a negative place": put(info, "offset", -1),

@@ -97,19 +97,8 @@ def compile_checkpointed(model: nn.Sequential, fully_shard: Shard, backend: Back
     return shard(model, fully_shard, reshard_after_forward=False)
 
 
-def compile_wrapped(model: nn.Sequential, fully_shard: Shard, backend: Backend) -> nn.Module:
-    for index, layer in enumerate(model):
-        model[index] = torch.compile(layer, backend=backend, fullgraph=True)
-    return shard(model, fully_shard)
-
-
 def compile_all(model: nn.Sequential, fully_shard: Shard, backend: Backend) -> nn.Module:
     return torch.compile(shard(model, fully_shard), backend=backend)  # type: ignore[return-value]
-
-
-def compile_all_in_full(model: nn.Sequential, fully_shard: Shard, backend: Backend) -> nn.Module:
-    fully_shard(model)
-    return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
 
 
 def compile_methods(model: nn.Sequential, fully_shard: Shard, backend: Backend) -> nn.Module:
@@ -161,16 +150,7 @@ def uncompiled_losses(habit: Habit) -> list[float]:
 
 @pytest.mark.parametrize(
     "habit",
-    [
-        compile_after,
-        compile_before,
-        compile_in_bf16,
-        compile_checkpointed,
-        compile_wrapped,
-        compile_all,
-        compile_all_in_full,
-        compile_methods,
-    ],
+    [compile_after, compile_in_bf16, compile_checkpointed, compile_all, compile_methods],
 )
 @on_ranks(2)
 def test_compiled_modules_train_as_others_and_are_compiled_once(habit: Habit) -> None:

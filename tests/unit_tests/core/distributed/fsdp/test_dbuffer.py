@@ -161,7 +161,8 @@ def _reduced(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "mesh_shape"), [(3, (3,)), (4, (2, 2)), (4, (2, 1, 2)), (5, (5,))]
+    ("world_size", "mesh_shape"),
+    [(3, (3,)), (4, (2, 2)), pytest.param(4, (2, 1, 2), marks=pytest.mark.wide)],
 )
 def test_every_transition_on_every_mesh_gives_the_same_tensors(world_size, mesh_shape):
     counts = run_ranks(world_size, _every_transition, mesh_shape)

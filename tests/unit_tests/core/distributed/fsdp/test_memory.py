@@ -240,7 +240,7 @@ def num_ranks(case: Case) -> int:
 
 CASES = [
     *[Case(name) for name in STRATEGIES],
-    *[Case(name, **ONE_DTYPE) for name in STRATEGIES if name not in ("optim_grads", "hsdp")],
+    *[Case(name, **ONE_DTYPE) for name in ("optim", ZERO_3)],
     Case(ZERO_3, main_grads=BF16),
     Case("optim", FP32, FP32, FP32, sent=BF16),
 ]

@@ -38,9 +38,8 @@ STEPS, MORE_STEPS = 4, 3
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "FusedAdam": lambda parameters: FusedAdam(parameters, lr=1e-2, weight_decay=0.01),
-    "Hybrid": lambda parameters: HybridDeviceOptimizer(parameters, 0.5, lr=1e-2),
-    "Hybrid, overlapping": lambda parameters: HybridDeviceOptimizer(
-        parameters, 1.0, lr=1e-2, fetch_during_backward=False, overlap_step_with_forward=True
+    "Hybrid": lambda parameters: HybridDeviceOptimizer(
+        parameters, 0.5, lr=1e-2, fetch_during_backward=False, overlap_step_with_forward=True
     ),
 }
 

@@ -96,6 +96,15 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:
+    return distribute_tensor(tensor, beside.device_mesh, [Replicate()] * beside.device_mesh.ndim)
+
+
+def _beside(tensor: Any, other: torch.Tensor) -> torch.Tensor:
+    """An argument of an operator on a tensor, which a DTensor takes as a DTensor only."""
+    return _replicated(other, tensor) if isinstance(tensor, DTensor) else other
+
+
 def assert_same(got: Any, expected: Any) -> None:
     torch.testing.assert_close(whole(got), expected, rtol=1e-6, atol=1e-6)
 
@@ -221,7 +230,9 @@ GATHERED: list[Operation] = [
     lambda t: t.isfinite().all(),
     lambda t: torch.equal(t, t * 1),
     lambda t: torch.allclose(t, t + 1e-9),
-    lambda t: t.clone().cumsum_(0),
+    # In place, and a DTensor beside.
+    lambda t: [own := t.clone(), own.cumsum_(0)][0],
+    lambda t: [own := t.clone(), own.index_fill_(0, _beside(t, torch.tensor([2])), 5.0)][0],
 ]
 OPERATIONS = [
     *((operation, UnevenDTensor, False) for operation in (*LOCAL, *VIEWS)),
@@ -245,20 +256,6 @@ def test_operations_give_what_they_give_on_one_process(wholes, tensors) -> None:
                 assert got.item() == pytest.approx(operation(expected).item(), rel=1e-6)
         assert torch.equal(tensor.full_tensor(), expected)
         assert str(tensor.to_local()) in str(tensor)
-
-
-@on_meshes
-def test_in_place_operations_on_all_rows_write_the_own_ones(wholes, tensors) -> None:
-    for expected, tensor in zip(wholes, tensors, strict=True):
-        own, plain = tensor.clone(), expected.clone()
-        assert own.cumsum_(0) is own
-        assert_same(own, plain.cumsum_(0))
-        own.index_fill_(0, _replicated(torch.tensor([2]), own), 5.0)
-        assert_same(own, plain.index_fill_(0, torch.tensor([2]), 5.0))
-
-
-def _replicated(tensor: torch.Tensor, beside: DTensor) -> DTensor:
-    return distribute_tensor(tensor, beside.device_mesh, [Replicate()] * beside.device_mesh.ndim)
 
 
 @on_meshes
@@ -373,12 +370,6 @@ def test_gradients_come_back_to_the_rows_they_belong_to(wholes, tensors) -> None
         assert isinstance(parameter.grad, UnevenDTensor)
         assert_same(parameter.grad, 2 * expected)
 
-        # From even shards to ours and back.
-        even = distribute_tensor(expected, tensor.device_mesh, [Shard(0)] * tensor.device_mesh.ndim)
-        even.requires_grad_()
-        ours = nn.Parameter(tensor.detach().clone()).redistribute(placements=tensor.placements)
-        assert isinstance(ours, UnevenDTensor)
-
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     *(
@@ -415,18 +406,21 @@ GATHERING = [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.LBFGS]
 
 @on_ranks(2)
 def test_a_rank_without_rows_does_not_know_strides_and_sends_the_same_messages() -> None:
-    mesh, expected = mesh_of((2,)), torch.randn(6, 2, 3)
-    wholes = [torch.randn(18, 8), torch.randn(18), expected, torch.randn(18, 8)]
-    tensor = DBuffer.distribute_tensors(wholes, mesh, LINE).get_dtensor(2)
-    assert tensor.rows == (range(6) if dist.get_rank() == 0 else range(6, 6))
-    for operation in (
-        lambda t: t.mT,
-        lambda t: t.mT.reshape(6, 6),
-        lambda t: t.mT.reshape(36),
-        lambda t: t[..., :2].reshape(6, 4),
-    ):
-        gradients = []
-        for start in (tensor, expected):
+    mesh = mesh_of((2,))
+    wholes = [torch.randn(shape) for shape in [(18, 8), (18,), (6, 2, 3), (1, 8), (18, 8)]]
+    buffer = DBuffer.distribute_tensors(wholes, mesh, LINE)
+    cases: list[tuple[int, Operation]] = [
+        (2, lambda t: t.mT),
+        (2, lambda t: t.mT.reshape(6, 6)),
+        (2, lambda t: t.mT.reshape(36)),
+        (2, lambda t: t[..., :2].reshape(6, 4)),
+        (3, lambda t: t.unsqueeze(0)),
+        (3, lambda t: t[:, :2]),
+    ]
+    for index, operation in cases:
+        tensor, gradients = buffer.get_dtensor(index), []
+        assert len(tensor.rows) in (0, len(tensor))
+        for start in (tensor, wholes[index]):
             parameter = nn.Parameter(start.clone())
             found = whole(operation(parameter))
             (found * torch.arange(1.0, found.numel() + 1).view(found.shape)).sum().backward()
@@ -531,16 +525,6 @@ def test_copies_keep_their_rows(wholes, tensors) -> None:
             assert isinstance(copied, UnevenDTensor)
             assert copied.placements == tensor.placements
             assert torch.equal(copied.detach().full_tensor(), expected)
-
-
-@on_meshes
-def test_writes_move_the_version_also_in_lists(wholes, tensors) -> None:  # noqa: ARG001
-    tensor = tensors[0].clone()
-    before = tensor._version
-    torch._foreach_add_([tensor], 1.0)
-    after_list = tensor._version
-    tensor.add_(1.0)
-    assert before < after_list < tensor._version
 
 
 @on_ranks(4)

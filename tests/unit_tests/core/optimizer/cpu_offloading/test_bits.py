@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import (
     Flat,
@@ -390,3 +391,43 @@ def _on_host_from_the_start(setting: Setting) -> None:
 )
 def test_main_weights_that_are_on_the_host_from_the_start_make_no_difference(strategy, dtype):
     run_ranks(2, _on_host_from_the_start, Setting(strategy, dtype, num_microbatches=2, steps=2))
+
+
+def _all_on_host(model: nn.Module) -> torch.optim.Optimizer:
+    return HybridDeviceOptimizer(model.parameters(), 1.0, **ALL, **OPTIONS)
+
+
+def _constructed(strategy: str, make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[int]:
+    """How many DTensors each of a few steps constructs, of two microbatches each."""
+    setting = Setting(strategy, torch.bfloat16, num_microbatches=2)
+    model = Model(setting.dtype)
+    context = shard(model, setting)
+    optimizer = make(model)
+    count, real = 0, DTensor.__new__
+
+    def counting(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
+        nonlocal count
+        count += 1
+        return real(cls, *args, **kwargs)
+
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "__new__", counting)
+        for number in range(4):
+            count = 0
+            backward(model, context, setting, number)
+            step = optimizer.plan_step()
+            optimizer.step(grad_scale=0.5, planned=step)
+            optimizer.zero_grad()
+            counts.append(count)
+        torch.zeros_like(next(model.parameters()))
+        assert count == 1, "this one is seen"
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params", "hsdp"])
+@pytest.mark.parametrize("make", [fused, _all_on_host], ids=["device", "host"])
+def test_a_steady_step_constructs_no_dtensor(strategy, make):
+    world_size = 4 if strategy == "hsdp" else 2
+    for counts in run_ranks(world_size, _constructed, strategy, make):
+        assert counts[-1] == 0

@@ -208,17 +208,16 @@ def train_sharded_gpt(run: Run, model: GPTModel, context: FsdpContext) -> list[f
 
 
 def parity_cases() -> Iterator[Any]:
-    """All of them. By default, every pair of values on two ranks, and few on four, which take their
-    time on few cores.
+    """All of them. By default, every strategy with every value on two ranks, and the meshes of two
+    axes on four.
     """
     for world_size, dtype, optimizer, num_microbatches in itertools.product(
         (2, 4), (FP32, BF16), ("sgd", "adamw"), (1, 3)
     ):
         for sharding in (*SHARDING_STRATEGIES, *(ON_TWO_AXES if world_size == 4 else ())):
             number = (dtype == BF16) + (optimizer == "adamw") + (num_microbatches == 3)
-            is_default = number % 2 == 1 and (
-                world_size == 2
-                or (number == 3 and sharding in (*ON_TWO_AXES, "optim_grads_params"))
+            is_default = (
+                number in (0, 3) if world_size == 2 else number == 3 and sharding in ON_TWO_AXES
             )
             yield pytest.param(
                 Run(world_size, num_microbatches, optimizer, dtype),
