@@ -417,11 +417,6 @@ class RunConfig:
             for value in (getattr(section, field.name),)
         }
 
-    def options(self) -> Iterator[Field]:
-        """Every option, in the order of the sections."""
-        for _, section in self.sections():
-            yield from options_of(type(section))
-
     def sections(self) -> Iterator[tuple[str, Any]]:
         """The owners' configs, with their names here; a part that the model lacks has none."""
         for field in dataclasses.fields(self):

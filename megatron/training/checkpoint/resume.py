@@ -33,7 +33,7 @@ from megatron.training.checkpoint.run_state import (
     named_checkpoint,
     place_of,
 )
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, all_options
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine
 from megatron.training.health.events import EarlierFindings, EventKind, EventLog
@@ -203,16 +203,16 @@ class Resumer:
         takes_saved = self._config.schedule.use_checkpoint_opt_param_scheduler
         of_schedule = {field.name for field in options_of(LRScheduleConfig)}
         changes = []
-        for field in self._config.options():
-            name, option = field.name, field.option
+        for name, value in own.items():
+            option = all_options()[name].option
             # The load has logged the values that it took from the checkpoint.
             is_taken = takes_saved and (
                 name in of_schedule or option.overridden_by == "use_checkpoint_opt_param_scheduler"
             )
             if option.may_change or is_taken or name == "global_batch_size":
                 continue
-            if name in info.config and info.config[name] != own[name]:
-                changes.append(f"{name} {shown(info.config[name])} -> {shown(own[name])}")
+            if name in info.config and info.config[name] != value:
+                changes.append(f"{name} {shown(info.config[name])} -> {shown(value)}")
         if changes:
             logger.info("settings changed since the checkpoint: %s", ", ".join(changes))
 

@@ -248,7 +248,7 @@ def test_another_dtype_of_main_gradients_that_does_not_fit_or_exist_is_not_plann
     assert found.other is None
     assert "with --main-grads-dtype fp32: it does not fit" in format_answer(found)
     in_fp32 = [flag for flag in FLAGS if flag != "--bf16"]
-    for flags in (in_fp32, [*in_fp32, "--fp16", "--optimizer", "sgd"]):
+    for flags in (in_fp32, [*in_fp32, "--fp16", "--gpu-optimizer", "torch"]):
         found = answer(PlannedRun(flags, 2, "cuda"), Limits(), None, None)
         assert "main-grads" not in format_answer(found), "a run refuses it"
 

@@ -17,6 +17,7 @@ from megatron.training.arguments import (
     read_yaml,
     section_from_values,
 )
+from megatron.training.config import all_options
 
 MINIMAL = [
     *("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --mock-data").split(),
@@ -74,7 +75,7 @@ def test_every_field_of_every_config_is_a_flag_with_a_help_line():
 
 
 def test_what_an_option_needs_is_an_option():
-    options = {field.name: field.option for field in parse_config(MINIMAL, 1).options()}
+    options = {field.name: field.option for field in all_options().values()}
     for option in options.values():
         needed = (*option.requires, option.overridden_by, *dict(option.no_effect_unless))
         assert {name for name in needed if name is not None} <= options.keys()

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.options import ConfigError, options_of
 from megatron.training.arguments import parse_command_line, parse_config, read_yaml
-from megatron.training.config import RunConfig
+from megatron.training.config import RunConfig, all_options
 from megatron.training.flag_answers import Given, Ruling, answer, answer_rows
 from megatron_hybrid import pretrain_gpt
 
@@ -274,7 +274,7 @@ def field_of(flag: str) -> str:
 
 def test_no_answer_hides_a_flag_of_ours():
     """A pattern of the table must not match one, unless for values that only Megatron-LM has."""
-    for field in parse_config(MINIMAL, 1).options():
+    for field in all_options().values():
         admitted = field.option.choices or ("1",)
         for value in (*map(str, admitted), ""):
             for flag in (field.flag, field.off_flag):
@@ -283,7 +283,7 @@ def test_no_answer_hides_a_flag_of_ours():
 
 
 def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
-    flags = {field.flag: field for field in parse_config(MINIMAL, 1).options()}
+    flags = {field.flag: field for field in all_options().values()}
     replacing = [row for row in answer_rows() if row.ruling is Ruling.REPLACE]
     assert replacing
     for row in replacing:

@@ -14,6 +14,7 @@ import yaml
 
 from megatron.core.options import Field
 from megatron.training.arguments import parse_config
+from megatron.training.config import all_options
 from megatron.training.flag_answers import answer_rows, megatron_switches
 from tests.helpers.doc_commands import section_of
 
@@ -60,7 +61,7 @@ def defaults_here(field: Field) -> dict[str, Any]:
 
 def differing() -> dict[str, tuple[str, str]]:
     found = {}
-    for field in CONFIG.options():
+    for field in all_options().values():
         for flag, value in defaults_here(field).items():
             # A switch that turns off what is off would be given for nothing.
             is_void = field.scalar is bool and flag == field.off_flag and value
@@ -78,7 +79,10 @@ def test_the_docs_list_every_flag_whose_default_differs_with_both_and_a_reason()
 
 def test_the_comparison_is_not_vacuous():
     shared = [
-        flag for field in CONFIG.options() for flag in defaults_here(field) if flag in DEFAULTS
+        flag
+        for field in all_options().values()
+        for flag in defaults_here(field)
+        if flag in DEFAULTS
     ]
     assert len(shared) > 70
     assert "--disable-bias-linear" in shared
@@ -95,7 +99,7 @@ def test_the_table_of_megatrons_flags_has_its_names():
 
 
 def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
-    ours = {flag for field in CONFIG.options() for flag in (field.flag, field.off_flag)}
+    ours = {flag for field in all_options().values() for flag in (field.flag, field.off_flag)}
     names = {name for row in answer_rows() for name in row.flags}
     strangers = [
         flag
@@ -107,7 +111,7 @@ def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
 
 
 def test_the_switches_among_them_are_those_that_its_parser_has():
-    ours = {flag for field in CONFIG.options() for flag in (field.flag, field.off_flag)}
+    ours = {flag for field in all_options().values() for flag in (field.flag, field.off_flag)}
     theirs = {flag for flag, value in DEFAULTS.items() if value is False and flag not in ours}
     elsewhere = {
         flag
