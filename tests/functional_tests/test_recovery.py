@@ -40,7 +40,6 @@ from tests.functional_tests.helpers.runner import assert_same_tensors, read_chec
 from tests.functional_tests.helpers.runs import DAMAGE, SETTINGS, flip_last_weight, pretrain
 
 NUM_ITERS = 12
-HANG_TIMEOUT = 5.0  # seconds
 FLAGS = [
     *MODEL,
     *OFFLOADED,
@@ -52,47 +51,45 @@ FLAGS = [
 ]
 
 
-class Fault(NamedTuple):
-    """A SIGKILL or a hang that is planned."""
+class Kill(NamedTuple):
+    """A SIGKILL that is planned."""
 
     spec: str
-    phases: tuple[str, ...]  # one of which the process is in when it strikes
-
-    @property
-    def is_hang(self) -> bool:
-        return self.spec.startswith("hang")
+    phases: tuple[str, ...]  # one of which the process is in when it dies
 
 
-def planned_faults(seed: int) -> list[Fault]:
-    """Six faults, one for each start of the job. Every restart resumes from iteration 4."""
+def planned_kills(seed: int) -> list[Kill]:
+    """Five kills, one for each start of the job, in random ranks and iterations."""
     draw = random.Random(seed)
 
-    def kill(restart: int, at: str, *more: str) -> str:
-        where = f"restart={restart},rank={draw.choice((0, 1))},at={at}"
-        return f"kill:{','.join((where, *more))}"
+    def spec(
+        restart: int,
+        at: str,
+        step: int | None = None,
+        delay: tuple[float, float] | None = None,
+    ) -> str:
+        when = "" if step is None else f",step={step}"
+        late = "" if delay is None else f",delay={draw.uniform(*delay):.4f}"
+        return f"kill:restart={restart},rank={draw.choice((0, 1))},at={at}{when}{late}"
 
     return [
+        Kill(spec(0, "forward", draw.randint(4, 5)), ("forward",)),
         # A save in the background has written all data, and is not published. Rank 0 writes the
         # event of its start.
-        Fault("kill-in-save:restart=0,rank=0,step=6", ("save",)),
-        Fault("hang:restart=1,rank=1,step=6", ("forward",)),
+        Kill("kill-in-save:restart=1,rank=0,step=6", ("save",)),
         # The weights are loaded, and the position in the data is not yet.
-        Fault(kill(2, "data"), ("data",)),
-        # The first update of a process takes the longest. A late timer may strike in the next
-        # iteration.
-        Fault(
-            kill(3, "step", "step=5", f"delay={draw.uniform(0.001, 0.003):.4f}"),
-            ("step", "batch", "forward"),
-        ),
-        Fault(kill(4, "forward", f"step={draw.randint(5, 6)}"), ("forward",)),
-        Fault(kill(5, "backward", f"step={draw.randint(9, 11)}"), ("backward",)),
+        Kill(spec(2, "data"), ("data",)),
+        # The first update of a process takes the longest. The run resumes from iteration 4. A late
+        # timer may strike in the next iteration.
+        Kill(spec(3, "step", 5, (0.001, 0.003)), ("step", "batch", "forward")),
+        Kill(spec(4, "backward", draw.randint(9, 11)), ("backward",)),
     ]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(6, marks=pytest.mark.wide)])
-def faults(request: pytest.FixtureRequest) -> list[Fault]:
+@pytest.fixture(scope="module", params=[2, pytest.param(5, marks=pytest.mark.wide)])
+def kills(request: pytest.FixtureRequest) -> list[Kill]:
     """The first of them: every start of a job takes seconds."""
-    return planned_faults(seed=6)[: request.param]
+    return planned_kills(seed=6)[: request.param]
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +102,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory, faults: list[Fault]) -> Job:
-    """The same run, killed or hung again and again, and each time started again by torchrun."""
-    job = Job(tmp_path_factory.mktemp("disturbed"))
-    specs = [fault.spec for fault in faults]
-    flags = [*FLAGS, "--hang-timeout-seconds", str(HANG_TIMEOUT), "--inject", *specs]
-    assert run(job, torchrun("--max-restarts", "6"), *flags) == 0, job.log
+def killed(tmp_path_factory: pytest.TempPathFactory, kills: list[Kill]) -> Job:
+    """The same run, killed again and again, and each time started again by torchrun."""
+    job = Job(tmp_path_factory.mktemp("killed"))
+    specs = [kill.spec for kill in kills]
+    assert run(job, torchrun("--max-restarts", "6"), *FLAGS, "--inject", *specs) == 0, job.log
     return job
 
 
@@ -128,72 +124,92 @@ def assert_goes_the_way_of(job: Job, whole: Job, first: int = 1) -> None:
     assert_same_tensors(read_checkpoint(job.saved), read_checkpoint(whole.saved))
 
 
-def test_every_fault_is_noticed_and_each_time_the_job_comes_back(disturbed, faults):
-    struck = disturbed.events("inject")
-    assert [(event["restart"], event["spec"]) for event in struck] == [
-        (n, fault.spec) for n, fault in enumerate(faults)
+def test_a_rank_is_killed_in_forward_save_and_resume_and_each_time_the_job_comes_back(
+    killed, kills
+):
+    deaths = killed.events("inject")
+    assert [(death["restart"], death["spec"]) for death in deaths] == [
+        (n, kill.spec) for n, kill in enumerate(kills)
     ]
-    starts = disturbed.events("start")
-    assert [start["restart"] for start in starts] == list(range(len(faults) + 1))
-    noticed = disturbed.events("lost", "hang")
-    for fault, event, found in zip(faults, struck, noticed, strict=True):
-        assert event["phase"] in fault.phases, fault.spec
-        assert found["event"] == ("hang" if fault.is_hang else "lost")
-        assert (found["restart"], found["ranks"]) == (event["restart"], [event["rank"]])
-        assert fault.is_hang or "was killed or has crashed" in found["cause"]
-    *_, end = disturbed.events("exit")
+    for death, kill in zip(deaths, kills, strict=True):
+        assert death["phase"] in kill.phases, kill.spec
+    assert [start["restart"] for start in killed.events("start")] == list(range(len(kills) + 1))
+    for death, loss in zip(deaths, killed.events("lost"), strict=True):
+        assert (loss["restart"], loss["ranks"]) == (death["restart"], [death["rank"]])
+        assert "was killed or has crashed" in loss["cause"]
+    *_, end = killed.events("exit")
     assert (end["name"], end["code"], end["iteration"], end["restart"]) == (
         "FINISHED",
         0,
         NUM_ITERS,
-        len(faults),
+        len(kills),
     )
 
 
-def test_a_kill_in_a_save_strikes_in_the_middle_of_it_and_what_was_begun_is_swept(disturbed):
-    death = disturbed.events("inject")[0]
-    begun, published = (
-        [e for e in disturbed.events(kind) if (e["restart"], e["iteration"]) == (0, 6)]
-        for kind in ("save_begun", "save_published")
-    )
-    assert [event["time"] < death["time"] for event in begun] == [True]
+def test_a_kill_in_a_save_strikes_in_the_middle_of_it_and_what_was_begun_is_swept(killed):
+    death = killed.events("inject")[1]
+    (begun,) = (e for e in killed.events("save_begun") if (e["restart"], e["iteration"]) == (1, 6))
+    assert begun["time"] < death["time"]
+    published = [
+        e for e in killed.events("save_published") if (e["restart"], e["iteration"]) == (1, 6)
+    ]
     assert published == []
-    assert "swept what earlier runs left unfinished" in disturbed.log
-    (resume,) = (e for e in disturbed.events("resume") if e["restart"] == 1)
-    assert resume["checkpoint"] == str(disturbed.saved / "iter_0000004")
+    assert "swept what earlier runs left unfinished" in killed.log
+    (resume,) = (e for e in killed.events("resume") if e["restart"] == 2)
+    assert resume["checkpoint"] == str(killed.saved / "iter_0000004")
 
 
-def test_a_rank_that_hangs_is_found_in_time_and_named_with_where_it_hangs(disturbed):
-    sleep = disturbed.events("inject")[1]
-    (found,) = disturbed.events("hang")
-    assert "megatron/training/health/inject.py" in found["cause"]
-    assert "hang_for_ever" in found["cause"]
-    assert found["time"] - sleep["time"] >= HANG_TIMEOUT
-    log = disturbed.log.splitlines()
-    (line,) = [line for line in log if found["cause"] in line and "ERROR" in line]
-    assert "watchdog" not in line
-    exits = [event["name"] for event in disturbed.events("exit") if event["restart"] == 1]
-    assert exits == ["HANG"]
-
-
-def test_every_loss_of_the_disturbed_job_and_its_last_state_are_bit_equal_to_the_whole_runs(
-    disturbed, whole
+def test_every_loss_of_the_killed_job_and_its_last_state_are_bit_equal_to_the_undisturbed_runs(
+    killed, whole
 ):
-    assert len(disturbed.losses()) > NUM_ITERS, "some iterations were made twice"
-    assert_goes_the_way_of(disturbed, whole)
+    assert len(killed.losses()) > NUM_ITERS, "some iterations were made twice"
+    assert_goes_the_way_of(killed, whole)
 
 
-def test_the_time_from_a_fault_to_the_next_step_is_that_of_a_start(disturbed):
-    found = recoveries(disturbed)
-    print(f"\nseconds from a fault to the first step after the restart\n{table(found)}")
+def test_the_time_from_a_death_to_the_next_step_is_that_of_a_start(killed):
+    found = recoveries(killed)
+    print(f"\nseconds from a rank's death to the first step after the restart\n{table(found)}")
     # Where the next start was killed before it came to a step, there is no such time.
     assert [recovery.phase for recovery in found] == [
-        event["phase"]
-        for event, following in pairwise([*disturbed.events("inject"), None])
+        death["phase"]
+        for death, following in pairwise([*killed.events("inject"), None])
         if following is None or following["phase"] != "data"
     ]
     for recovery in found:
         assert min(recovery.seconds) >= 0
+
+
+# Hangs.
+
+HANG = "hang:rank=1,step=5"
+HANG_TIMEOUT = 5.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same run again, in which a rank goes to sleep and never wakes."""
+    job = Job(tmp_path_factory.mktemp("hung"))
+    flags = ["--hang-timeout-seconds", str(HANG_TIMEOUT), "--inject", HANG]
+    assert run(job, torchrun("--max-restarts", "1"), *FLAGS, *flags) == 0, job.log
+    return job
+
+
+def test_a_rank_that_hangs_is_found_in_time_and_named_with_where_it_hangs(hung):
+    (sleep,) = hung.events("inject")
+    (found,) = hung.events("hang")
+    assert found["ranks"] == [1]
+    assert "megatron/training/health/inject.py" in found["cause"]
+    assert "hang_for_ever" in found["cause"]
+    assert found["time"] - sleep["time"] >= HANG_TIMEOUT
+    (line,) = [line for line in hung.log.splitlines() if found["cause"] in line and "ERROR" in line]
+    assert "watchdog" not in line
+    assert [event["name"] for event in hung.events("exit")] == ["HANG", "FINISHED"]
+    print(f"\n{line}")
+
+
+def test_a_job_with_a_rank_that_hangs_is_restarted_and_ends_like_the_undisturbed_run(hung, whole):
+    assert [start["restart"] for start in hung.events("start")] == [0, 1]
+    assert_goes_the_way_of(hung, whole)
 
 
 # Damaged checkpoints.
