@@ -81,7 +81,9 @@ def prepare_text(folder: Path, num_documents: int | None) -> None:
         chosen.writelines(itertools.islice(documents, num_documents))
     run(
         folder,
-        str(ROOT / "tools" / "preprocess_data.py"),
+        "-m",
+        "megatron_hybrid",
+        "preprocess",
         *("--input", str(text), "--json-keys", "text", "--output-prefix", "data/stdlib"),
         *("--train-tokenizer", "--vocab-size", "4096", "--append-eod"),
         *("--tokenizer-type", "HuggingFaceTokenizer"),

@@ -27,7 +27,7 @@ from megatron_hybrid.endings import one_line_errors
 _MAX_LINE = 4000  # characters
 
 
-def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "convert-hf") -> int:
     """Converts; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], str] = arguments.command

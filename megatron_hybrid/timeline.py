@@ -43,7 +43,7 @@ class TimelineError(ValueError):
     """The request cannot be shown, for the reason given in one line."""
 
 
-def main(argv: Sequence[str] | None = None, program: str = "timeline.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "timeline") -> int:
     """Prints, draws or merges recordings; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     with one_line_errors(program, (TimelineError, OSError)):

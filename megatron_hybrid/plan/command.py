@@ -124,7 +124,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "plan") -> int:
     """Prints the plan. Returns the exit code: 2 for bad flags and for a run that does not fit."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments, flags = build_parser(program).parse_known_args(given)
