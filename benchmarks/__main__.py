@@ -9,7 +9,7 @@ import sys
 # Imported when asked for: `list` takes no torch.
 COMMANDS = {
     "run": ("benchmarks.runner.command", "run benchmarks and file their results"),
-    "list": ("benchmarks.runner.listing", "name the benchmarks, their questions and durations"),
+    "list": ("benchmarks.runner.registry", "name the benchmarks, their questions and durations"),
     "report": ("benchmarks.reporting.command", "draw the stored results and write the tables"),
 }
 

@@ -24,6 +24,7 @@ from benchmarks.helpers.balance_plot import GOAL, draw
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.processes import started
 from benchmarks.helpers.result import Ratio, Result, measured
+from benchmarks.runner.registry import ROOT
 
 BENCHMARK = Benchmark(
     name="expert_balance",
@@ -34,7 +35,6 @@ BENCHMARK = Benchmark(
     quick=("--iterations=6", "--documents=60"),
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2
 NAMES = ("expert_load_cv", "expert_load_cv_max", "busiest_expert", "idle_experts", "loss")
 LAST = 25  # iterations, of which the figures are
@@ -81,7 +81,9 @@ def prepare_text(folder: Path, num_documents: int | None) -> None:
         chosen.writelines(itertools.islice(documents, num_documents))
     run(
         folder,
-        str(ROOT / "tools" / "preprocess_data.py"),
+        "-m",
+        "megatron_hybrid",
+        "preprocess",
         *("--input", str(text), "--json-keys", "text", "--output-prefix", "data/stdlib"),
         *("--train-tokenizer", "--vocab-size", "4096", "--append-eod"),
         *("--tokenizer-type", "HuggingFaceTokenizer"),

@@ -24,23 +24,18 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import shard_by_fsdp2_offloaded
 from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result
 from megatron.core.device import Device, kind_of
-from megatron.core.distributed.units import sharding_units
 from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import HostLimits, HostMemoryError
 from megatron.core.mesh import build_mesh
@@ -268,14 +263,7 @@ def fsdp2_model(device: Device, arguments: argparse.Namespace) -> nn.Module:
     plan = planned_run(arguments, 0.0, device.kind)
     with torch.device("meta"):
         model = GPTModel(plan.config.model, plan.model.vocab_size)
-    policy: dict[str, Any] = {
-        "mesh": build_mesh(device.kind, 1),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_host_memory),
-    }
-    for unit in sharding_units(model):
-        fully_shard(unit, **policy)
-    fully_shard(model, reshard_after_forward=False, **policy)
+    shard_by_fsdp2_offloaded(model, build_mesh(device.kind, 1), device)
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         # Drawn on the device: drawing three billion numbers on a CPU takes a minute.

@@ -22,17 +22,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
-from benchmarks.helpers.models import OFFLOADED, SEED, shard
+from benchmarks.helpers.models import OFFLOADED, SEED, shard, shard_by_fsdp2_offloaded
 from benchmarks.helpers.ranks import launched
 from benchmarks.helpers.result import Ratio, Result, measured
 from benchmarks.helpers.steps import (
@@ -45,7 +41,6 @@ from benchmarks.helpers.steps import (
 )
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
-from megatron.core.distributed.units import sharding_units
 from megatron.core.materialize import materialize
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
@@ -96,17 +91,7 @@ def build_ours(
 def build_fsdp2(arguments: argparse.Namespace, device: Device, mesh: DeviceMesh) -> Side:
     """PyTorch's: parameters, gradients and states at rest in host memory."""
     model = model_on_meta(arguments)
-    policy: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": TorchMixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, cast_forward_inputs=False
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_host_memory),
-    }
-
-    for unit in sharding_units(model):
-        torch_fully_shard(unit, **policy)
-    torch_fully_shard(model, reshard_after_forward=False, **policy)
+    shard_by_fsdp2_offloaded(model, mesh, device)
     materialize(model, torch.device("cpu"), SEED)
     return Side(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.kind == "cuda"))
 

@@ -1,4 +1,4 @@
-"""The programs behind `python -m megatron_hybrid`, `tools/` and the scripts of a clone.
+"""The programs behind `python -m megatron_hybrid` and the scripts of a clone.
 
 They are separate from `megatron`, so that they can report that `megatron` is another project's.
 """

@@ -26,7 +26,7 @@ from megatron_hybrid.endings import one_line_errors
 _MAX_LINE = 4000  # characters
 
 
-def main(argv: Sequence[str] | None = None, program: str = "convert_hf.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "convert-hf") -> int:
     """Converts; returns the exit code."""
     arguments = parsers.convert_hf(program).parse_args(argv)
     command = import_folder if arguments.command == "import" else export_folder

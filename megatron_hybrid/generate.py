@@ -35,7 +35,7 @@ _ABOUT_PICTURES = ("What is in the picture?",)
 _PROMPTS = ("class Counter:\n    def __init__(self", "def read_text(path):\n", "import os\n")
 
 
-def main(argv: Sequence[str] | None = None, program: str = "generate.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "generate") -> int:
     """Prints each prompt with its continuation; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv, program)
     # ValueError: unusable pictures, and prompts that the tokenizer cannot encode.

@@ -103,7 +103,7 @@ class _Totals:
     not_text: list[Path]  # files that are not UTF-8
 
 
-def main(argv: Sequence[str] | None = None, program: str = "preprocess_data.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "preprocess") -> int:
     """Tokenizes the input and returns the exit code."""
     parser = parsers.preprocess(program)
     arguments = parser.parse_args(argv)

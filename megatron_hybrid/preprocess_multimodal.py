@@ -127,7 +127,7 @@ def preprocess(
     return Summary(writer.num_samples, writer.num_images, writer.num_tokens, skipped)
 
 
-def main(argv: Sequence[str] | None = None, program: str = "preprocess_multimodal.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "preprocess-multimodal") -> int:
     """Preprocesses the input and returns the exit code."""
     parser = parsers.preprocess_multimodal(program)
     arguments = parser.parse_args(argv)

@@ -109,7 +109,7 @@ class View(NamedTuple):
     exit_code: int
 
 
-def main(argv: Sequence[str] | None = None, program: str = "run_status.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "status") -> int:
     """Prints the status, writes the page, and returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     look = _looks_of(arguments)

@@ -43,7 +43,7 @@ _TEST_PACKAGES = ("pytest", "hypothesis", "cloudpickle")
 _PROBE = """
 import json, torch
 from benchmarks.helpers.versions import versions
-from benchmarks.runner.machine import machine
+from benchmarks.runner.running import machine
 has_gpu = torch.cuda.is_available()
 print(json.dumps({"has_gpu": has_gpu, "machine": machine(), "versions": versions()}))
 """

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+
+from megatron_hybrid.charts import THEMES, Canvas, fixed_axis, px
 
 WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 52, 132, 16, 40
-COLORS = ("#d1495b", "#00798c", "#6a4c93", "#edae49")
+LEFT, RIGHT, TOP, BOTTOM = 52, 588, 16, 280
 GOAL = 0.3  # coefficient of variation
 WINDOW = 5  # iterations whose mean is a point of a line
-
-
-class Scale(NamedTuple):
-    """From iterations and coefficients of variation to places in the drawing."""
-
-    last: int
-    top: float
-
-    def x(self, iteration: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * iteration / self.last
-
-    def y(self, cv: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * cv / self.top
 
 
 def smoothed(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -36,61 +22,29 @@ def smoothed(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def draw(runs: dict[str, dict[str, list[float]]]) -> str:
-    """The plot as SVG. ValueError for more runs than there are colors."""
-    if len(runs) > len(COLORS):
-        raise ValueError(f"Expected at most {len(COLORS)} runs, got {len(runs)}.")
+    """The plot as SVG."""
     lines = {label: smoothed(run["expert_load_cv"]) for label, run in runs.items()}
-    scale = Scale(
-        last=max(len(run["loss"]) for run in runs.values()),
-        top=1.1 * max(cv for line in lines.values() for _, cv in line),
-    )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *_axes(scale),
-    ]
+    highest = max(cv for line in lines.values() for _, cv in line)
+    x = fixed_axis(0, max(len(run["loss"]) for run in runs.values()), LEFT, RIGHT, num_steps=3)
+    y = fixed_axis(0, 1.1 * highest, BOTTOM, TOP)
 
-    ends = sorted((scale.y(line[-1][1]), label) for label, line in lines.items())
-    heights: dict[str, float] = {}
-    for y, label in ends:  # labels that would overlap move down
-        heights[label] = max([y, *(height + 15 for height in heights.values())])
-    for color, (label, line) in zip(COLORS[: len(lines)], lines.items(), strict=True):
-        points = " ".join(f"{scale.x(n):.1f},{scale.y(cv):.1f}" for n, cv in line)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{WIDTH - RIGHT + 8}" y="{heights[label] + 4:.1f}" fill="{color}">'
-            f"{escape(label)}</text>"
-        )
-    return "\n".join([*parts, "</svg>", ""])
+    theme, canvas = THEMES["light"], Canvas(WIDTH, HEIGHT)
+    canvas.rect(0, 0, WIDTH, HEIGHT, theme.background)
+    for tick, label in zip(y.ticks, y.labels(), strict=True):
+        place = y.place(tick)
+        canvas.line((LEFT, place), (RIGHT, place), theme.grid)
+        canvas.text(LEFT - 8, place + 4, label, theme.muted, anchor="end")
+    for tick, label in zip(x.ticks, x.labels(), strict=True):
+        canvas.text(x.place(tick), BOTTOM + 16, label, theme.muted, anchor="middle")
+    canvas.text((LEFT + RIGHT) / 2, HEIGHT - 6, "iteration", theme.muted, anchor="middle")
+    canvas.text(LEFT, TOP - 4, "coefficient of variation", theme.muted)
+    canvas.line((LEFT, y.place(GOAL)), (RIGHT, y.place(GOAL)), theme.muted)
+    canvas.text(RIGHT + 8, y.place(GOAL) + 4, f"bar: {GOAL:g}", theme.muted)
 
-
-def _axes(scale: Scale) -> list[str]:
-    right = WIDTH - RIGHT
-    parts = []
-    ticks = [0.5 * n for n in range(int(scale.top / 0.5) + 1)]
-    for cv in ticks:
-        y = scale.y(cv)
-        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{cv:g}</text>')
-    for iteration in range(0, scale.last + 1, 50):
-        x = scale.x(iteration)
-        parts.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{iteration}</text>'
-        )
-
-    y = scale.y(GOAL)
-    parts.append(
-        f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888" '
-        'stroke-dasharray="4 3"/>'
-    )
-    parts.append(f'<text x="{LEFT + 4}" y="{y - 4:.1f}" fill="#666">{GOAL:g}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">iteration</text>'
-    )
-    parts.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">'
-        "coefficient of variation</text>"
-    )
-    return parts
+    bottom = TOP
+    for color, label in zip((theme.ours, *theme.peers), lines, strict=False):
+        points = " ".join(f"{px(x.place(n))},{px(y.place(cv))}" for n, cv in lines[label])
+        canvas.add("polyline", points=points, fill="none", stroke=color, stroke_width=2)
+        canvas.text(RIGHT + 8, bottom, label, color, is_bold=True)
+        bottom += 16
+    return canvas.svg()

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from megatron.core.device import Device
 from megatron.core.distributed import megatron_fsdp
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.units import sharding_units
 from megatron.core.materialize import seeded_reset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -76,3 +78,17 @@ def shard(
     if optimizer is None:
         return None
     return build_optimizer(model, optimizer, 1e-4, num_local_ranks)
+
+
+def shard_by_fsdp2_offloaded(model: nn.Module, mesh: DeviceMesh, device: Device) -> None:
+    """Shards a model over PyTorch's FSDP2, with parameters, gradients and states in host memory
+    between uses.
+    """
+    policy: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.pins_host_memory),
+    }
+    for unit in sharding_units(model):
+        fully_shard(unit, **policy)
+    fully_shard(model, reshard_after_forward=False, **policy)

@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 from megatron.core.device import Device, kind_of
 from megatron.training.launch import Launch
 
-Figures = dict[str, float]
 _T = TypeVar("_T")
 
 
@@ -30,13 +29,6 @@ def launched() -> Iterator[tuple[Launch, Device]]:
         yield launch, device
     finally:
         dist.destroy_process_group()
-
-
-def slowest(figures: Figures) -> Figures:
-    """The largest of each figure on all ranks. All ranks call this."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, figures)
-    return {name: max(own[name] for own in gathered) for name in figures}
 
 
 def on_own_ranks(num_ranks: int, work: Callable[..., _T], *arguments: Any) -> _T:

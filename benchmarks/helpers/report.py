@@ -78,7 +78,7 @@ def medians(times: Mapping[_Name, Sequence[float]]) -> dict[_Name, float]:
 def hand_over(result: Result, output: Path | None = None) -> None:
     """Prints the result, and writes it where the runner expects it or else to `output`.
 
-    A file is there whole or not at all. In a process group only one rank may call this.
+    In a process group only one rank may call this.
     """
     ratios = ratio_lines([(ratio.name, ratio) for ratio in result.ratios])
     lines = [*measurement_lines(result), *ratios, *not_run_lines(result)]
@@ -92,6 +92,4 @@ def hand_over(result: Result, output: Path | None = None) -> None:
     content = {"versions": versions(), **result.to_json()}
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    path.write_text(text)

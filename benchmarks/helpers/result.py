@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -33,40 +33,12 @@ class Measurement:
         return statistics.median(self.values)
 
     @property
-    def fastest(self) -> float:
-        return max(self.values) if self._is_rate else min(self.values)
-
-    @property
-    def slowest(self) -> float:
-        return min(self.values) if self._is_rate else max(self.values)
-
-    @property
     def quartiles(self) -> tuple[float, float]:
         """The first and the third; of a single value, itself twice."""
         if len(self.values) == 1:
             return self.values[0], self.values[0]
         first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
         return first, third
-
-    @property
-    def _is_rate(self) -> bool:
-        return self.unit.endswith("/s")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "group": self.group,
-            "side": self.side,
-            "unit": self.unit,
-            "median": self.median,
-            "fastest": self.fastest,
-            "slowest": self.slowest,
-            "quartiles": list(self.quartiles),
-            "values": list(self.values),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Measurement:
-        return cls(data["group"], data["side"], data["unit"], tuple(data["values"]))
 
 
 def measured(
@@ -93,19 +65,6 @@ class Ratio:
         is_enough = self.at_least is None or self.value >= self.at_least
         return is_enough and (self.at_most is None or self.value <= self.at_most)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "value": self.value,
-            "at_least": self.at_least,
-            "at_most": self.at_most,
-            "is_met": self.is_met,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Ratio:
-        return cls(data["name"], data["value"], data["at_least"], data["at_most"])
-
 
 @dataclass(frozen=True)
 class NotRun:
@@ -113,13 +72,6 @@ class NotRun:
 
     side: str
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"side": self.side, "why": self.why}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> NotRun:
-        return cls(data["side"], data["why"])
 
 
 @dataclass(frozen=True)
@@ -138,11 +90,15 @@ class Result:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """The result as plain data."""
         return {
             "settings": dict(self.settings),
-            "measurements": [measurement.to_json() for measurement in self.measurements],
-            "ratios": [ratio.to_json() for ratio in self.ratios],
-            "not_run": [side.to_json() for side in self.not_run],
+            "measurements": [
+                {**asdict(one), "median": one.median, "quartiles": one.quartiles}
+                for one in self.measurements
+            ],
+            "ratios": [{**asdict(one), "is_met": one.is_met} for one in self.ratios],
+            "not_run": [asdict(one) for one in self.not_run],
             "facts": dict(self.facts),
         }
 
@@ -150,9 +106,15 @@ class Result:
     def from_json(cls, data: Mapping[str, Any]) -> Result:
         """From a result file's content, or from what a benchmark handed over."""
         return cls(
-            tuple(Measurement.from_json(one) for one in data["measurements"]),
-            tuple(Ratio.from_json(one) for one in data["ratios"]),
-            tuple(NotRun.from_json(one) for one in data["not_run"]),
+            tuple(
+                Measurement(one["group"], one["side"], one["unit"], tuple(one["values"]))
+                for one in data["measurements"]
+            ),
+            tuple(
+                Ratio(one["name"], one["value"], one["at_least"], one["at_most"])
+                for one in data["ratios"]
+            ),
+            tuple(NotRun(one["side"], one["why"]) for one in data["not_run"]),
             data["settings"],
             data["facts"],
         )

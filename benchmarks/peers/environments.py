@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.helpers.result import NotRun
+from benchmarks.runner.registry import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).resolve().parent / "probes"
 # What each probe asks for, by the name of its environment.
 PROBED = {
@@ -18,9 +18,9 @@ PROBED = {
 }
 
 
-def interpreter(peer: str) -> Path | None:
+def interpreter(peer: str, root: Path = ROOT) -> Path | None:
     """The Python of a peer's environment; None if it has not been made."""
-    python = ROOT / ".venv-peers" / peer / "bin" / "python"
+    python = root / ".venv-peers" / peer / "bin" / "python"
     return python if python.exists() else None
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from benchmarks.peers.environments import ROOT
 from benchmarks.peers.protocol import Channel, ClosedError, first_ready
+from benchmarks.runner.registry import ROOT
 
 _TAIL_LINES = 12
 _ANSWER_SECONDS = 600.0

@@ -15,8 +15,7 @@ from benchmarks.reporting.drawing import svg_of
 from benchmarks.reporting.peers import peers_block, read_comparison
 from benchmarks.reporting.stored import ResultFileError, StoredResult, stored_results
 from benchmarks.reporting.tables import benchmark_block, file_names, picture_block, results_block
-from benchmarks.runner.places import RESULTS, ROOT
-from benchmarks.runner.registry import registered
+from benchmarks.runner.registry import RESULTS, ROOT, registered
 from megatron.core.files import published
 
 COMMAND = "python -m benchmarks report"

@@ -13,44 +13,11 @@ from benchmarks.reporting.stored import StoredResult, provenance
 
 
 @dataclass(frozen=True)
-class RatioRow:
-    """A ratio with its bar.
-
-    Attributes:
-        margin: How many times better than the bar; below 1 it is missed. Infinite, or 0, where
-            that is no number: for a bar or a figure of 0 or less.
-    """
-
-    name: str
-    value: float
-    at_least: float | None
-    at_most: float | None
-    is_met: bool
-    margin: float
-
-
-@dataclass(frozen=True)
-class RatioGroup:
-    benchmark: str
-    rows: tuple[RatioRow, ...]
-
-
-@dataclass(frozen=True)
 class Ratios:
     """All ratios with bars, by benchmark."""
 
-    groups: tuple[RatioGroup, ...]
+    groups: Mapping[str, Sequence[Ratio]]
     caption: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SideBar:
-    """The median of a side, and the quartiles of its rounds."""
-
-    side: str
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +27,7 @@ class PeerPanel:
     title: str
     unit: str
     is_rate: bool  # more is better
-    bars: tuple[SideBar, ...]
+    bars: tuple[Measurement, ...]
 
 
 @dataclass(frozen=True)
@@ -197,31 +164,26 @@ def is_ours(side: str) -> bool:
 
 
 def _ratios(results: Mapping[str, StoredResult]) -> Ratios | None:
-    groups = []
+    groups = {}
     for name, stored in results.items():
-        rows = tuple(_ratio_row(one) for one in stored.result.ratios if one.is_met is not None)
-        if rows:
-            groups.append(RatioGroup(name, rows))
+        with_bars = [one for one in stored.result.ratios if one.is_met is not None]
+        if with_bars:
+            groups[name] = with_bars
     if not groups:
         return None
-    used = [results[group.benchmark] for group in groups]
-    return Ratios(tuple(groups), tuple(provenance(used)))
+    return Ratios(groups, tuple(provenance([results[name] for name in groups])))
 
 
-def _ratio_row(ratio: Ratio) -> RatioRow:
+def margin(ratio: Ratio) -> float:
+    """How many times better than its bar a ratio is; below 1 it is missed. Infinite, or 0, where
+    that is no number: for a bar or a figure of 0 or less.
+    """
     margins = []
     if ratio.at_least is not None:
         margins.append(_times_better(ratio.value, ratio.at_least))
     if ratio.at_most is not None:
         margins.append(_times_better(ratio.at_most, ratio.value))
-    return RatioRow(
-        ratio.name,
-        ratio.value,
-        ratio.at_least,
-        ratio.at_most,
-        bool(ratio.is_met),
-        min(margins),
-    )
+    return min(margins)
 
 
 def _times_better(larger: float, smaller: float) -> float:
@@ -249,8 +211,7 @@ def _peers(results: Mapping[str, StoredResult]) -> Peers | None:
 
 def _panel(measurements: Sequence[Measurement]) -> PeerPanel:
     first = measurements[0]
-    bars = tuple(SideBar(one.side, one.median, *one.quartiles) for one in measurements)
-    return PeerPanel(first.group, first.unit, first.unit.endswith("/s"), bars)
+    return PeerPanel(first.group, first.unit, first.unit.endswith("/s"), tuple(measurements))
 
 
 def _scaling(results: Mapping[str, StoredResult]) -> Scaling | None:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from benchmarks.helpers.result import Measurement, Ratio
 from benchmarks.reporting import rounding
 from benchmarks.reporting.contents import (
     Contents,
@@ -20,12 +21,11 @@ from benchmarks.reporting.contents import (
     MemoryBar,
     PeerPanel,
     Peers,
-    RatioRow,
     Ratios,
     Scaling,
     ScalingPanel,
-    SideBar,
     is_ours,
+    margin,
 )
 from megatron_hybrid.charts import SMALL, THEMES, TITLE, Axis, Canvas, Theme
 
@@ -104,7 +104,7 @@ BEYOND = 0.25  # of a power of two: values outside of the scale have an arrow he
 
 def _ratios(contents: Ratios, theme: Theme) -> _Picture:
     bottom = RATIO_HEAD + (ROW + GROUP_GAP) * len(contents.groups)
-    bottom += sum(_ratio_height(row) for group in contents.groups for row in group.rows)
+    bottom += sum(_ratio_height(row) for rows in contents.groups.values() for row in rows)
     how = "Circles: met. Crosses: missed. Lines begin at the bar; the scale doubles."
     picture = _Picture("Measured against the stated bars", bottom, (how, *contents.caption), theme)
 
@@ -112,10 +112,10 @@ def _ratios(contents: Ratios, theme: Theme) -> _Picture:
     scale = Axis(low, high, SCALE_LEFT, SCALE_RIGHT, tuple(map(float, POWERS)))
     _ratio_heads(picture, scale, bottom)
     y = float(RATIO_HEAD)
-    for group in contents.groups:
+    for benchmark, rows in contents.groups.items():
         y += ROW + GROUP_GAP
-        picture.heading(MARGIN, y - ROW / 2 + TO_BASELINE, group.benchmark)
-        for row in group.rows:
+        picture.heading(MARGIN, y - ROW / 2 + TO_BASELINE, benchmark)
+        for row in rows:
             height = _ratio_height(row)
             _ratio_row(picture, scale, row, y + height / 2)
             y += height
@@ -139,13 +139,14 @@ def _ratio_heads(picture: _Picture, scale: Axis, bottom: float) -> None:
         picture.small(x, RATIO_HEAD - lift, text, anchor=anchor)
 
 
-def _ratio_height(row: RatioRow) -> float:
+def _ratio_height(row: Ratio) -> float:
     return ROW + LINE * (len(_wrapped(row.name, NAME_WIDTH)) - 1)
 
 
-def _ratio_row(picture: _Picture, scale: Axis, row: RatioRow, y: float) -> None:
-    is_number = 0 < row.margin < math.inf
-    power = math.log2(row.margin) if is_number else math.copysign(math.inf, row.margin - 1)
+def _ratio_row(picture: _Picture, scale: Axis, row: Ratio, y: float) -> None:
+    times = margin(row)
+    is_number = 0 < times < math.inf
+    power = math.log2(times) if is_number else math.copysign(math.inf, times - 1)
     x = scale.place(power)
     inside, outside = ("circle", "right") if row.is_met else ("cross", "left")
     color = picture.theme.ours if row.is_met else picture.theme.bad
@@ -207,7 +208,7 @@ def _peer_panel(
     picture.small(left, top + 30, direction)
 
     colors, bars = side_colors(sides, picture.theme), {bar.side: bar for bar in panel.bars}
-    longest = max((max(bar.median, bar.high) for bar in panel.bars), default=0.0)
+    longest = max((max(bar.median, bar.quartiles[1]) for bar in panel.bars), default=0.0)
     scale = Axis(0, max(longest, 0.0), left, left + BARS_WIDTH, ())
     values = [bar.median for bar in bars.values()]
     shown = dict(zip(bars, rounding.figures(values, panel.unit), strict=True))
@@ -222,9 +223,9 @@ def _peer_panel(
     picture.line((left, first), (left, first + BAR_PITCH * len(sides)), picture.theme.muted)
 
 
-def _peer_bar(picture: _Picture, scale: Axis, bar: SideBar, y: float, color: str) -> float:
+def _peer_bar(picture: _Picture, scale: Axis, bar: Measurement, y: float, color: str) -> float:
     """Draws the bar and its whisker; returns where they end."""
-    low, median, high = (scale.place(value) for value in (bar.low, bar.median, bar.high))
+    low, median, high = map(scale.place, (bar.quartiles[0], bar.median, bar.quartiles[1]))
     picture.rect(scale.start, y - BAR_HEIGHT / 2, median - scale.start, BAR_HEIGHT, color)
     if high > low:
         picture.line((low, y), (high, y), picture.theme.text, 1.3)

@@ -10,12 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.helpers.tables import not_run_lines, ratio_lines
-from benchmarks.runner.machine import machine
-from benchmarks.runner.places import LOGS, QUICK_RESULTS, RESULTS, ROOT
-from benchmarks.runner.registry import chosen, registered
-from benchmarks.runner.result_files import Origin
-from benchmarks.runner.revision import Revision
-from benchmarks.runner.running import Ending, Outcome, Runner
+from benchmarks.runner.registry import QUICK_RESULTS, RESULTS, ROOT, chosen, registered
+from benchmarks.runner.running import Ending, Origin, Outcome, Revision, Runner, machine
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -53,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     runner = Runner(
         Origin(mode, Revision.of(ROOT), here),
         output.resolve(),
-        LOGS,
+        QUICK_RESULTS / "logs",
         tell=lambda line: print(line, flush=True),
     )
     # Like Ctrl-C, an end that is asked for ends the benchmark, too.

@@ -1,15 +1,56 @@
-"""Which benchmarks there are: the modules of a folder, by what each declares."""
+"""`python -m benchmarks list`, and which benchmarks there are: the modules of `benchmarks/`."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
-from collections.abc import Sequence
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.helpers.benchmark import Benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+QUICK_RESULTS = ROOT / "runs" / "benchmarks"  # figures of small sizes are not kept
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints all benchmarks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks list", description="Prints all benchmarks."
+    )
+    parser.parse_args(argv)
+    print("\n".join(lines(registered().values(), *map(seconds_of, (RESULTS, QUICK_RESULTS)))))
+    return 0
+
+
+def lines(
+    benchmarks: Iterable[Benchmark], full: Mapping[str, float], quick: Mapping[str, float]
+) -> Iterator[str]:
+    """Each with its question below it, and the seconds that full and quick results took."""
+    yield f"{'name':<18} {'ranks':>5} {'full':>7} {'quick':>7}  environment"
+    for benchmark in benchmarks:
+        yield (
+            f"{benchmark.name:<18} {benchmark.ranks:>5} {_seconds(full.get(benchmark.name)):>7} "
+            f"{_seconds(quick.get(benchmark.name)):>7}  {benchmark.environment or 'this one'}"
+        )
+        yield from textwrap.wrap(
+            benchmark.question, 96, initial_indent="    ", subsequent_indent="    "
+        )
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.0f} s"
+
+
+def seconds_of(folder: Path) -> dict[str, float]:
+    """How long each benchmark with a result in `folder` took."""
+    contents = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    return {content["benchmark"]: content["seconds"] for content in contents}
 
 
 def registered(folder: Path = BENCHMARKS) -> dict[str, Benchmark]:

@@ -1,25 +1,146 @@
-"""Runs benchmarks one after the other. One that fails leaves no file, and the others still run."""
+"""Runs benchmarks one after the other, each as a process, and stores their results. One that fails
+leaves no file, and the others still run.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from megatron.core.cgroups import lines_of
 
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.processes import started
 from benchmarks.helpers.report import RESULT_FILE
 from benchmarks.helpers.result import Result
-from benchmarks.runner.commands import Command
-from benchmarks.runner.places import ROOT
-from benchmarks.runner.result_files import Origin, write_result
+from benchmarks.peers.environments import interpreter
+from benchmarks.reporting.stored import SCHEMA
+from benchmarks.runner.registry import ROOT
+from megatron.core.device import Device, DeviceConfig
+from megatron.core.files import published
+from megatron.core.local_ranks import num_usable_cores
 
 _TAIL_LINES = 12
+
+
+def machine() -> dict[str, Any]:
+    """Its processor with the instructions that PyTorch uses, as many cores and as much memory as it
+    has for us, and its accelerator.
+    """
+    models = (line for line in lines_of(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    model = next(models, "").partition(":")[2].strip()
+    device = Device(DeviceConfig().kind)
+    return {
+        "cpu": f"{model or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": num_usable_cores(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "platform": platform.platform(terse=True),
+        "accelerator": device.description if device.is_accelerator else None,
+    }
+
+
+@dataclass(frozen=True)
+class Revision:
+    """The commit, and whether files differ from it; None for both where there is no git."""
+
+    commit: str | None
+    is_dirty: bool | None
+
+    @classmethod
+    def of(cls, root: Path) -> Revision:
+        commit = _git(root, "rev-parse", "HEAD")
+        # Results of earlier runs say nothing about the code.
+        changes = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return cls(commit, None if commit is None or changes is None else bool(changes))
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """What git prints; None where there is no git, or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+class Origin(NamedTuple):
+    """Where all results of one run of the runner come from."""
+
+    mode: str  # "full" or "quick"
+    revision: Revision
+    machine: Mapping[str, Any]
+
+
+def write_result(
+    folder: Path,
+    benchmark: Benchmark,
+    origin: Origin,
+    handed_over: Mapping[str, Any],
+    *,
+    command: str,
+    seconds: float,
+) -> Path:
+    """Writes the result of a benchmark, whole or not at all, in the place of an earlier one."""
+    content = {
+        "schema": SCHEMA,
+        "benchmark": benchmark.name,
+        "mode": origin.mode,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": origin.revision.commit,
+        "is_dirty": origin.revision.is_dirty,
+        "command": command,
+        "machine": dict(origin.machine),
+        **handed_over,
+        "seconds": round(seconds, 1),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark.name}.json"
+    with published(path) as stream:
+        stream.write((json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    return path
+
+
+class Command(NamedTuple):
+    """A command line with its environment."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    shown: str  # as one types it, without paths of this machine
+
+    @classmethod
+    def of(
+        cls, benchmark: Benchmark, arguments: Sequence[str], package: str, root: Path
+    ) -> Command:
+        module = f"{package}.{benchmark.name}"
+        # Without the peer's environment, the benchmark reports that the peer's side was not run.
+        made = interpreter(benchmark.environment, root) if benchmark.environment else None
+        python = str(made or sys.executable)
+        paths = (str(root), os.environ.get("PYTHONPATH", ""))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        launcher: tuple[str, ...] = ()
+        if benchmark.ranks > 1:
+            environment["OMP_NUM_THREADS"] = "1"  # ranks that share cores slow each other down
+            launcher = ("--standalone", "--nproc-per-node", str(benchmark.ranks))
+        shown = ("torchrun", *launcher) if launcher else ("python",)
+        words = (python, *(("-m", "torch.distributed.run", *launcher) if launcher else ()))
+        rest = ("-m", module, *arguments)
+        return cls((*words, *rest), environment, shlex.join((*shown, *rest)))
 
 
 class Ending(Enum):

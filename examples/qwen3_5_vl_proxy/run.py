@@ -88,7 +88,8 @@ def main() -> None:
     shapes = _HERE / "shapes.py"
     run(shapes, "--output", arguments.data, "--train", str(arguments.pictures))
     run(
-        *("tools/preprocess_multimodal.py", "--input", arguments.data / "train.jsonl"),
+        *("-m", "megatron_hybrid", "preprocess-multimodal"),
+        *("--input", arguments.data / "train.jsonl"),
         *("--output-prefix", arguments.data / "train"),
         *("--tokenizer-model", arguments.data / "tokenizer"),
         *("--patch-size", "4", "--min-pixels", "256", "--workers", "2"),

@@ -40,7 +40,7 @@ _MOST_CHARACTERS = 4000  # of an error's line
 _RATES = ("flops", "link", "host_bandwidth")  # required for the time of a step
 
 
-def main(argv: Sequence[str] | None = None, program: str = "plan.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = "plan") -> int:
     """Prints the plan. Returns the exit code: 2 for bad flags and for a run that does not fit."""
     arguments, flags = parsers.plan(program).parse_known_args(argv)
     try:

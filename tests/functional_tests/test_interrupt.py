@@ -147,7 +147,7 @@ def assert_no_traceback(text: str) -> None:
 
 
 def status_of(job: Job, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """(exit code, first line) of tools/run_status.py."""
+    """(exit code, first line) of the program status."""
     code = run_status.main([str(job.saved)])
     return code, capsys.readouterr().out.splitlines()[0]
 

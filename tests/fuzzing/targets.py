@@ -200,7 +200,7 @@ class Run(Target):
 
 
 class CheckpointTool(Target):
-    """Each command of python -m tools.checkpoint on the same files."""
+    """Each command of the program checkpoint on the same files."""
 
     def __init__(self, name: str, ckpt_format: str) -> None:
         super().__init__(name)
@@ -410,7 +410,7 @@ class Settings(Target):
 
 
 class Events(Target):
-    """`events.jsonl`, `heartbeat.json` and `metrics.jsonl`, as a relaunch, tools/run_status.py and
+    """`events.jsonl`, `heartbeat.json` and `metrics.jsonl`, as a relaunch, the program status and
     its page read them.
     """
 

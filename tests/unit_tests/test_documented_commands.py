@@ -16,17 +16,7 @@ from tests.helpers.doc_commands import bash_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = "|".join(map(re.escape, sorted(COMMANDS, key=len, reverse=True)))
-# Scripts of a clone that are commands, too.
-_SCRIPTS = "|".join(
-    sorted(
-        path.stem
-        for path in (ROOT / "tools").glob("*.py")
-        if re.search(r"^from megatron_hybrid\S* import main$", path.read_text(), re.MULTILINE)
-    )
-)
 OTHER_SPELLINGS = {
-    "a script of tools/": rf"(?:python3? |`)tools/(?:{_SCRIPTS})\.py",
-    "a module of tools/": rf"python3? -m tools\.(?:{_SCRIPTS})\b",
     "the distribution's name": rf"(?<![\w./-])megatron-hybrid (?:{_NAMES})(?![\w-])(?!:)",
     "a training script by python": r"python3? pretrain_(?:gpt|vlm)\.py",
     "torchrun": r"torchrun (?:[^`\n]|\\\n)*?(?:pretrain_(?:gpt|vlm)\.py|-m megatron_hybrid)",

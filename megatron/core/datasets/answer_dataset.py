@@ -27,7 +27,7 @@ from megatron.core.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
-CHAT_SUFFIX = "_chat_document"  # of the prefixes that tools/preprocess_data.py --chat writes
+CHAT_SUFFIX = "_chat_document"  # of the prefixes that `preprocess --chat` writes
 _SHOWN = 5
 _LENGTHS_AT_A_TIME = 1 << 20
 

@@ -1,4 +1,4 @@
-"""benchmarks/runner/registry.py and listing.py: which benchmarks there are."""
+"""benchmarks/runner/registry.py: which benchmarks there are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import pytest
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.runner import command
-from benchmarks.runner.listing import lines
-from benchmarks.runner.registry import BENCHMARKS, chosen, declaration, registered
-from benchmarks.runner.result_files import seconds_of
+from benchmarks.runner.registry import (
+    BENCHMARKS,
+    chosen,
+    declaration,
+    lines,
+    registered,
+    seconds_of,
+)
 from tests.helpers.result_files import write_result_file
 
 DECLARED = """

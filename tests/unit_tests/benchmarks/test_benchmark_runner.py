@@ -18,9 +18,7 @@ from benchmarks.helpers.processes import started
 from benchmarks.helpers.result import NotRun
 from benchmarks.runner.command import summary
 from benchmarks.runner.registry import registered
-from benchmarks.runner.result_files import Origin
-from benchmarks.runner.revision import Revision
-from benchmarks.runner.running import Ending, Outcome, Runner
+from benchmarks.runner.running import Ending, Origin, Outcome, Revision, Runner
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINE = {"cpu": "a processor", "cores": 2}

@@ -225,7 +225,7 @@ def test_errors_of_an_import_are_one_line_and_leave_no_files(
 ):
     spoil(folder)
     line = refused(capsys, "import", folder, tmp_path / "runs")
-    assert line.startswith("convert_hf.py: ")
+    assert line.startswith("convert-hf: ")
     assert message in line
     assert names_in(tmp_path) == ["model"]
 

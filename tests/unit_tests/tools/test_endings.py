@@ -77,7 +77,7 @@ def run_until_stopped(
 @pytest.mark.parametrize(
     ("number", "program"),
     [
-        (signal.SIGTERM, "tools/preprocess_data.py"),
+        (signal.SIGTERM, "preprocess"),
         (signal.SIGHUP, "preprocess"),
         (signal.SIGINT, "preprocess-multimodal"),
     ],
@@ -98,7 +98,7 @@ def test_a_signal_to_the_whole_group_ends_workers_and_leaves_no_files(tmp_path):
     arguments = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "ByteTokenizer"]
     arguments += ["--output-prefix", tmp_path / "out", "--workers", 2]
     number = f"group {int(signal.SIGTERM)}"
-    done = run_until_stopped(number, "tools/preprocess_data.py", *arguments)
+    done = run_until_stopped(number, "preprocess", *arguments)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -144,7 +144,7 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(tmp_path, inputs)
     arguments = ["--input", inputs / "text.jsonl", "--tokenizer-type", "ByteTokenizer"]
     arguments += ["--output-prefix", tmp_path / "out"]
     number = f"ignored {int(signal.SIGHUP)}"
-    done = run_until_stopped(number, "tools/preprocess_data.py", *arguments)
+    done = run_until_stopped(number, "preprocess", *arguments)
     assert done.returncode == 0, done.stderr
     assert sorted(each.suffix for each in tmp_path.iterdir()) == [".bin", ".idx"]
 
@@ -186,7 +186,7 @@ def test_a_program_whose_reader_has_closed_the_pipe_ends_quietly(tmp_path, input
 
 def test_output_to_a_full_disk_is_one_line():
     with Path("/dev/full").open("wb") as full:
-        done = run_with_output(full, "tools/timeline.py", "--help")
+        done = run_with_output(full, "-m", "megatron_hybrid", "timeline", "--help")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "stdout: " in done.stderr

@@ -177,9 +177,7 @@ def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(project, elsewhere,
     try:
         assert generate.main(["--load", str(moved)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(
-            "generate.py: --tokenizer-model: expected an existing tokenizer.json"
-        )
+        assert line.startswith("generate: --tokenizer-model: expected an existing tokenizer.json")
         assert line.endswith("got 'data/tokenizer.json'.")
         tokenizer = project / "data" / "tokenizer.json"
         assert written(capsys, "--load", moved, "--tokenizer-model", tokenizer) == text

@@ -109,7 +109,7 @@ def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_one_line(tmp_path, cap
     for prompt in ("3 41", "two", "-1"):
         assert generate.main(["--load", str(tmp_path), f"--prompt={prompt}"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("generate.py: Expected token ids")
+        assert line.startswith("generate: Expected token ids")
 
 
 def _train(argv: list[str]) -> None:

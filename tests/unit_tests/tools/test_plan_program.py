@@ -73,7 +73,7 @@ def refused(capsys: Any, *argv: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     *_, line = err.splitlines()
-    assert line.startswith("plan.py: ")
+    assert line.startswith("plan: ")
     return str(line)
 
 
@@ -344,8 +344,9 @@ def test_a_quantity_of_0_is_an_error(parse, text):
 
 
 @pytest.mark.wide
-def test_the_script_measures_this_machine(tmp_path):
-    command = [sys.executable, "tools/plan.py", "--config", str(tmp_path / "run.yaml"), "--json"]
+def test_the_program_measures_this_machine(tmp_path):
+    command = [sys.executable, "-m", "megatron_hybrid", "plan", "--json"]
+    command += ["--config", str(tmp_path / "run.yaml")]
     lines = []
     words = " ".join(FLAGS).split("--")[1:]
     for word in words:

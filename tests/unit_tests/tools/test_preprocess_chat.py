@@ -1,4 +1,4 @@
-"""`tools/preprocess_data.py --chat`: from JSON lines to tokens, and which of them are learned."""
+"""`preprocess --chat`: from JSON lines to tokens, and which of them are learned."""
 
 from __future__ import annotations
 

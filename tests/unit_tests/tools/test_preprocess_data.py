@@ -325,14 +325,14 @@ def test_a_long_text_is_an_error_and_a_long_binary_file_is_skipped(tmp_path, mon
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_shown_if_the_output_is_a_terminal(tmp_path, is_terminal):
     corpus = _write_jsonl(tmp_path / "in.jsonl", [{"text": "some words, some more words"}] * 50)
-    command = [sys.executable, TOOLS / "preprocess_data.py", "--input", corpus, "--train-tokenizer"]
-    command += ["--vocab-size", "300", "--output-prefix", tmp_path / "out"]
+    command = [sys.executable, "-m", "megatron_hybrid", "preprocess", "--input", corpus]
+    command += ["--train-tokenizer", "--vocab-size", "300", "--output-prefix", tmp_path / "out"]
     terminal, end = os.openpty()
     # A new terminal has no size, and no bar is drawn there.
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            list(map(str, command)), stdout=end if is_terminal else log, stderr=end
+            list(map(str, command)), cwd=ROOT, stdout=end if is_terminal else log, stderr=end
         )
     os.close(end)
     shown = b""

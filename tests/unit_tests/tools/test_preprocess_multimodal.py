@@ -1,4 +1,4 @@
-"""`tools/preprocess_multimodal.py`: from conversations about pictures to training files."""
+"""`preprocess-multimodal`: from conversations about pictures to training files."""
 
 from __future__ import annotations
 

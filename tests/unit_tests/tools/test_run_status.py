@@ -396,7 +396,7 @@ def test_a_directory_without_a_run_is_an_error(run, make, capsys):
 def test_the_script_prints_json_and_exits_with_the_code_of_the_run(run):
     run.start()
     run.exit(ExitCode.PREEMPTED, "SIGTERM was received", 17)
-    command = [sys.executable, ROOT / "tools" / "run_status.py", run.folder, "--json"]
+    command = [sys.executable, "-m", "megatron_hybrid", "status", run.folder, "--json"]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     status = json.loads(printed.stdout)
     assert (printed.returncode, printed.stderr) == (75, "")

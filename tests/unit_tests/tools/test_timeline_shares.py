@@ -17,7 +17,7 @@ from megatron.core.trace_file import (
     Slice,
     Trace,
 )
-from megatron_hybrid.timeline_shares import length, shares_of, united, without
+from megatron_hybrid.timeline import length, shares_of, united, without
 
 CELLS = 24
 intervals = st.lists(

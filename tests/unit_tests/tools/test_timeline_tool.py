@@ -24,7 +24,7 @@ from megatron.core.trace_file import (
 )
 from megatron_hybrid import timeline
 from megatron_hybrid.charts import blended
-from megatron_hybrid.timeline_picture import draw
+from megatron_hybrid.timeline import draw
 
 ROOT = Path(__file__).resolve().parents[3]
 

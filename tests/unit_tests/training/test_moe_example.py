@@ -70,9 +70,3 @@ def test_the_picture_shows_the_stored_result_in_which_both_ways_balance():
     ends = {label: sum(run["expert_load_cv"][-25:]) / 25 for label, run in runs.items()}
     assert max(ends["balance loss"], ends["expert bias"]) < 0.5 * ends["no balancing"]
     assert (ROOT / "docs" / "moe_balance.svg").read_text() == draw(runs)
-
-
-def test_a_plot_of_more_runs_than_colors_is_refused():
-    run = {"expert_load_cv": [1.0], "loss": [1.0]}
-    with pytest.raises(ValueError, match="Expected at most 4 runs, got 5"):
-        draw({str(number): run for number in range(5)})
