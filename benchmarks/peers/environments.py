@@ -18,9 +18,13 @@ PROBED = {
 }
 
 
-def interpreter(peer: str, root: Path = ROOT) -> Path | None:
-    """The Python of a peer's environment; None if it has not been made."""
-    python = root / ".venv-peers" / peer / "bin" / "python"
+def interpreter(peer: str, root: Path | None = None) -> Path | None:
+    """The Python of a peer's environment; None if it has not been made.
+
+    Args:
+        root: of the environments; default: this repository.
+    """
+    python = (root or ROOT) / ".venv-peers" / peer / "bin" / "python"
     return python if python.exists() else None
 
 
