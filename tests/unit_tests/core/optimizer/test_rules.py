@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -174,6 +176,55 @@ def test_what_a_thread_raises_is_raised_by_the_pass():
     kernel = torch_flat.pooled(update, 2)
     with pytest.raises(OverflowError, match="the update broke"):
         kernel([pieces_of(SGD(), 100_000)], 1.0)
+
+
+def test_a_pass_that_fails_ends_once_no_thread_writes_any_more():
+    is_other_at_work, has_returned = threading.Event(), threading.Event()
+    seen = []
+
+    def update(*_: Any) -> None:
+        if threading.current_thread().name.endswith("_0"):
+            is_other_at_work.wait(60)
+            raise OverflowError("the update broke")
+        is_other_at_work.set()
+        seen.append(has_returned.wait(0.5))
+
+    kernel = torch_flat.pooled(update, 2)
+    with pytest.raises(OverflowError):
+        kernel([pieces_of(SGD(), 60_000)], 1.0)
+    has_returned.set()
+    assert seen == [False]
+
+
+def test_a_forked_child_is_refused_instead_of_waiting_for_threads_that_it_does_not_have():
+    kernel = torch_flat.pooled(SGD.update, 1)
+    kernel([pieces_of(SGD(), 100)], 1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            kernel([pieces_of(SGD(), 100)], 1.0)
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("rule", [SGD(), Adam()], ids=repr)
+def test_the_default_dtype_of_a_program_changes_no_bit(rule):
+    runs = []
+    for dtype in (F32, BF16):
+        own = parameters()
+        give_gradients(own, 0)
+        torch.set_default_dtype(dtype)
+        try:
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            RuleOptimizer(own, rule, lr=0.01).step(grad_scaler=scaler)
+            scaler.update()
+        finally:
+            torch.set_default_dtype(F32)
+        runs.append(own)
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
