@@ -64,8 +64,11 @@ def pooled(update: Update, num_threads: int) -> Kernel:
         steps = [pool.submit(step, part, grad_scale) for part in parts]
         # All of them, after an error too: the caller may then write to the arrays, or free them.
         wait(steps)
-        for each in steps:
-            each.result()
+        errors = list(filter(None, (each.exception() for each in steps)))
+        if errors:
+            # What is raised refers to this frame, which must not refer to it.
+            steps.clear()
+            raise errors.pop(0)
 
     return kernel
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import os
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -169,13 +172,26 @@ def test_neither_cuts_nor_threads_nor_the_side_change_a_bit(rule, numel, cuts, n
     assert whole.out.any()
 
 
-def test_what_a_thread_raises_is_raised_by_the_pass():
+def test_what_a_thread_raises_is_raised_by_the_pass_and_keeps_no_memory():
+    class BrokenError(Exception):
+        pass
+
     def update(*_: Any) -> None:
-        raise OverflowError("the update broke")
+        raise BrokenError
 
     kernel = torch_flat.pooled(update, 2)
-    with pytest.raises(OverflowError, match="the update broke"):
-        kernel([pieces_of(SGD(), 100_000)], 1.0)
+    gc.disable()
+    try:
+        with pytest.raises(BrokenError) as caught:
+            kernel([pieces_of(SGD(), 100_000)], 1.0)
+        error = weakref.ref(caught.value)
+        del caught
+        deadline = time.monotonic() + 60
+        while error() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread's own frames end after the pass
+        assert error() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pass_that_fails_ends_once_no_thread_writes_any_more():
@@ -267,6 +283,8 @@ def test_groups_have_separate_options_and_parameters_without_a_gradient_rest():
 def test_options_that_a_rule_cannot_honour_are_rejected(rule, options, error, message):
     with pytest.raises(error, match=message):
         RuleOptimizer(parameters(), rule, **options)
+    with pytest.raises(error, match=message):
+        HybridDeviceOptimizer(parameters(), 1.0, rule=rule, **options)
 
 
 def test_dtypes_of_states_are_checked_where_they_are_kept():
