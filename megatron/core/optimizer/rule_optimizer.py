@@ -226,17 +226,17 @@ class RuleOptimizer(PlanningOptimizer):
         self.init_state(with_frozen=False)
         inputs = self._step_inputs()
         planned = self._plan()
+        steps = {each.parameter: each for each in planned}
         batches = []
-        for events, part in self._holds.batches(planned):
+        for events, parameters in self._holds.batches(steps):
             updates = [
                 Update(
                     each.scalars,
                     self._states.arrays(each.parameter, each.gradient, self.state[each.parameter]),
                 )
-                for each in part
+                for each in map(steps.__getitem__, parameters)
                 if each.gradient.numel()
             ]
-            parameters = [each.parameter for each in part]
             with_master = [p for p in parameters if MASTER in self.state[p]]
             batches.append(_Batch(events, with_master, plan(updates)))
         return RuleStep(inputs, planned, batches, self._holds.known())

@@ -14,8 +14,6 @@ from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
 
 # The options of FusedAdam and torch.optim.AdamW that the rule supports.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Options of torch.optim.AdamW that choose an implementation: the rule may replace it.
-_IMPLEMENTATIONS = ("foreach", "fused")
 
 
 class Updater(NamedTuple):
@@ -55,7 +53,8 @@ class Updater(NamedTuple):
         taken = inspect.signature(optimizer_cls).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
         known = {name: value for name, value in options.items() if takes_any or name in taken}
-        supported = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
+        # The last two choose an implementation, which the rule may replace.
+        supported = {*_ADAM_OPTIONS, "foreach", "fused"}
         others = [name for name, value in known.items() if name not in supported and value]
         if optimizer_cls is FusedAdam and others:
             raise ValueError(
