@@ -350,9 +350,11 @@ def _host_pass(job: Job, device: Device) -> float:
     def array(dtype: torch.dtype) -> torch.Tensor:
         return host_array(_PASS_NUMEL, dtype, device).zero_()
 
-    # Scaled states are not offloaded: fp32 takes their place.
+    # Scaled states and those of several dtypes are not offloaded: fp32 takes their place.
+    dtypes = {*job.rule.state_dtypes.values()}
+    is_offloaded = len(dtypes) == 1 and dtypes <= {*UNSCALED_STATE_DTYPES}
     states = {
-        name: array(dtype if dtype in UNSCALED_STATE_DTYPES else torch.float32)
+        name: array(dtype if is_offloaded else torch.float32)
         for name, dtype in job.rule.state_dtypes.items()
     }
     grad = array(job.compute_dtype)

@@ -15,7 +15,7 @@ about buffers is asked where it is decided when they are made: which parameters 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -189,13 +189,9 @@ class _Planner:
 
     def _add_group_states(self, group: GroupPlan, rank: int) -> None:
         """States of a group that is stepped on the device."""
-        if self._config.has_rule:
-            # Parameter groups have separate main weights, whatever their dtype.
-            for name, dtype in rule_of(self._config).state_dtypes.items():
-                self._add(name, group.optimizer_numel * dtype.itemsize)
-            return
-        for numel in _local_numels(group, rank):
-            self._add_torch_states(numel, group.main_dtype)
+        # Those of a rule are padded like the group's own buffers.
+        numel = group.optimizer_numel if self._config.has_rule else _local_numel(group, rank)
+        self._add_states(numel, group.main_dtype)
 
     # Other tensors
 
@@ -214,14 +210,11 @@ class _Planner:
             self._add(GRADIENTS, share.numel * itemsize)
             if id(parameter) in on_host:
                 continue
-            if self._config.has_rule:
-                for name, dtype in rule_of(self._config).state_dtypes.items():
-                    self._add(name, share.numel * dtype.itemsize)
-                # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
-                if plan is not None and itemsize < torch.float32.itemsize:
-                    self._add(MAIN, share.numel * torch.float32.itemsize)
-            else:
-                self._add_torch_states(share.numel, parameter.dtype)
+            self._add_states(share.numel, parameter.dtype)
+            # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
+            is_narrow = itemsize < torch.float32.itemsize
+            if self._config.has_rule and plan is not None and is_narrow:
+                self._add(MAIN, share.numel * torch.float32.itemsize)
 
         # Every array is whole cache lines, so it does not matter which tensors share a bucket.
         numels: dict[torch.dtype, int] = {}
@@ -267,12 +260,13 @@ class _Planner:
         self._host.update(layout.nbytes_by_state)
         self._pinned = {need.what for need in layout.needs if need.is_pinned}
 
-    def _add_torch_states(self, numel: int, dtype: torch.dtype) -> None:
-        """Adds states that an optimizer of another package allocates for each parameter."""
+    def _add_states(self, numel: int, dtype: torch.dtype) -> None:
+        """Adds states of parameters of this dtype that are stepped on the device."""
         # TransformerEngine's and Apex's are fp32, torch's like their parameter.
-        own = dtype if self._config.gpu_optimizer == "torch" else torch.float32
-        for name in rule_of(self._config).state_dtypes:
-            self._add(name, numel * own.itemsize)
+        other = dtype if self._config.gpu_optimizer == "torch" else torch.float32
+        for name, own in rule_of(self._config).state_dtypes.items():
+            itemsize = own.itemsize if self._config.has_rule else other.itemsize
+            self._add(name, numel * itemsize)
 
     def _offloaded(
         self, model: nn.Module, plan: OffloadPlan | None, *, by_module: bool
@@ -284,14 +278,14 @@ class _Planner:
         return [group for index, group in enumerate(groups) if plan.is_on_host(index)]
 
 
-def _local_numels(group: GroupPlan, rank: int) -> Iterator[int]:
-    """A rank's elements of each parameter of a group."""
+def _local_numel(group: GroupPlan, rank: int) -> int:
+    """A rank's elements of a group's parameters."""
     coordinate: list[int] = []
     for size in reversed(group.mesh_shape):
         rank, place = divmod(rank, size)
         coordinate.insert(0, place)
-    for tensor in range(len(group.parameters)):
-        yield group.local_numel(tensor, tuple(coordinate))
+    tensors = range(len(group.parameters))
+    return sum(group.local_numel(tensor, tuple(coordinate)) for tensor in tensors)
 
 
 def _each_once(items: Iterable[_T]) -> list[_T]:

@@ -39,10 +39,11 @@ from megatron.core.optimizer.state_loading import (
     can_be_trained,
     check_options,
     check_state,
-    checked_states,
+    check_states,
     loaded_options,
+    states_by_parameter,
 )
-from megatron.core.optimizer.state_tensors import STEP
+from megatron.core.optimizer.state_tensors import MASTER, STEP
 from megatron.core.optimizer.state_units import Hold, StateUnit, StepHolds
 from megatron.core.optimizer.step_inputs import (
     StepInputs,
@@ -225,18 +226,18 @@ class RuleOptimizer(PlanningOptimizer):
         self.init_state(with_frozen=False)
         inputs = self._step_inputs()
         planned = self._plan()
+        steps = {each.parameter: each for each in planned}
         batches = []
-        for events, part in self._holds.batches(planned):
+        for events, parameters in self._holds.batches(steps):
             updates = [
                 Update(
                     each.scalars,
                     self._states.arrays(each.parameter, each.gradient, self.state[each.parameter]),
                 )
-                for each in part
+                for each in map(steps.__getitem__, parameters)
                 if each.gradient.numel()
             ]
-            parameters = [each.parameter for each in part]
-            with_master = [p for p in parameters if self._states.has_master(self.state[p])]
+            with_master = [p for p in parameters if MASTER in self.state[p]]
             batches.append(_Batch(events, with_master, plan(updates)))
         return RuleStep(inputs, planned, batches, self._holds.known())
 
@@ -395,7 +396,9 @@ class RuleOptimizer(PlanningOptimizer):
             state_dict = state_dict if changed is None else changed
 
         # All checks first: a rejected dict must leave the optimizer unchanged.
-        states = checked_states(self.param_groups, state_dict, self.rule, self._states.dtypes_of)
+        states = states_by_parameter(self.param_groups, state_dict, self.rule)
+        for number, (parameter, saved) in enumerate(states.items()):
+            check_states(saved, parameter, number, self._states.dtypes_of(parameter))
         for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             check_options(self.rule, own, loaded)
         self._revision += 1

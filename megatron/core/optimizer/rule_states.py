@@ -100,10 +100,6 @@ class RuleStates:
                 f"{parameter.dtype} parameter, got {are_kept}."
             )
 
-    def has_master(self, states: States) -> bool:
-        """Whether a parameter with these states has a main weight besides itself."""
-        return MASTER in states
-
     def scale_of(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The factor by which a state's stored numbers are read; None if it has no scale."""
         return self._scales[parameter].get(name)

@@ -25,7 +25,13 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.kernels import device_adam, torch_adam, torch_flat
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, default_num_threads
-from megatron.core.optimizer.kernels.piece import Kernel, Piece, check_betas, check_rates
+from megatron.core.optimizer.kernels.piece import (
+    Kernel,
+    Piece,
+    check_betas,
+    check_rates,
+    check_unset,
+)
 
 # The options of `torch.optim.AdamW` that choose among implementations.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -242,7 +248,7 @@ class SGD(ElementwiseRule):
 
     def scalars(self, options: Mapping[str, Any], step: int) -> SgdStep:
         del step
-        _refuse(options, "SGD", "dampening", "maximize", "differentiable")
+        check_unset(options, "SGD", ("dampening", "maximize", "differentiable"))
         lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
         momentum = float(options["momentum"])
         check_rates(lr=lr, weight_decay=weight_decay, momentum=momentum)
@@ -342,13 +348,3 @@ def options_of(config: OptimizerConfig) -> dict[str, Any]:
 def _fp8(dtype: torch.dtype) -> torch.dtype:
     # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
     return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
-
-
-def _refuse(options: Mapping[str, Any], algorithm: str, *names: str) -> None:
-    """ValueError for options of another algorithm that are set."""
-    others = [name for name in names if options.get(name)]
-    if others:
-        raise ValueError(
-            f"Expected a parameter group of {algorithm} without {' and '.join(others)}, got some "
-            "set."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,23 +98,6 @@ def states_by_parameter(
     return found
 
 
-def checked_states(
-    own_groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    rule: UpdateRule,
-    state_dtypes: Callable[[torch.Tensor], dict[str, torch.dtype]],
-) -> dict[torch.Tensor, dict[str, Any]]:
-    """As `states_by_parameter`, once the states are known to fit too.
-
-    Args:
-        state_dtypes: which states a parameter has besides `step`, and how they are kept.
-    """
-    found = states_by_parameter(own_groups, state_dict, rule)
-    for number, (parameter, loaded) in enumerate(found.items()):
-        _check_states(loaded, parameter, number, state_dtypes(parameter))
-    return found
-
-
 def check_like(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Raises ValueError unless loaded states are empty or like the parameter's states."""
     if loaded and loaded.keys() != own.keys():
@@ -151,12 +134,15 @@ def check_step(step: Any, whose: str) -> None:
         raise ValueError(f"Expected a number of steps of {whose}, got {step!r}.")
 
 
-def _check_states(
+def check_states(
     loaded: Mapping[str, Any],
     parameter: torch.Tensor,
-    number: Any,
+    number: int,
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
+    """ValueError unless a parameter's loaded states are `step` and these, as state dicts give
+    them.
+    """
     if loaded.keys() != {STEP, *dtypes}:
         raise ValueError(
             f"Expected states {sorted([STEP, *dtypes])} of parameter {number}, got "

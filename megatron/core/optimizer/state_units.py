@@ -13,8 +13,8 @@ waits for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -95,14 +95,6 @@ class Hold(NamedTuple):
     event: Event
 
 
-class _OfParameter(Protocol):
-    @property
-    def parameter(self) -> torch.Tensor: ...
-
-
-_Step = TypeVar("_Step", bound=_OfParameter)
-
-
 class StepHolds:
     """The holds on one optimizer's parameters."""
 
@@ -126,7 +118,9 @@ class StepHolds:
         # Only now, since an error may have ended the wait; holds with active readers stay.
         self._holds = [hold for hold in self._holds if not hold.event.is_done()]
 
-    def batches(self, steps: Sequence[_Step]) -> Iterator[tuple[list[Event], list[_Step]]]:
+    def batches(
+        self, parameters: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[list[Event], list[torch.Tensor]]]:
         """The order in which to step, with the events that each batch waits for: first parameters
         without readers, then each part as soon as it has been read.
         """
@@ -136,17 +130,13 @@ class StepHolds:
             if not hold.event.is_done()
         ]
         # Parameters that are held several times are stepped with the last of their holds.
-        last = {
-            parameter: number
-            for number, (_, parameters) in enumerate(held)
-            for parameter in parameters
-        }
+        last = {key: number for number, (_, keys) in enumerate(held) for key in keys}
         # By the number of the hold; -1 is without a reader.
-        batches: dict[int, list[_Step]] = {}
-        for step in steps:
-            batches.setdefault(last.get(id(step.parameter), -1), []).append(step)
+        batches: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            batches.setdefault(last.get(id(parameter), -1), []).append(parameter)
 
         for number in sorted(batches):
-            own = {id(step.parameter) for step in batches[number]}
-            events = [event for event, parameters in held[: number + 1] if parameters & own]
+            own = set(map(id, batches[number]))
+            events = [event for event, keys in held[: number + 1] if keys & own]
             yield events, batches[number]

@@ -154,7 +154,8 @@ def unscaling_factor(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_finite = bool(global_grad_norm(parameters).isfinite())
     device = local_tensor(parameters[0]).device
-    state["found_inf_per_device"] = {device: torch.tensor(float(not is_finite), device=device)}
+    found_inf = torch.tensor(float(not is_finite), dtype=torch.float32, device=device)
+    state["found_inf_per_device"] = {device: found_inf}
     return 1.0 / grad_scaler.get_scale() if is_finite else None
 
 

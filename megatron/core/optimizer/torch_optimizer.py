@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,18 +56,6 @@ def build_torch_optimizer(
     return torch.optim.AdamW(
         groups, lr=lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
     )
-
-
-def defaults_of(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class gives its parameter groups."""
-    return dict(cls([nn.Parameter(torch.zeros(1))], **options).defaults)
-
-
-def known_to(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a class takes."""
-    known = inspect.signature(cls).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    return {name: value for name, value in options.items() if takes_any or name in known}
 
 
 @runtime_checkable

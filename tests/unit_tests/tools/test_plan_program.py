@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.device import Device
 from megatron.core.options import ConfigError
+from megatron_hybrid.plan import measure
 from megatron_hybrid.plan.answer import Limits, answer, rows_of
 from megatron_hybrid.plan.command import main
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
@@ -343,6 +345,13 @@ def test_a_quantity_of_0_is_an_error(parse, text):
         parse(text)
 
 
+def test_the_host_is_measured_with_states_that_are_not_offloaded(monkeypatch):
+    monkeypatch.setattr(measure, "_PASS_NUMEL", 1 << 10)
+    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    run = PlannedRun([*FLAGS, "--exp-avg-dtype", "bf16"], 2, "cpu")
+    assert measure._host_pass(measure.job_of(run), Device("cpu")) > 0
+
+
 @pytest.mark.wide
 def test_the_program_measures_this_machine(tmp_path):
     command = [sys.executable, "-m", "megatron_hybrid", "plan", "--json"]
@@ -353,9 +362,9 @@ def test_the_program_measures_this_machine(tmp_path):
         name, _, value = word.strip().partition(" ")
         lines.append(f"{name}: {value or 'true'}")
     (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
-    measure = ["--gpus", "2", "--measure", "--measure-disk", str(tmp_path), "--device", "cpu"]
+    measuring = ["--gpus", "2", "--measure", "--measure-disk", str(tmp_path), "--device", "cpu"]
     done = subprocess.run(
-        [*command, *measure], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+        [*command, *measuring], cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
     )
     found = json.loads(done.stdout)
     parts = found["step"]["parts"]

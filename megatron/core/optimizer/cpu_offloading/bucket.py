@@ -139,8 +139,9 @@ class Bucket(ABC):
 
     def take_reads(self) -> list[Event]:
         """Hands over the events that the next update waits for."""
-        # A new list: the one that is handed over must not grow while its events are awaited.
-        reads, self.reads = self.reads, []
+        # A copy: it must not grow while its events are awaited. Units keep the list itself.
+        reads = self.reads.copy()
+        self.reads.clear()
         return reads
 
     def master(self, index: int) -> dict[str, torch.Tensor]:

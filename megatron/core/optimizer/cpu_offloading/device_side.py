@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ class DeviceSide(ABC):
     """
 
     optimizer: torch.optim.Optimizer | None
+    _takes_all_options: ClassVar[bool]  # of a group, or only those that its own groups have
 
     @classmethod
     def make(cls, settings: HybridSettings) -> DeviceSide:
@@ -84,14 +85,10 @@ class DeviceSide(ABC):
             return
 
         for own, group in zip(self.optimizer.param_groups, param_groups, strict=True):
-            names = self._taken(own, group)
+            names = group if self._takes_all_options else own
             own.update(
                 {name: group[name] for name in names if name not in IDENTITIES and name in group}
             )
-
-    @abstractmethod
-    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
-        """The names of the options that a group of the optimizer takes from one of both sides."""
 
     @abstractmethod
     def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
@@ -128,6 +125,7 @@ class _RuleSide(DeviceSide):
     """Carries out a rule."""
 
     optimizer: RuleOptimizer | None
+    _takes_all_options = True  # the rule rejects those that it cannot honour
 
     def __init__(self, rule: UpdateRule, settings: HybridSettings) -> None:
         super().__init__()
@@ -149,11 +147,6 @@ class _RuleSide(DeviceSide):
     def _complete(self) -> None:
         if self.optimizer is not None:
             self.optimizer.init_state(with_frozen=False)
-
-    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
-        # All of them: the rule rejects options that it cannot honour.
-        del own
-        return group
 
     def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
         self.take_options(param_groups)
@@ -201,6 +194,8 @@ class _RuleSide(DeviceSide):
 class _TorchSide(DeviceSide):
     """Steps an optimizer of torch's kind."""
 
+    _takes_all_options = False  # groups may have options of the host's class
+
     def __init__(self, updater: Updater) -> None:
         super().__init__()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -216,11 +211,6 @@ class _TorchSide(DeviceSide):
         if self.optimizer is not None and has_groups and not self._casts_gradients:
             fully_shard_optimizer(self.optimizer)
             self._casts_gradients = True
-
-    def _taken(self, own: Mapping[str, Any], group: Mapping[str, Any]) -> Collection[str]:
-        # Groups of both sides may have options of the host's class.
-        del group
-        return own
 
     def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
         self.take_options(param_groups)

@@ -7,6 +7,7 @@ its work runs on the host lane.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -217,9 +218,9 @@ class TorchExecutor(Executor):
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         known = self._optimizer.defaults
-        # Copies: the work runs later, when the groups' options may have changed.
+        # Copies: the work runs later, when the groups' options, tensors too, may have changed.
         options = [
-            {name: value for name, value in each.options.items() if name in known}
+            {name: copy.deepcopy(value) for name, value in each.options.items() if name in known}
             for each in stepped
         ]
         slots = [(each.number, each.slot) for each in stepped]

@@ -84,8 +84,6 @@ class HostSide:
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
         self._settings = settings
-        self._overlaps_forward = settings.overlaps_forward
-        self._fetches_early = settings.fetches_early
         self._kernel: Kernel | None = None
         self._places: dict[int, tuple[Executor, int]] = {}
 
@@ -103,7 +101,7 @@ class HostSide:
             allocator.fill(bucket)
             bucket.adopt(owner)
             added.append(self._executor(bucket, allocator))
-            if self._fetches_early:
+            if self._settings.fetches_early:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
@@ -166,10 +164,11 @@ class HostSide:
                 event.wait()
 
         # Weights may be awaited one by one, where the device does that itself.
+        overlaps_forward = self._settings.overlaps_forward
         for bucket in self.buckets:
-            if bucket.sent is not None and not (self._overlaps_forward and bucket.is_delivered):
+            if bucket.sent is not None and not (overlaps_forward and bucket.is_delivered):
                 timings.wait(bucket.sent)
-        if not self._overlaps_forward:
+        if not overlaps_forward:
             self.timings.end()
 
     def _begin(
@@ -189,7 +188,7 @@ class HostSide:
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
         # Gradients that were fetched during the backward are not fetched again.
-        nbytes = 0 if self._fetches_early and bucket.is_delivered else bucket.grad.nbytes
+        nbytes = 0 if self._settings.fetches_early and bucket.is_delivered else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
         work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes, bucket.name)

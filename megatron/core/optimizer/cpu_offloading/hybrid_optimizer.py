@@ -26,9 +26,8 @@ from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.executors import BucketStep
-from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, Updater
+from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.piece import check_grad_scale
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.rule_optimizer import RuleStep
@@ -141,19 +140,11 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         rule: UpdateRule | None = None,
         **kwargs: Any,
     ) -> None:
-        moment_dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
-        if rule is None:
-            host, device = (
-                Updater.of_class(cls or FusedAdam, kwargs, moment_dtypes)
-                for cls in (cpu_optimizer_cls, gpu_optimizer_cls)
-            )
-        else:
-            _check_rule_alone(cpu_optimizer_cls, gpu_optimizer_cls, moment_dtypes)
-            host = device = Updater.of_rule(rule, kwargs)
+        dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        host, device = updaters_of(cpu_optimizer_cls, gpu_optimizer_cls, dtypes, rule, kwargs)
         settings = HybridSettings(
             host=host,
             device=device,
-            options=kwargs,
             in_fp32=param_update_in_fp32,
             pins_grads=pin_cpu_grads,
             pins_params=pin_cpu_params,
@@ -161,7 +152,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             fetches_early=fetch_during_backward,
             overlaps_forward=overlap_step_with_forward,
             use_decoupled_grad=use_decoupled_grad,
-            moment_dtypes=moment_dtypes,
             num_host_threads=num_host_threads,
             num_local_ranks=num_local_ranks,
             records_timings=records_timings,
@@ -481,21 +471,3 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             # Other numbers of groups are rejected with the states.
             for own, other in zip(self.param_groups, loaded, strict=False):
                 check_options(rule, own, other)
-
-
-def _check_rule_alone(
-    host_cls: object, device_cls: object, moment_dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """ValueError for arguments that a rule replaces."""
-    given = {
-        "cpu_optimizer_cls": host_cls is not None,
-        "gpu_optimizer_cls": device_cls is not None,
-        "exp_avg_dtype": moment_dtypes[0] != torch.float32,
-        "exp_avg_sq_dtype": moment_dtypes[1] != torch.float32,
-    }
-    others = [name for name, is_given in given.items() if is_given]
-    if others:
-        raise ValueError(
-            f"Expected a rule without {', '.join(others)}, got both. The dtypes of states are "
-            "arguments of the rule."
-        )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
-from megatron.core.optimizer.torch_optimizer import defaults_of, known_to
 
 # The options of FusedAdam and torch.optim.AdamW that the rule supports.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-# Options of torch.optim.AdamW that choose an implementation: the rule may replace it.
-_IMPLEMENTATIONS = ("foreach", "fused")
 
 
 class Updater(NamedTuple):
@@ -33,8 +32,10 @@ class Updater(NamedTuple):
 
     @classmethod
     def of_rule(cls, rule: UpdateRule, options: Mapping[str, Any]) -> Updater:
-        """TypeError for options that the rule does not have."""
-        return cls(torch.optim.Optimizer, rule, dict(options), rule.defaults_with(options))
+        """TypeError for options that the rule does not have, ValueError for others' values."""
+        defaults = rule.defaults_with(options)
+        rule.scalars(defaults, 1)
+        return cls(torch.optim.Optimizer, rule, dict(options), defaults)
 
     @classmethod
     def of_class(
@@ -49,8 +50,11 @@ class Updater(NamedTuple):
         Raises:
             ValueError: for FusedAdam with options that the rule does not support.
         """
-        known = known_to(optimizer_cls, options)
-        supported = {*_ADAM_OPTIONS, *_IMPLEMENTATIONS}
+        taken = inspect.signature(optimizer_cls).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+        known = {name: value for name, value in options.items() if takes_any or name in taken}
+        # The last two choose an implementation, which the rule may replace.
+        supported = {*_ADAM_OPTIONS, "foreach", "fused"}
         others = [name for name, value in known.items() if name not in supported and value]
         if optimizer_cls is FusedAdam and others:
             raise ValueError(
@@ -59,7 +63,9 @@ class Updater(NamedTuple):
             )
         is_adam = optimizer_cls is FusedAdam or (optimizer_cls is torch.optim.AdamW and not others)
         rule = Adam(*moment_dtypes, options.get("adam_w_mode", True)) if is_adam else None
-        return cls(optimizer_cls, rule, known, defaults_of(optimizer_cls, known))
+        # Only an optimizer knows the options that it gives its groups.
+        example = optimizer_cls([nn.Parameter(torch.zeros(1))], **known)
+        return cls(optimizer_cls, rule, known, dict(example.defaults))
 
     @property
     def name(self) -> str:
@@ -75,17 +81,53 @@ class Updater(NamedTuple):
         return {name: value for name, value in self.options.items() if name in names}
 
 
+def updaters_of(
+    host_cls: type[torch.optim.Optimizer] | None,
+    device_cls: type[torch.optim.Optimizer] | None,
+    moment_dtypes: tuple[torch.dtype, torch.dtype],
+    rule: UpdateRule | None,
+    options: Mapping[str, Any],
+) -> tuple[Updater, Updater]:
+    """What updates the host's and the device's parameters; see `HybridDeviceOptimizer`.
+
+    Raises:
+        ValueError: for a rule together with what it replaces, for dtypes of moments that no side
+            has, and for values of options that a rule cannot honour.
+        TypeError: for options of neither side.
+    """
+    has_dtypes = moment_dtypes != (torch.float32, torch.float32)
+    if rule is not None:
+        if host_cls or device_cls or has_dtypes:
+            raise ValueError(
+                "Expected a rule without cpu_optimizer_cls, gpu_optimizer_cls, exp_avg_dtype and "
+                "exp_avg_sq_dtype, got both. The dtypes of states are arguments of the rule."
+            )
+        both = Updater.of_rule(rule, options)
+        return both, both
+
+    host, device = (
+        Updater.of_class(cls or FusedAdam, options, moment_dtypes) for cls in (host_cls, device_cls)
+    )
+    if has_dtypes and host.rule is None and device.rule is None:
+        raise ValueError(
+            f"Expected AdamW on a side for moments in {moment_dtypes}, got other classes on both."
+        )
+    unknown = options.keys() - host.options.keys() - device.options.keys()
+    if unknown:
+        classes = " or ".join(dict.fromkeys((host.name, device.name)))
+        raise TypeError(f"Expected options of {classes}, got {', '.join(sorted(unknown))}.")
+    return host, device
+
+
 class HybridSettings(NamedTuple):
-    """The arguments of `HybridDeviceOptimizer` besides parameters and plan.
+    """The arguments of `HybridDeviceOptimizer` that do not name parameters.
 
     Attributes:
-        options: of either side.
-        moment_dtypes: of Adam.
+        host, device: what updates the parameters of each side.
     """
 
     host: Updater
     device: Updater
-    options: Mapping[str, Any]
     in_fp32: bool
     pins_grads: bool
     pins_params: bool
@@ -93,7 +135,6 @@ class HybridSettings(NamedTuple):
     fetches_early: bool
     overlaps_forward: bool
     use_decoupled_grad: bool
-    moment_dtypes: tuple[torch.dtype, torch.dtype]
     num_host_threads: int | None
     num_local_ranks: int | None
     records_timings: bool
@@ -102,18 +143,13 @@ class HybridSettings(NamedTuple):
         """Rejects settings that contradict each other.
 
         Raises:
-            ValueError: for overlaps without lanes, and for dtypes of states that a side does not
-                support, or that no side has.
+            ValueError: for overlaps without lanes, and for dtypes of states that the host does not
+                support.
             NotImplementedError: for decoupled gradients with a class of torch's.
         """
         rules = [side.rule for side in (self.host, self.device) if side.rule is not None]
         if self.host.rule is not None:
             self.host.rule.check_on_host()
-        if not rules and self.moment_dtypes != (torch.float32, torch.float32):
-            raise ValueError(
-                f"Expected AdamW on a side for moments in {self.moment_dtypes}, got other classes "
-                "on both."
-            )
 
         if (self.overlaps_forward or self.fetches_early) and not self.has_lanes:
             raise ValueError(
@@ -126,18 +162,8 @@ class HybridSettings(NamedTuple):
             )
 
     def common_defaults(self) -> dict[str, Any]:
-        """The defaults of both sides' groups.
-
-        Raises:
-            ValueError: where the sides' defaults differ.
-            TypeError: for options of neither.
-        """
+        """The defaults of both sides' groups. ValueError where they differ."""
         names = (self.host.name, self.device.name)
-        unknown = self.options.keys() - self.host.options.keys() - self.device.options.keys()
-        if unknown:
-            classes = " or ".join(dict.fromkeys(names))
-            raise TypeError(f"Expected options of {classes}, got {', '.join(sorted(unknown))}.")
-
         # A group has one value of each option, for both sides.
         host, device = self._shared_defaults(self.host), self._shared_defaults(self.device)
         for name in (host.keys() & device.keys()).difference(IMPLEMENTATIONS):

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.optimizer.kernels.piece import check_betas, check_rates
+from megatron.core.optimizer.kernels.piece import check_betas, check_rates, check_unset
 
 # Options of torch.optim.AdamW that change the result.
 _OTHER_ALGORITHMS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -58,11 +58,7 @@ class AdamStep:
     @classmethod
     def of(cls, options: Mapping[str, Any], step: int, adam_w_mode: bool) -> AdamStep:
         """From the options of a parameter group. ValueError for another algorithm's."""
-        others = [name for name in _OTHER_ALGORITHMS if options.get(name)]
-        if others:
-            raise ValueError(
-                f"Expected a parameter group of AdamW without {' and '.join(others)}, got some set."
-            )
+        check_unset(options, "AdamW", _OTHER_ALGORITHMS)
         is_decoupled = options.get("decoupled_weight_decay", adam_w_mode)
         if is_decoupled != adam_w_mode:
             raise ValueError(

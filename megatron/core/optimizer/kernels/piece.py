@@ -154,6 +154,16 @@ def check_grad_scale(grad_scale: float) -> None:
         )
 
 
+def check_unset(options: Mapping[str, Any], algorithm: str, names: Iterable[str]) -> None:
+    """ValueError for options of another algorithm that are set."""
+    others = [name for name in names if options.get(name)]
+    if others:
+        raise ValueError(
+            f"Expected a parameter group of {algorithm} without {' and '.join(others)}, got some "
+            "set."
+        )
+
+
 def check_rates(**rates: float) -> None:
     """ValueError for a rate or factor that is negative or not finite."""
     for name, rate in rates.items():

@@ -8,9 +8,10 @@ neither chunks nor threads change a bit.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeAlias
 
 import torch
@@ -40,9 +41,12 @@ def run(pieces: Iterable[Piece], grad_scale: float, update: Update) -> None:
 
 
 def pooled(update: Update, num_threads: int) -> Kernel:
-    """A kernel for CPU tensors that divides the work among threads, which end with it."""
+    """A kernel for CPU tensors that divides the work among threads, which end with it.
+
+    It raises what one of them raised, once all have ended; RuntimeError in a forked child.
+    """
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="host update")
-    local = threading.local()
+    local, process = threading.local(), os.getpid()
 
     @torch.no_grad()
     def step(part: Piece, grad_scale: float) -> None:
@@ -51,9 +55,20 @@ def pooled(update: Update, num_threads: int) -> Kernel:
         _step(part, grad_scale, update, local.scratch)
 
     def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
+        if os.getpid() != process:
+            raise RuntimeError(
+                f"Expected process {process}, which has this kernel's threads, got its child "
+                f"{os.getpid()}."
+            )
         parts = [part for piece in pieces for part in _split(piece, _THREAD_CHUNK_NUMEL)]
-        # The list waits for all of them, and raises what one raised.
-        list(pool.map(step, parts, itertools.repeat(grad_scale)))
+        steps = [pool.submit(step, part, grad_scale) for part in parts]
+        # All of them, after an error too: the caller may then write to the arrays, or free them.
+        wait(steps)
+        errors = list(filter(None, (each.exception() for each in steps)))
+        if errors:
+            # What is raised refers to this frame, which must not refer to it.
+            steps.clear()
+            raise errors.pop(0)
 
     return kernel
 
@@ -81,7 +96,8 @@ class _Scratch:
         padded_numel = -(-numel // _VECTOR_NUMEL) * _VECTOR_NUMEL
         memory = self._memory.get(name)
         if memory is None or memory.numel() < padded_numel or memory.device != tensor.device:
-            memory = self._memory[name] = torch.empty(padded_numel, device=tensor.device)
+            memory = torch.empty(padded_numel, dtype=torch.float32, device=tensor.device)
+            self._memory[name] = memory
 
         padded = memory[:padded_numel]
         padded[:numel].copy_(tensor)

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import os
+import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -167,13 +172,75 @@ def test_neither_cuts_nor_threads_nor_the_side_change_a_bit(rule, numel, cuts, n
     assert whole.out.any()
 
 
-def test_what_a_thread_raises_is_raised_by_the_pass():
+def test_what_a_thread_raises_is_raised_by_the_pass_and_keeps_no_memory():
+    class BrokenError(Exception):
+        pass
+
     def update(*_: Any) -> None:
-        raise OverflowError("the update broke")
+        raise BrokenError
 
     kernel = torch_flat.pooled(update, 2)
-    with pytest.raises(OverflowError, match="the update broke"):
-        kernel([pieces_of(SGD(), 100_000)], 1.0)
+    gc.disable()
+    try:
+        with pytest.raises(BrokenError) as caught:
+            kernel([pieces_of(SGD(), 100_000)], 1.0)
+        error = weakref.ref(caught.value)
+        del caught
+        deadline = time.monotonic() + 60
+        while error() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread's own frames end after the pass
+        assert error() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pass_that_fails_ends_once_no_thread_writes_any_more():
+    is_other_at_work, has_returned = threading.Event(), threading.Event()
+    seen = []
+
+    def update(*_: Any) -> None:
+        if threading.current_thread().name.endswith("_0"):
+            is_other_at_work.wait(60)
+            raise OverflowError("the update broke")
+        is_other_at_work.set()
+        seen.append(has_returned.wait(0.5))
+
+    kernel = torch_flat.pooled(update, 2)
+    with pytest.raises(OverflowError):
+        kernel([pieces_of(SGD(), 60_000)], 1.0)
+    has_returned.set()
+    assert seen == [False]
+
+
+def test_a_forked_child_is_refused_instead_of_waiting_for_threads_that_it_does_not_have():
+    kernel = torch_flat.pooled(SGD.update, 1)
+    kernel([pieces_of(SGD(), 100)], 1.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            kernel([pieces_of(SGD(), 100)], 1.0)
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("rule", [SGD(), Adam()], ids=repr)
+def test_the_default_dtype_of_a_program_changes_no_bit(rule):
+    runs = []
+    for dtype in (F32, BF16):
+        own = parameters()
+        give_gradients(own, 0)
+        torch.set_default_dtype(dtype)
+        try:
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            RuleOptimizer(own, rule, lr=0.01).step(grad_scaler=scaler)
+            scaler.update()
+        finally:
+            torch.set_default_dtype(F32)
+        runs.append(own)
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -216,6 +283,8 @@ def test_groups_have_separate_options_and_parameters_without_a_gradient_rest():
 def test_options_that_a_rule_cannot_honour_are_rejected(rule, options, error, message):
     with pytest.raises(error, match=message):
         RuleOptimizer(parameters(), rule, **options)
+    with pytest.raises(error, match=message):
+        HybridDeviceOptimizer(parameters(), 1.0, rule=rule, **options)
 
 
 def test_dtypes_of_states_are_checked_where_they_are_kept():

@@ -103,6 +103,22 @@ def test_only_the_bucket_that_is_read_waits():
     assert not torch.equal(own[1], before[1])
 
 
+def test_a_unit_from_before_a_step_holds_the_next_one_back():
+    own = parameters(1)
+    optimizer = HybridDeviceOptimizer(own, 1.0, lr=0.1)
+    (unit,) = state_units(optimizer)
+    optimizer.step()
+    before = own[0].detach().clone()
+    reader = Reader()
+    reader.hold(unit)
+    thread, has_stepped = in_background(optimizer.step)
+    assert not has_stepped.wait(0.05)
+    assert torch.equal(own[0], before)
+    reader.may_end.set()
+    thread.join()
+    assert not torch.equal(own[0], before)
+
+
 def test_both_sides_of_an_offloading_optimizer_are_units():
     own = parameters(4)
     optimizer = HybridDeviceOptimizer(own, 0.5, lr=0.1)

@@ -116,6 +116,28 @@ def test_step_returns_before_the_update_with_overlapping_forward() -> None:
 
 
 @on_ranks(1)
+def test_a_step_has_the_rate_of_its_call_though_a_schedule_writes_to_the_tensor_meanwhile() -> None:
+    may_go = threading.Event()
+
+    class Held(SGD):
+        def step(self, closure: Any = None) -> Any:
+            may_go.wait(600)
+            return super().step(closure)
+
+    expected, model = Net(), Net()
+    fsdp(expected)
+    fsdp(model)
+    train(expected, SGD(expected.parameters(), lr=0.1), range(1))
+    rate = torch.tensor(0.1)
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, Held, Held, lr=rate, **ALL)
+    backward(model)
+    optimizer.step()
+    rate.fill_(0.0)
+    may_go.set()
+    assert same(weights(model), weights(expected))
+
+
+@on_ranks(1)
 def test_a_new_optimizer_takes_over_what_the_old_one_is_still_writing_and_the_old_one_refuses() -> (
     None
 ):
