@@ -24,6 +24,7 @@ Update: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor, Mapping[str, torc
 
 _CPU_CHUNK_NUMEL = 128 * 1024  # of a thread that has torch's threads to help it
 _THREAD_CHUNK_NUMEL = 32 * 1024  # too short for torch's operators to start threads for
+_PARTS_PER_THREAD = 4
 _DEVICE_CHUNK_NUMEL = 4 << 20  # long enough that a kernel takes longer than its launch
 _VECTOR_NUMEL = 64  # a multiple of every width that torch's vectors have
 
@@ -52,7 +53,8 @@ def pooled(update: Update, num_threads: int) -> Kernel:
     def step(part: Piece, grad_scale: float) -> None:
         if not hasattr(local, "scratch"):
             local.scratch = _Scratch()
-        _step(part, grad_scale, update, local.scratch)
+        for chunk in _split(part, _THREAD_CHUNK_NUMEL):
+            _step(chunk, grad_scale, update, local.scratch)
 
     def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
         if os.getpid() != process:
@@ -60,7 +62,11 @@ def pooled(update: Update, num_threads: int) -> Kernel:
                 f"Expected process {process}, which has this kernel's threads, got its child "
                 f"{os.getpid()}."
             )
-        parts = [part for piece in pieces for part in _split(piece, _THREAD_CHUNK_NUMEL)]
+        # A few parts for each thread, so that all end at about the same time.
+        given = list(pieces)
+        share = sum(piece.numel for piece in given) // (_PARTS_PER_THREAD * num_threads)
+        numel = _THREAD_CHUNK_NUMEL * (1 + share // _THREAD_CHUNK_NUMEL)
+        parts = [part for piece in given for part in _split(piece, numel)]
         steps = [pool.submit(step, part, grad_scale) for part in parts]
         # All of them, after an error too: the caller may then write to the arrays, or free them.
         wait(steps)
