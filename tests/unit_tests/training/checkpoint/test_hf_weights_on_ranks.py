@@ -4,6 +4,7 @@ of sharding, and no files if a rank fails.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from megatron.training.checkpoint import hf_layout
 from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.checkpoint.hf_weights import save_hf
 from tests.helpers.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.helpers.crashes import Fault, watched
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import Operation, watched
 from tests.unit_tests.core.dist_checkpointing.helpers.models import (
     HSDP,
     Setting,
@@ -186,15 +187,24 @@ def test_a_rank_without_access_to_the_files_is_one_error_on_all(tmp_path: Path) 
 
 
 def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
-    def save(failing: int, number: int) -> str:
-        before = Fault(number) if dist.get_rank() == failing else (lambda _: None)
+    def save(failing: int, what: str, name: str) -> str:
+        def before(operation: Operation) -> None:
+            is_it = operation.what == what and operation.path.name.endswith(name)
+            if dist.get_rank() == failing and is_it:
+                raise OSError(errno.ENOSPC, "No space left on device", str(operation.path))
+
         with watched(tmp_path, before), pytest.raises(CheckpointError) as caught:
             save_hf(gpt("optim_grads_params", None), tmp_path / "gpt", CPU)
         return str(caught.value)
 
-    # The directory, rows, the first rows of the other rank, its fsync, config.json.
-    for failing, number in ((0, 2), (0, 8), (1, 0), (1, 10), (0, 24)):
-        for error in run_ranks(2, save, failing, number):
+    for failing, what, name in (
+        (0, "mkdir", ".writing"),
+        (0, "write", "model.safetensors"),
+        (1, "write", "model.safetensors"),
+        (1, "fsync", "model.safetensors"),
+        (0, "write", "config.json"),
+    ):
+        for error in run_ranks(2, save, failing, what, name):
             assert "No space left on device" in error
         assert names_in(tmp_path) == []
 
