@@ -56,14 +56,14 @@ class OptimizerConfig:
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
     lion_beta1: float = option(
-        0.9,
+        0.95,
         "share of the momentum in Lion's update",
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
     )
     lion_beta2: float = option(
-        0.99,
+        0.98,
         "decay rate of Lion's momentum",
         at_least=0,
         less_than=1,

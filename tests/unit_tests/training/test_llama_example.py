@@ -87,7 +87,7 @@ def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
     expected = {
         "main weights, fp32": 4 * plan.host_numel,
         "gradients, bf16": 2 * plan.host_numel,
-        "moments, fp32": 8 * plan.host_numel,
+        "optimizer states, fp32": 8 * plan.host_numel,
     }
     assert rows()[1] == shown(expected)
     # New weights share the gradients' memory; what aligns rows in a buffer comes on top.
