@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.cgroups import lines_of
 
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.processes import started
@@ -30,9 +29,9 @@ from benchmarks.helpers.result import Result
 from benchmarks.peers.environments import interpreter
 from benchmarks.reporting.stored import SCHEMA
 from benchmarks.runner.registry import ROOT
-from megatron.core.device import Device, DeviceConfig
+from megatron.core.device import Device, kind_of
 from megatron.core.files import published
-from megatron.core.local_ranks import num_usable_cores
+from megatron.core.local_ranks import lines_of, num_usable_cores
 
 _TAIL_LINES = 12
 
@@ -43,7 +42,7 @@ def machine() -> dict[str, Any]:
     """
     models = (line for line in lines_of(Path("/proc/cpuinfo")) if line.startswith("model name"))
     model = next(models, "").partition(":")[2].strip()
-    device = Device(DeviceConfig().kind)
+    device = Device(kind_of())
     return {
         "cpu": f"{model or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": num_usable_cores(),
