@@ -46,7 +46,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
     Returns:
         By name, in the order of a table. The host's numbers add up to
-        `HybridDeviceOptimizer.host_bytes`, and the states of other classes than AdamW.
+        `HybridDeviceOptimizer.host_bytes`, and the states of optimizers that carry out no rule.
     """
     counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
     hybrid = optimizer if isinstance(optimizer, HybridDeviceOptimizer) else None

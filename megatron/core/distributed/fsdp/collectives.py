@@ -279,7 +279,8 @@ def _alone(out: torch.Tensor, whole: torch.Tensor, how: Reduction) -> None:
     """The reduction over one rank, on a device."""
     # The backend would take a cast copy first, and its result would be copied once more.
     if how.divisor != 1:
-        whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) / how.divisor
+        dtype = torch.promote_types(whole.dtype, torch.float32)
+        whole = whole.to(dtype, copy=True).div_(how.divisor)
     if how.accumulates:
         out.add_(whole)
     elif out.data_ptr() != whole.data_ptr() or out.dtype != whole.dtype:

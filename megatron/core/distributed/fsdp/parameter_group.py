@@ -1,5 +1,5 @@
 """`FsdpParameterGroup`: the buffers behind the parameters of one module that have one dtype, one
-requires_grad and one policy.
+requires_grad and one policy, or of a part of them.
 
 All of them have one layout, but different dtypes and placements. The buffers of weights are a
 `WeightBuffers`, the buffers of gradients a `GroupGradients`. `unsharded_weight` has memory only

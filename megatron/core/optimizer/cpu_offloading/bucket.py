@@ -189,11 +189,13 @@ class FsdpBucket(Bucket):
         whole = [self._slot(index) for index in self._indices]
         self._start, numel = 0, group.main_weight.range.numel
         if len(whole) < len(group.fsdp_parameters):
-            self._start = min(slot.offset for slot in whole)
-            numel = max(slot.offset + slot.numel for slot in whole) - self._start
+            # A parameter of which this rank has no rows is at no offset.
+            own = [slot for slot in whole if slot.numel]
+            self._start = min((slot.offset for slot in own), default=0)
+            numel = max((slot.offset + slot.numel for slot in own), default=0) - self._start
         super().__init__(
             group.display_name,
-            [slot._replace(offset=slot.offset - self._start) for slot in whole],
+            [slot._replace(offset=max(0, slot.offset - self._start)) for slot in whole],
             numel,
             main_numel=group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,

@@ -294,7 +294,7 @@ class TorchExecutor(Executor):
 
 
 class BucketView(torch.optim.Optimizer):
-    """What our AdamW updates in a bucket: main weights in host memory, with their states.
+    """What a rule updates in a bucket: main weights in host memory, with their states.
 
     A group for each parameter. The values are from the last finished update; the options are
     copied from the optimizer's groups when the view is created.

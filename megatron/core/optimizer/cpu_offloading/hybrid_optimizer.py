@@ -375,13 +375,13 @@ class HybridDeviceOptimizer(PlanningOptimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on this rank: main weights, moments of AdamW, gradients and compute weights."""
+        """Bytes on this rank: main weights, states of a rule, gradients and compute weights."""
         return sum(self._sides.host_side.nbytes_by_state.values())
 
     def host_bytes_by_state(self) -> dict[str, int]:
         """Bytes of host memory by purpose; the alignment of an array counts with it.
 
-        The sum is `host_bytes`, and the states of other optimizers than AdamW allocated so far.
+        The sum is `host_bytes`, and the states that an optimizer of another class has so far.
         """
         return self._sides.host_side.all_nbytes_by_state()
 

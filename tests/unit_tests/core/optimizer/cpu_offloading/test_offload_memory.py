@@ -518,3 +518,26 @@ def test_groups_whose_main_weights_moved_keep_no_other() -> None:
     assert 0 < sum(on_host) < NUM_LAYERS
     assert [reference.expired() for reference in references] == on_host
     del optimizer
+
+
+class _Matrices(nn.Module):
+    """Two ranks have all of one matrix each, and share the one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "middle", "last"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(4, DIM)))
+
+
+def _bytes_over_both_ends() -> dict[str, int]:
+    model = _Matrices()
+    fully_shard(model, offload_policy=OffloadPolicy(main_weights_on_host=True))
+    parameters = [model.get_parameter(name) for name in ("first", "last")]
+    return HybridDeviceOptimizer(parameters, 1.0, lr=0.1).host_bytes_by_state()
+
+
+def test_an_optimizer_over_a_part_of_a_group_has_memory_for_the_rows_in_between_alone() -> None:
+    # Each rank has rows of one of the two, and all of its rows of the matrix in the middle last or
+    # first.
+    for by_state in run_ranks(2, _bytes_over_both_ends):
+        assert set(by_state.values()) == {4 * DIM * FP32.itemsize}
