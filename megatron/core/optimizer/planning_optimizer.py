@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.timeline import AnyTimeline
 
 if TYPE_CHECKING:
     # Its package imports the offloaded optimizer, which is one of these.
     from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+
+_T = TypeVar("_T")
 
 
 class PlanningOptimizer(torch.optim.Optimizer, ABC):
@@ -24,6 +28,7 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
     """
 
     use_decoupled_grad: bool
+    _revision = 0  # of the states; see `StepInputs`
 
     @property
     def plan(self) -> OffloadPlan | None:
@@ -61,3 +66,18 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
     def timings(self) -> LaneTimings | None:
         """Means over the steps completed since the last call; None without a record."""
         return None
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _step_inputs(self) -> StepInputs:
+        return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
+
+    @staticmethod
+    def _loss_of(closure: Callable[[], _T] | None) -> _T | None:
+        """The result of the closure of a step, which computes gradients."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()

@@ -11,8 +11,7 @@ arithmetic runs on local tensors, without communication. For the states of a par
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,7 +165,6 @@ class RuleOptimizer(PlanningOptimizer):
     def _make_parts(self) -> None:
         """Makes the parts that copies do not share."""
         self._holds = StepHolds()
-        self._revision = 0  # of the states: see `StepInputs`
         # By type of device; the host's threads start when they are first needed.
         self._kernels: dict[str, Kernel] = {}
         # Registered first: hooks of users see values, not scaled states.
@@ -275,11 +273,7 @@ class RuleOptimizer(PlanningOptimizer):
                 parameter, for a gradient in an attribute that is not read, and for a grad_scale
                 that is not finite.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
+        loss = self._loss_of(closure)
         factor = unscaling_factor(self, grad_scaler, self.use_decoupled_grad)
         if factor is None:
             mark_stepped(self, grad_scaler)
@@ -417,12 +411,6 @@ class RuleOptimizer(PlanningOptimizer):
             post_hook(self)
 
     # One step
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-
-    def _step_inputs(self) -> StepInputs:
-        return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _plan(self) -> list[_Planned]:
         """The steps of all parameters that have a gradient, once they are known to be possible."""

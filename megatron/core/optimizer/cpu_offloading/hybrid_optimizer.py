@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -161,7 +161,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self.use_decoupled_grad = use_decoupled_grad
         parameters = list(self._parameters())
         self._sides = BothSides(parameters, settings, offload_fraction, offload_first)
-        self._revision = 0  # of the states: see `StepInputs`
         self._is_started = False  # whether a step was taken, or states were loaded or allocated
         self._adopt_parameters()
         self._is_complete = True
@@ -244,11 +243,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             RuntimeError: for partial sums of gradients, and for parameters that were replaced
                 after the first step; no parameter is stepped.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
+        loss = self._loss_of(closure)
         check_grad_scale(grad_scale)
         self._adopt_parameters()
         if self._only_initializes():
@@ -456,13 +451,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
                 return name == "torch.distributed.checkpoint.state_dict"
             frame = frame.f_back
         return False
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def _step_inputs(self) -> StepInputs:
-        return StepInputs.of(self.param_groups, self.use_decoupled_grad, self._revision)
 
     def _check_options(self, loaded: list[dict[str, Any]]) -> None:
         """ValueError for groups' options that the host's rule cannot honour."""
