@@ -49,11 +49,22 @@ class UpdateRule(ABC):
         optional: options that groups may have besides.
         counts_steps: whether `scalars` depends on the number of the step. Otherwise loaded states
             may lack it, as torch's do.
+
+    Rules are frozen dataclasses. NotImplementedError for dtypes that no state can have.
     """
 
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        # TransformerEngine raises this one, too.
+        for name, dtype in self.state_dtypes.items():
+            if dtype not in STATE_DTYPES:
+                raise NotImplementedError(
+                    f"Expected {name}_dtype to be one of {', '.join(map(str, STATE_DTYPES))}, got "
+                    f"{dtype}."
+                )
 
     @property
     @abstractmethod
@@ -99,15 +110,6 @@ class UpdateRule(ABC):
             raise TypeError(f"Expected options of {self.name}, got {', '.join(sorted(unknown))}.")
         return {**defaults, **options}
 
-    def check_state_dtypes(self) -> None:
-        """NotImplementedError, as TransformerEngine has it, for dtypes that no state can have."""
-        for name, dtype in self.state_dtypes.items():
-            if dtype not in STATE_DTYPES:
-                raise NotImplementedError(
-                    f"Expected {name}_dtype to be one of {', '.join(map(str, STATE_DTYPES))}, got "
-                    f"{dtype}."
-                )
-
     def check_on_host(self) -> None:
         """ValueError for dtypes of states that the host's flat arrays cannot have."""
         dtypes = tuple(self.state_dtypes.values())
@@ -131,9 +133,6 @@ class Adam(UpdateRule):
 
     name: ClassVar[str] = "adam"
     optional: ClassVar[tuple[str, ...]] = ("bias_correction",)
-
-    def __post_init__(self) -> None:
-        self.check_state_dtypes()
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
@@ -213,20 +212,19 @@ class SgdStep(NamedTuple):
 
 @dataclass(frozen=True)
 class SGD(ElementwiseRule):
-    """SGD as in torch.optim, without dampening.
+    """SGD as in torch.optim, without dampening:
 
-    g = g + weight_decay * p
-    b = momentum * b + g
-    p = p - lr * (g + momentum * b if nesterov else b)
+        g = g + weight_decay * p
+        b = momentum * b + g
+        p = p - lr * (g + momentum * b if nesterov else b)
+
+    Rounding differs from torch's, whose devices contract some of these operations.
     """
 
     momentum_buffer_dtype: torch.dtype = torch.float32
     has_momentum: bool = True  # otherwise there are no states, and momentum must be 0
 
     name: ClassVar[str] = "sgd"
-
-    def __post_init__(self) -> None:
-        self.check_state_dtypes()
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
@@ -292,9 +290,6 @@ class Lion(ElementwiseRule):
     exp_avg_dtype: torch.dtype = torch.float32
 
     name: ClassVar[str] = "lion"
-
-    def __post_init__(self) -> None:
-        self.check_state_dtypes()
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
