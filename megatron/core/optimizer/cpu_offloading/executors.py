@@ -115,9 +115,10 @@ class RuleExecutor(Executor):
         self._arrays = states
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
         self._view: BucketView | None = None  # made when it is first asked for
-        # Pieces by which slots are stepped and which of them have equal scalars: arrays are the
-        # same in every step.
-        self._pieces: dict[Hashable, list[tuple[int, Piece]]] = {}
+        # The pieces of the last step, which has the same arrays as the next one, and what they
+        # depend on: which slots are stepped, and which of them have equal scalars.
+        self._pieces: list[Piece] = []
+        self._pieces_of: tuple[Sequence[int], Sequence[int]] | None = None
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         # Every parameter counts its own steps: only parameters with a gradient are stepped.
@@ -145,16 +146,13 @@ class RuleExecutor(Executor):
         # The first slot with the same scalars stands for them until the pieces are reused.
         firsts: dict[Hashable, int] = {}
         kinds = [firsts.setdefault(own, index) for index, own in enumerate(scalars)]
-        key = (*slots, None, *kinds)
-        if key not in self._pieces:
-            # Which parameters have gradients seldom changes: one plan is kept.
-            self._pieces.clear()
-            pieces = [
-                self._piece(self.bucket.slots[slot], kind)
-                for slot, kind in zip(slots, kinds, strict=True)
-            ]
-            self._pieces[key] = [(piece.step, piece) for piece in merged(pieces)]
-        return [piece._replace(step=scalars[kind]) for kind, piece in self._pieces[key]]
+        if self._pieces_of != (slots, kinds):
+            pairs = zip(slots, kinds, strict=True)
+            self._pieces = merged(
+                self._piece(self.bucket.slots[slot], kind) for slot, kind in pairs
+            )
+            self._pieces_of = (slots, kinds)
+        return [piece._replace(step=scalars[piece.step]) for piece in self._pieces]
 
     def states(self, index: int) -> dict[str, Any]:
         return self._states[index]
