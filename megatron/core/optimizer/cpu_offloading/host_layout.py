@@ -15,8 +15,7 @@ Pinning takes seconds per GiB, and pinned memory can neither be moved nor swappe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,10 +68,6 @@ class SlabRange(NamedTuple):
     dtype: torch.dtype
 
 
-def _constant(dtype: torch.dtype, _: BucketShape) -> torch.dtype:
-    return dtype
-
-
 class HostLayout:
     """Offsets of all arrays in the slabs.
 
@@ -100,17 +95,21 @@ class HostLayout:
         self.widest: int | None = None
         self.needs: list[HostNeed] = []
 
-        every = range(len(buckets))
-        new = [index for index in every if not buckets[index].has_main]
-        self._add_each("main weights", "main weights", new, lambda bucket: bucket.main_dtype)
+        numbered = list(enumerate(buckets))
+        mains = [
+            (i, b.numel if b.main_numel is None else b.main_numel, b.main_dtype)
+            for i, b in numbered
+            if not b.has_main
+        ]
+        self._add("main weights", "main weights", mains)
         for name, dtype in (rules.state_dtypes or {}).items():
-            self._add_each(name, "states", every, partial(_constant, dtype))
+            self._add(name, "states", [(i, b.numel, dtype) for i, b in numbered])
 
-        self._add_each("gradients", "gradients", every, lambda bucket: bucket.grad_dtype)
+        self._add("gradients", "gradients", [(i, b.numel, b.grad_dtype) for i, b in numbered])
         if rules.state_dtypes is None:
             self._add_widened()
-        apart = [index for index in every if not self.shares(index)]
-        self._add_each("compute weights", "compute weights", apart, lambda b: b.weight_dtype)
+        apart = [(i, b.numel, b.weight_dtype) for i, b in numbered if not self.shares(i)]
+        self._add("compute weights", "compute weights", apart)
 
     @property
     def nbytes_by_state(self) -> dict[str, int]:
@@ -137,22 +136,15 @@ class HostLayout:
             narrow, key=lambda i: buckets[i].numel * buckets[i].main_dtype.itemsize, default=None
         )
         if self.widest is not None:
-            self._add_each("widened gradients", "states", [self.widest], lambda b: b.main_dtype)
+            widest = buckets[self.widest]
+            array = (self.widest, widest.numel, widest.main_dtype)
+            self._add("widened gradients", "states", [array])
 
-    def _add_each(
-        self,
-        what: str,
-        purpose: str,
-        indices: Iterable[int],
-        dtype_of: Callable[[BucketShape], torch.dtype],
-    ) -> None:
+    def _add(self, what: str, purpose: str, arrays: Iterable[tuple[int, int, torch.dtype]]) -> None:
+        """Adds arrays of one kind: the number of the bucket, elements, dtype of each."""
         builder = self.builders[purpose]
         before = builder.nbytes
-        for index in indices:
-            bucket = self._buckets[index]
-            numel, dtype = bucket.numel, dtype_of(bucket)
-            if what == "main weights" and bucket.main_numel is not None:
-                numel = bucket.main_numel
+        for index, numel, dtype in arrays:
             offset = builder.add(numel, dtype)
             self.arrays[index, what] = SlabRange(purpose, offset, numel, dtype)
 
