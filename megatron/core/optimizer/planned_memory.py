@@ -130,6 +130,7 @@ class _Planner:
     def __init__(self, settings: StateSettings) -> None:
         self._settings = settings
         self._config = settings.optimizer
+        self._state_dtypes = rule_of(self._config).state_dtypes
         self._device: dict[str, int] = {}
         self._host: dict[str, int] = {}
         self._pinned: set[str] = set()
@@ -142,9 +143,8 @@ class _Planner:
     def host_needs(self) -> list[HostNeed]:
         """The host's part, the states of a rule as one need."""
         nbytes: dict[str, int] = {}
-        states = rule_of(self._config).state_dtypes
         for name, size in self._host.items():
-            what = "optimizer states" if name in states else name
+            what = "optimizer states" if name in self._state_dtypes else name
             nbytes[what] = nbytes.get(what, 0) + size
         return [HostNeed(what, size, what in self._pinned) for what, size in nbytes.items() if size]
 
@@ -251,7 +251,7 @@ class _Planner:
         layout = HostLayout(
             buckets,
             HostRules(
-                rule_of(config).state_dtypes,
+                self._state_dtypes,
                 config.pin_cpu_grads,
                 config.pin_cpu_params,
                 self._settings.pins_memory,
@@ -264,7 +264,7 @@ class _Planner:
         """Adds states of parameters of this dtype that are stepped on the device."""
         # TransformerEngine's and Apex's are fp32, torch's like their parameter.
         other = dtype if self._config.gpu_optimizer == "torch" else torch.float32
-        for name, own in rule_of(self._config).state_dtypes.items():
+        for name, own in self._state_dtypes.items():
             itemsize = own.itemsize if self._config.has_rule else other.itemsize
             self._add(name, numel * itemsize)
 

@@ -132,7 +132,7 @@ def _parts(
     """
 
     def laid_out(part: Iterable[int]) -> GlobalLayout:
-        shapes = [tuple(together[index].original.shape) for index in sorted(part)]
+        shapes = [tuple(together[index].original.shape) for index in part]
         return GlobalLayout.build(shapes, num_ranks, num_blocks)
 
     everything = range(len(together))
@@ -147,17 +147,15 @@ def _parts(
     parts: list[tuple[list[int], GlobalLayout]] = []
     # The largest rows first: others join a part that has them, where that adds the fewest elements.
     for row, own in sorted(by_row.items(), reverse=True):
-        alone = laid_out(own)
-        best, least = None, alone.size + _MIN_PADDING_NUMEL
+        best, chosen = len(parts), (own, laid_out(own))
+        least = chosen[1].size + _MIN_PADDING_NUMEL
         for number, (part, layout) in enumerate(parts):
             if layout.alignment % row == 0:
-                added = laid_out([*part, *own]).size - layout.size
-                best, least = (number, added) if added < least else (best, least)
-        if best is None:
-            parts.append((own, alone))
-        else:
-            joined = sorted([*parts[best][0], *own])
-            parts[best] = joined, laid_out(joined)
+                joined = sorted([*part, *own])
+                longer = laid_out(joined)
+                if longer.size - layout.size < least:
+                    best, chosen, least = number, (joined, longer), longer.size - layout.size
+        parts[best : best + 1] = [chosen]
 
     if sum(layout.size + _MIN_PADDING_NUMEL for _, layout in parts) >= whole.size:
         return [([*together], whole)]
