@@ -202,12 +202,7 @@ def preprocess(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)"
     )
-    parser.add_argument(
-        "--skip-bad-samples",
-        action="store_true",
-        help="leave out bad lines, and damaged files from the damage on, and count them; more than "
-        "a tenth of bad lines is an error",
-    )
+    _add_skip_flag(parser)
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     for option in tokenizer_options():
         parser.add_argument(
@@ -287,14 +282,18 @@ def preprocess_multimodal(program: str) -> argparse.ArgumentParser:
             metavar="R,G,B",
             help=f"{what} by which colors are normalized, from 0 to 1 (default: 0.5,0.5,0.5)",
         )
-    add(
+    _add_skip_flag(parser)
+    add("--workers", type=int, default=1, help="processes that read pictures")
+    return parser
+
+
+def _add_skip_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--skip-bad-samples",
         action="store_true",
         help="leave out bad lines, and damaged files from the damage on, and count them; more than "
         "a tenth of bad lines is an error",
     )
-    add("--workers", type=int, default=1, help="processes that read pictures")
-    return parser
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -557,6 +556,8 @@ def parser_of(command: str, program: str) -> argparse.ArgumentParser | None:
 
 def show_help_if_asked(command: str, program: str, argv: Sequence[str]) -> None:
     """Prints the help of a program and exits if `argv` has -h or --help."""
+    if {"-h", "--help"}.isdisjoint(argv):
+        return
     parser = parser_of(command, program)
-    if parser is not None and not {"-h", "--help"}.isdisjoint(argv):
+    if parser is not None:
         parser.parse_args(["--help"] if command in TRAINERS else argv)
