@@ -200,10 +200,10 @@ def write_own_rows(folder: Path, shares: Sequence[OwnRows], device: Device) -> i
         OSError: if the file system fails.
     """
     device.event().synchronize()
+    # The pool first: where it fails, there is no lane to close.
+    pool = BufferPool(device)
     disk = device.host_lane("rows to disk")
-    writer = DataFileWriter(
-        None, BufferPool(device), disk, open_exported=lambda name: open_rows(folder / name)
-    )
+    writer = DataFileWriter(None, pool, disk, open_exported=lambda name: open_rows(folder / name))
     try:
         for entry, row_map, place, box in shares:
             stored = entry.values.as_stored()
