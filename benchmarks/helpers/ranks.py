@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: those that torchrun started, or some of its own."""
+"""The ranks of a benchmark: started by torchrun, or by the benchmark itself."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def on_own_ranks(num_ranks: int, work: Callable[..., _T], *arguments: Any) -> _T
             nprocs=num_ranks,
             join=False,
         )
-        # What is large blocks the queue's writer, so it is read before the ranks are joined.
+        # A large result blocks the writer of the queue, so it is read before the ranks are joined.
         while True:
             with suppress(queue.Empty):
                 found: _T = results.get(timeout=1)

@@ -11,7 +11,7 @@ from benchmarks.helpers.result import NotRun
 from benchmarks.runner.registry import ROOT
 
 PROBES = Path(__file__).resolve().parent / "probes"
-# What each probe asks for, by the name of its environment.
+# The optimizer that each probe builds, by the name of its environment.
 PROBED = {
     "torchao": "torchao CPUOffloadOptimizer",
     "megatron-core": "Megatron-LM HybridDeviceOptimizer",
@@ -34,12 +34,10 @@ def not_made(side: str, peer: str) -> NotRun:
 
 
 def probe(peer: str) -> str | None:
-    """Asks a peer, in its own environment, to build its offloaded optimizer. None if it did; or the
-    error that it gave.
-    """
+    """Builds the offloaded optimizer of a peer in its environment. Returns the error, or None."""
     python = interpreter(peer)
     assert python is not None, "the caller has looked"
-    # Isolated: the folder of a script, or the present one, may have modules of the same names.
+    # Isolated: the script's directory and the working directory may have modules of these names.
     script = PROBES / f"{peer.replace('-', '_')}.py"
     done = subprocess.run(
         [python, "-I", script], capture_output=True, text=True, timeout=300, check=False
@@ -50,7 +48,7 @@ def probe(peer: str) -> str | None:
 
 
 def peers_that_cannot_run() -> Iterator[NotRun]:
-    """Those that a probe was written for, each with the reason. One that could run says so."""
+    """The peers that have a probe, each with the reason, also if it could run."""
     for peer, side in PROBED.items():
         if interpreter(peer) is None:
             yield not_made(side, peer)

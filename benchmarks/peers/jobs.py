@@ -24,7 +24,7 @@ _STOP_SECONDS = 60.0
 
 
 class JobError(Exception):
-    """A rank failed, ended or hung; the message says which, why, and what it printed last."""
+    """A rank failed, ended or hung. The message has the rank, the cause, and its last output."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Side:
 
 
 class Job:
-    """A context manager: none of its processes is left after the block.
+    """A context manager: all of its processes have ended after the block.
 
     All ranks get the same commands, and answer together.
     """
@@ -84,8 +84,8 @@ class Job:
         """
         Args:
             training: `Training.to_plain()`.
-            log: What the ranks print is added to it.
-            rank_module: What a rank runs.
+            log: File to which the output of the ranks is appended.
+            rank_module: Module that a rank runs.
         """
         self.side = side
         self._log = log

@@ -62,7 +62,7 @@ class Revision:
     @classmethod
     def of(cls, root: Path) -> Revision:
         commit = _git(root, "rev-parse", "HEAD")
-        # Results of earlier runs say nothing about the code.
+        # Results of earlier runs do not describe the code.
         changes = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
         return cls(commit, None if commit is None or changes is None else bool(changes))
 
@@ -95,7 +95,7 @@ def write_result(
     command: str,
     seconds: float,
 ) -> Path:
-    """Writes the result of a benchmark, whole or not at all, in the place of an earlier one."""
+    """Replaces the result file of a benchmark, whole or not at all."""
     content = {
         "schema": SCHEMA,
         "benchmark": benchmark.name,
@@ -150,10 +150,10 @@ class Ending(Enum):
 
 
 class Outcome(NamedTuple):
-    """What came of one benchmark.
+    """The outcome of one benchmark.
 
     Attributes:
-        detail: The result's file, or why there is none.
+        detail: The path of the result, or the reason why the benchmark has no result.
         result: Only of one that is done.
     """
 
@@ -179,11 +179,11 @@ class Runner:
     ) -> None:
         """
         Args:
-            output: The folder of results.
-            logs: The folder of what the benchmarks print.
+            output: The directory of results.
+            logs: The directory of the benchmarks' logs.
             package: Whose modules the benchmarks are.
-            root: The folder in which they run.
-            tell: Is given a line when a benchmark begins and when it ends.
+            root: The directory in which they run.
+            tell: Called with a line when a benchmark starts and when it ends.
         """
         self._origin = origin
         self._output = output
