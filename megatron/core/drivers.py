@@ -20,11 +20,12 @@ import itertools
 import logging
 import os
 import resource
-from collections.abc import MutableMapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,25 @@ class Driver:
         """
         return FLASH_HEAD_DIM
 
+    def attention_of_varying_shapes(self) -> AbstractContextManager[None]:
+        """While open, PyTorch's attention uses no kernel that it builds for each batch size and
+        length.
+        """
+        return nullcontext()
+
+    def takes_two_widths(
+        self,
+        query: torch.Tensor,  # noqa: ARG002
+        key: torch.Tensor,  # noqa: ARG002
+        value: torch.Tensor,  # noqa: ARG002
+        dropout: float,  # noqa: ARG002
+        is_causal: bool,  # noqa: ARG002
+    ) -> bool:
+        """Whether PyTorch's attention has a kernel for these inputs, whose values are not as wide
+        as keys, that is as fast as FlashAttention.
+        """
+        return False
+
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
 
@@ -167,6 +187,29 @@ class CudaDriver(Driver):
         # Some wider heads have no backward on cards with less shared memory: 8.6, 8.9 and 12.x.
         has_little_shared_memory = (major == 8 and minor > 0) or major >= 12
         return 192 if has_little_shared_memory else FLASH_HEAD_DIM
+
+    @contextmanager
+    def attention_of_varying_shapes(self) -> Iterator[None]:
+        # PyTorch prefers cuDNN on Hopper and Blackwell. FlashAttention and the memory-efficient
+        # kernel remain.
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+    def takes_two_widths(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        is_causal: bool,
+    ) -> bool:
+        # PyTorch's own choice: it knows the widths, the device and the release of cuDNN.
+        chosen = torch._fused_sdp_choice(query, key, value, None, dropout, is_causal)
+        return chosen == int(SDPBackend.CUDNN_ATTENTION)
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()
@@ -266,6 +309,13 @@ def driver_of(kind: str) -> Driver:
     if kind not in _drivers:
         raise ValueError(f"Expected a device of kind cpu, {', '.join(_drivers)}, got {kind!r}.")
     return _drivers[kind]
+
+
+def kernels_of(device: torch.device) -> Driver:
+    """The driver of this device, to ask it about kernels. Other devices than accelerators have the
+    answers of `Driver`.
+    """
+    return _drivers.get(device.type) or Driver(device.type)
 
 
 def kinds_of_accelerators() -> list[str]:

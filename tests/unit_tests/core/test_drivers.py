@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device as device_module
 from megatron.core import drivers
@@ -14,6 +15,7 @@ from megatron.core.drivers import (
     Driver,
     PinError,
     driver_of,
+    kernels_of,
     kinds_of_accelerators,
     leave_failures_to_watchdog,
     register_driver,
@@ -74,6 +76,44 @@ def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
         kind_of("tpu")
     with pytest.raises(ValueError, match="Expected a device of kind cpu, cuda, got 'tpu'"):
         driver_of("tpu")
+
+
+def test_other_devices_than_accelerators_have_no_special_kernels():
+    assert kernels_of(torch.device("cuda")) is driver_of("cuda")
+    for kind in ("cpu", "meta"):
+        driver = kernels_of(torch.device(kind))
+        assert not driver.has_triton
+        assert not driver.has_varlen_attention
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        with driver.attention_of_varying_shapes():
+            assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_varying_shapes_leave_out_only_cudnn():
+    enabled = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
+    for chosen in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel([chosen, SDPBackend.CUDNN_ATTENTION]):
+            before = [ask() for ask in enabled]
+            with driver_of("cuda").attention_of_varying_shapes():
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+                assert [ask() for ask in enabled] == before, "the user's choice"
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (SDPBackend.CUDNN_ATTENTION, True),
+        (SDPBackend.FLASH_ATTENTION, False),
+        (SDPBackend.EFFICIENT_ATTENTION, False),
+        (SDPBackend.MATH, False),
+    ],
+)
+def test_two_widths_are_taken_where_pytorch_chooses_cudnn(monkeypatch, chosen, expected):
+    heads = [torch.randn(1, 2, 4, width) for width in (192, 192, 128)]
+    assert not driver_of("cuda").takes_two_widths(*heads, 0.0, True), "they are on the CPU"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: int(chosen))
+    assert driver_of("cuda").takes_two_widths(*heads, 0.0, True) is expected
 
 
 def test_a_worker_of_a_device_has_it_as_its_current_one(pretended):
