@@ -209,7 +209,7 @@ class CudaDriver(Driver):
     ) -> bool:
         # PyTorch's own choice: it knows the widths, the device and the release of cuDNN.
         chosen = torch._fused_sdp_choice(query, key, value, None, dropout, is_causal)
-        return chosen == int(SDPBackend.CUDNN_ATTENTION)
+        return chosen == SDPBackend.CUDNN_ATTENTION.value
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()

@@ -122,4 +122,5 @@ def attend_varlen(
         window_size=window,
         enable_gqa=num_heads != key.shape[1],
     )
-    return output.unflatten(0, (batch, seq_length)).transpose(1, 2)[..., :value_dim]
+    rows = output.view(batch, seq_length, num_heads, width)
+    return rows.transpose(1, 2)[..., :value_dim]

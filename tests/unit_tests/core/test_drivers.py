@@ -112,7 +112,7 @@ def test_varying_shapes_leave_out_only_cudnn():
 def test_two_widths_are_taken_where_pytorch_chooses_cudnn(monkeypatch, chosen, expected):
     heads = [torch.randn(1, 2, 4, width) for width in (192, 192, 128)]
     assert not driver_of("cuda").takes_two_widths(*heads, 0.0, True), "they are on the CPU"
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: int(chosen))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: chosen.value)
     assert driver_of("cuda").takes_two_widths(*heads, 0.0, True) is expected
 
 
