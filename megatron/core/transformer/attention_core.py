@@ -39,6 +39,7 @@ from megatron.core.autocast import without_autocast
 from megatron.core.drivers import kernels_of
 from megatron.core.products import is_slow
 from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.varlen_attention import attend_varlen, padded, suits_varlen
@@ -71,7 +72,10 @@ class Attention(nn.Module, abc.ABC):
 
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
+        linear_proj: projection of the heads' results to the layer's output.
     """
+
+    linear_proj: Linear
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
@@ -96,20 +100,24 @@ class Attention(nn.Module, abc.ABC):
         Returns:
             [batch, seq, hidden], same dtype.
         """
-        mixed, beside = self.inputs(hidden, rotary)
-        return self.output(self.core(mixed, documents), beside)
+        mixed, gate = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), gate)
 
     @abc.abstractmethod
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the core's inputs: queries [batch, heads, seq, head_dim], keys and values
-        [batch, groups, seq, dim]. And the output's other inputs.
+        [batch, groups, seq, dim]. And the gate of the core's result [batch, seq, heads * dim], if
+        it has one.
         """
 
-    @abc.abstractmethod
-    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+    def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """Returns the output for the core's result: [batch, seq, hidden]."""
+        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
+        if gate:
+            context = context * gate[0].sigmoid()
+        return self.linear_proj(context)  # type: ignore[no-any-return]
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
