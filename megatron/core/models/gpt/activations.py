@@ -173,7 +173,8 @@ def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
 
 def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     # Both latents, or what becomes of them in a norm; queries, keys, values and the result of the
-    # heads, these padded to the queries' channels; the result in rows.
+    # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
+    # rows.
     latents = (spec.query_rank or 0) + spec.key_value_rank
     nbytes = (latents + 4 * spec.query_size + spec.value_size) * batch.itemsize
     if spec.latent_norm is not None:

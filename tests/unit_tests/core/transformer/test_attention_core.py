@@ -397,3 +397,22 @@ def test_values_keep_their_width_where_a_kernel_takes_two(monkeypatch: pytest.Mo
         found = _attend(inputs, spec)
     assert calls.widths == [(192, 128)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, Documents((300, 212))])
+def test_on_a_gpu_values_in_their_own_width_give_what_padded_ones_do(
+    documents: Documents | None,
+) -> None:
+    spec = replace(BASE, num_key_value_heads=4, head_dim=192, scale=192**-0.5)
+    heads = [part.detach().to("cuda", torch.bfloat16) for part in _inputs(spec, 512, batch=1)]
+    results = []
+    for width in (128, 192):
+        query, key, value = (part.clone().requires_grad_() for part in heads)
+        narrow = torch.nn.functional.pad(value[..., :128], (0, width - 128))
+        output = attend(query, key, narrow, spec, documents=documents)[..., :128]
+        output.sum().backward()
+        results.append([output.detach(), query.grad, key.grad, value.grad])
+    for found, expected in zip(*results, strict=True):
+        difference = (found.float() - expected.float()).abs().max()
+        assert difference <= 0.02 * expected.float().abs().max(), "sums of bf16 in two orders"

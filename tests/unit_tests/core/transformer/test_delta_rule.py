@@ -111,6 +111,18 @@ def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
     assert max(errors.values()) < bound, errors
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [6000, 1 << 24])
+def test_a_gpu_gives_what_the_cpu_gives(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    inputs, weights = _inputs(0, 300), torch.ones(2, 300, 4, 12)
+    expected = _with_gradients(gated_delta_rule, inputs, torch.float64, weights)
+    monkeypatch.setattr(delta_rule, "segment_numel", lambda _: numel)
+    moved = [part.cuda() for part in inputs]
+    found = _with_gradients(gated_delta_rule, moved, torch.float32, weights.cuda())
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert (a.cpu() - b).abs().max() <= 1e-5 * b.abs().max(), name
+
+
 @pytest.mark.parametrize("log_decay", [0.0, -1e-6, -80.0, -1e30, -torch.inf])
 @pytest.mark.parametrize("beta", [0.0, 1e-6, 1.0])
 def test_every_gate_may_be_at_its_end(log_decay: float, beta: float) -> None:

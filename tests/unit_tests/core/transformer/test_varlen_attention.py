@@ -135,8 +135,21 @@ def test_the_kernels_signature_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert varlen_kernel() is not None
 
 
-def test_the_installed_pytorch_has_a_kernel_that_takes_these_arguments() -> None:
-    assert varlen_kernel() is not None
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_the_installed_pytorch_has_a_kernel_that_takes_these_arguments(
+    groups: int, documents: Documents | None
+) -> None:
+    """Meta tensors reach its operator's shapes, forward and backward, and no kernel."""
+    heads = [
+        part.to("meta", torch.bfloat16).requires_grad_()
+        for part in _heads(1 if documents else 3, groups, DIM - 8)
+    ]
+    spec = spec_of(num_key_value_heads=groups, window=4)
+    output = attend_varlen(*heads, spec, documents)
+    assert output.shape == (*heads[0].shape[:3], DIM - 8)
+    output.sum().backward()
+    assert [part.grad.shape for part in heads] == [part.shape for part in heads]
 
 
 def _output_and_gradients(
