@@ -5,8 +5,8 @@ fp64.
 
 The gradients are real: a small GPT learns the bytes of Python's standard library for some steps,
 and then each emulated rank has a bf16 backward of its own microbatch. The ranks add up as NCCL's
-ring does a reduce-scatter: the sum of a part starts at one rank, and each of the others adds its own
-gradient to it and sends the result on.
+ring does a reduce-scatter: the sum of a part starts at one rank, and each of the others adds its
+own gradient to it and sends the result on.
 
     bf16 ring                   every sum is rounded to bf16 before it is sent on
     fp32 ring, bf16 result      gradients are widened first, and the mean is rounded once

@@ -27,9 +27,10 @@ from megatron.core.distributed.fsdp import (
     collectives,
     fully_shard,
     fully_shard_context,
+    microbatch,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.precision import OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -275,6 +276,59 @@ def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(stra
     assert found == [(True, True)] * 2
 
 
+PEAK_DIM = 512
+
+
+def _peak(dtypes: tuple[torch.dtype, ...], strategy: str) -> tuple[int, int]:
+    """The most memory of forward and backward in addition to the memory at rest: (planned,
+    measured).
+    """
+    torch.manual_seed(0)
+    layers = [
+        nn.ModuleList(nn.Linear(PEAK_DIM, PEAK_DIM, bias=False) for _ in range(3)) for _ in range(4)
+    ]
+    device = this_device().torch_device
+    model = nn.ModuleList(layers).to(device)
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.float32, *dtypes, compute_dtype=torch.bfloat16)
+    with fully_shard_context(device) as context:
+        for layer in model:
+            layer.forward = nn.Sequential(*layer).forward
+            fully_shard(layer, mesh, Placements.for_strategy(strategy), policy)
+
+    def step() -> None:
+        for is_last in (False, True):
+            with microbatch(context, is_last):
+                x = torch.ones(1, PEAK_DIM, device=device, dtype=torch.bfloat16)
+                for layer in model:
+                    x = layer(x)
+                x.sum().backward()
+        torch.sim.synchronize()
+
+    step()
+    at_rest = torch.sim.memory_allocated()
+    torch.sim.reset_peak_memory_stats()
+    step()
+    measured = torch.sim.max_memory_allocated() - at_rest
+
+    plan = model[0].parameter_groups[0].plan
+    one_gradient = PEAK_DIM**2 * plan.dtype.itemsize
+    planned = 2 * (plan.whole_weights_nbytes + plan.whole_grads_nbytes) + one_gradient
+    planned += len(layers) * plan.partial_grads_nbytes + plan.reduction_nbytes
+    return planned, measured
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)],
+    ids=["fp32", "bf16", "fp32 sent in bf16"],
+)
+def test_gradients_take_the_planned_memory_until_they_are_reduced(dtypes, strategy):
+    for planned, measured in run_ranks(2, _peak, dtypes, strategy, device="sim"):
+        assert 0.95 * planned < measured <= 1.01 * planned
+
+
 def _over_one_rank() -> None:
     def unused(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective of the backend over one rank")
@@ -283,6 +337,7 @@ def _over_one_rank() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_all_gather_on_device", unused)
         patch.setattr(collectives, "_reduce_scatter_on_device", unused)
+        patch.setattr(collectives, "_DIVIDED_NUMEL", 300)  # several pieces
         for dtypes in itertools.product((torch.float32, torch.bfloat16), repeat=2):
             for divisor, accumulates in itertools.product((1.0, 3.0), (False, True)):
                 whole = torch.randn(1000, generator=generator).to(dtypes[0])

@@ -37,6 +37,8 @@ FIRST_TAG = 2**30
 _PIECE_NUMEL = 1048576
 # Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
 _SUM_NUMEL = 65536
+# Elements divided at a time on a device, where that takes a copy: 64 MiB in fp32.
+_DIVIDED_NUMEL = 1 << 24
 
 
 class Label(NamedTuple):
@@ -136,12 +138,12 @@ def reduce_scatter(
     On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the
     others' by rank) and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send
     2 bytes an element and give the bits that sending them widened would. On a GPU they are cast to
-    `how.device_dtype` first, and added as NCCL does.
+    `how.device_dtype` first, unless they have it, and added as NCCL does.
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
         whole: flat, contiguous; as many elements as all parts together. Unchanged, unless `out`
-            is part of it.
+            is part of it; on a GPU this rank's part may be overwritten.
     """
     rank, parts = _parts(whole, out, group)
     if out.device.type == "cpu":
@@ -262,10 +264,12 @@ def _reduce_scatter_with_backend(
 ) -> None:
     dtype = how.device_dtype or out.dtype
     is_direct = out.dtype == dtype and not how.accumulates
-    result = out if is_direct else torch.empty_like(out, dtype=dtype)
+    sent = whole.to(dtype)
+    # In place where the result is not yet `out`, as NCCL allows: it takes no more memory.
+    result = out if is_direct else sent.narrow(0, dist.get_rank(group) * out.numel(), out.numel())
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
     with issuing(label.describe("reduce-scatter", whole.numel()), whole):
-        _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
+        _reduce_scatter_on_device(result, sent, op=op, group=group)
 
     if how.divisor != 1:
         result.div_(how.divisor)
@@ -278,13 +282,15 @@ def _reduce_scatter_with_backend(
 def _alone(out: torch.Tensor, whole: torch.Tensor, how: Reduction) -> None:
     """The reduction over one rank, on a device."""
     # The backend would take a cast copy first, and its result would be copied once more.
-    if how.divisor != 1:
-        dtype = torch.promote_types(whole.dtype, torch.float32)
-        whole = whole.to(dtype, copy=True).div_(how.divisor)
-    if how.accumulates:
-        out.add_(whole)
-    elif out.data_ptr() != whole.data_ptr() or out.dtype != whole.dtype:
-        out.copy_(whole)
+    dtype = torch.promote_types(whole.dtype, torch.float32)
+    length = max(1, whole.numel()) if how.divisor == 1 else _DIVIDED_NUMEL
+    for result, part in zip(out.split(length), whole.split(length), strict=True):
+        if how.divisor != 1:
+            part = part.to(dtype, copy=True).div_(how.divisor)
+        if how.accumulates:
+            result.add_(part)
+        elif result.data_ptr() != part.data_ptr() or result.dtype != part.dtype:
+            result.copy_(part)
 
 
 def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> None:

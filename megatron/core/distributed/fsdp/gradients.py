@@ -176,7 +176,7 @@ class GroupGradients:
 
         # Straight to `main` if no axis is deferred, or if all are and this microbatch is the only
         # one.
-        if self.partial is None or (is_last and not has_deferred and self._defers_all_axes()):
+        if self.partial is None or (is_last and not has_deferred and self._plan.defers_all_axes):
             step = self._step(self.unsharded, self.main, in_main, received)
             self._show(parameters, received, self._main_grads)
             return self._reduction([], [step])
@@ -228,14 +228,6 @@ class GroupGradients:
     def _reduction(self, folded: Sequence[int], steps: Sequence[ReductionStep]) -> Prepared:
         work = partial(self._carry_out, folded, steps)
         return Prepared(work, [step for step in steps if step.axes])
-
-    def _defers_all_axes(self) -> bool:
-        """Whether a microbatch's gradients are reduced over no axis before the last one's."""
-        placements, is_kept = self._plan.placements.gradient, self._plan.placements.is_kept
-        return all(
-            kept or isinstance(placement, Partial)
-            for placement, kept in zip(placements, is_kept, strict=True)
-        )
 
     def _step(
         self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]
