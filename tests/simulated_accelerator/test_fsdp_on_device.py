@@ -9,6 +9,7 @@ import io
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +21,8 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import megatron.core.mesh as meshes
+from megatron.core import local_ranks
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import (
     FsdpContext,
@@ -274,6 +277,45 @@ def _default_step(strategy: str) -> tuple[bool, bool]:
 def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(strategy: str) -> None:
     found = run_ranks(2, _default_step, strategy, device="sim")
     assert found == [(True, True)] * 2
+
+
+def _gathers_during_a_reduction(num_machines: int) -> tuple[bool, bool]:
+    """Whether gathers of a backward are done while its first reduction has not begun, and whether
+    the gradients are right in the end.
+    """
+    import tests.simulated_accelerator.device as sim
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Ranks of other tests have the same process group, on one machine.
+        patch.setattr(meshes, "_second_groups", weakref.WeakKeyDictionary())
+        patch.setattr(local_ranks, "machine", lambda: str(dist.get_rank() % num_machines))
+        model, context = shard("optim_grads_params")
+    model(own_batch()).sum().backward()
+    expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch.accelerator.synchronize()
+
+    loss = model(own_batch()).sum()
+    gathers = context.gather_lane._stream
+    with sim.held(context.reduce_lane._stream):
+        loss.backward()
+        # All ranks have issued everything: what a gather still waits for is the reduction.
+        compared = torch.zeros(1)
+        dist.all_reduce(compared)
+        deadline = time.monotonic() + (PATIENCE if num_machines > 1 else 0)
+        while not gathers.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        is_done = gathers.query()
+    torch.accelerator.synchronize()
+    found = [parameter.grad.to_local() for parameter in model.parameters()]
+    return is_done, all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_gathers_overlap_reductions_between_machines_and_follow_them_within_one(num_machines):
+    is_overlapped = num_machines > 1
+    found = run_ranks(2, _gathers_during_a_reduction, num_machines, device="sim")
+    assert found == [(is_overlapped, True)] * 2
 
 
 PEAK_DIM = 512

@@ -142,6 +142,8 @@ class FsdpContext:
         """Takes a new group."""
         self._groups.append(weakref.ref(group))
         self._add_histories(group.histories)
+        if self.reduce_lane is not self.gather_lane and group.gradients is not None:
+            group.gradients.reduce_alongside_gathers()
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains the modules of both is

@@ -22,6 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -32,6 +33,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import is_partial, local_tensor
+from megatron.core.mesh import second_group
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class GroupGradients:
         placements, layout, main = plan.placements, plan.layout, plan.grad_dtype
         self._plan = plan
         self._mesh = mesh
+        self._device = device
+        # By mesh axis, where they are not the mesh's own.
+        self._process_groups: dict[int, dist.ProcessGroup | None] = {}
         self._divisor = plan.grad_divisor
         self._received: set[int] = set()
         self._has_deferred = False  # since the last reduction over all axes
@@ -100,6 +105,18 @@ class GroupGradients:
             self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
             self.partial.release_storage()
         self.unsharded.release_storage()
+
+    def reduce_alongside_gathers(self) -> None:
+        """Has gradients reduced over process groups that gather no weights, between machines. All
+        ranks must call it.
+        """
+        placements = self._plan.placements
+        for axis, (placement, is_kept) in enumerate(
+            zip(placements.parameter, placements.is_kept, strict=True)
+        ):
+            if isinstance(placement, Shard) and not is_kept and self._mesh.size(axis) > 1:
+                group = self._mesh.get_group(axis)
+                self._process_groups[axis] = second_group(group, self._device)
 
     def divide_sums_by(self, factor: float) -> None:
         """Divides gradients by `factor` instead of the number of ranks that average them, then by
@@ -328,6 +345,7 @@ class GroupGradients:
                 accumulates=accumulates and is_final,
                 device_dtype=self._plan.comm_dtype,
                 label=label,
+                group=self._process_groups.get(axis),
             )
             divisor = 1.0  # once, not on every axis
 
