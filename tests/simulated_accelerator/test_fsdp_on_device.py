@@ -31,6 +31,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_context,
     microbatch,
+    parameter_grouping,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
@@ -316,6 +317,65 @@ def test_gathers_overlap_reductions_between_machines_and_follow_them_within_one(
     is_overlapped = num_machines > 1
     found = run_ranks(2, _gathers_during_a_reduction, num_machines, device="sim")
     assert found == [(is_overlapped, True)] * 2
+
+
+class Unlike(nn.Module):
+    """Rows of 6, 10 and 1 elements: three groups where any padding is too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def _parts(kind: str, strategy: str, splits: bool) -> tuple[list[Any], int]:
+    """(this rank's gradients and weights, the collectives of two microbatches and a step)."""
+    torch.manual_seed(0)
+    device = torch.device("cpu") if kind == "cpu" else this_device().torch_device
+    model = nn.Sequential(*[Unlike() for _ in range(2)]).to(device)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    group = mesh.get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if splits:
+            patch.setattr(parameter_grouping, "_MAX_PADDING_SHARE", 0.0)
+            patch.setattr(parameter_grouping, "_MIN_PADDING_NUMEL", 0)
+        with fully_shard_context(device) as context:
+            for layer in model:
+                fully_shard(layer, mesh, Placements.for_strategy(strategy))
+    assert [len(layer.parameter_groups) for layer in model] == [3 if splits else 1] * 2
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    backend = None if kind == "cpu" else group._get_backend(device)
+    for _ in range(2):
+        before = backend.num_issued if backend else 0
+        for number in range(2):
+            with microbatch(context, is_last=number == 1):
+                x = torch.full((4, 6), 0.1 * (1 + number + dist.get_rank()), device=device)
+                model(x).square().mean().backward()
+        gradients = [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
+        num_issued = backend.num_issued - before - len(gradients) if backend else 0
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.full_tensor().cpu() for parameter in model.parameters()]
+    return [tensor.tolist() for tensor in (*gradients, *weights)], num_issued
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_the_parts_of_a_unit_are_gathered_and_reduced_by_as_many_collectives_as_a_whole_unit(
+    strategy,
+):
+    expected = [run_ranks(2, _parts, "cpu", strategy, splits)[0] for splits in (False, True)]
+    assert expected[0] == expected[1]
+    whole, split = (
+        run_ranks(2, _parts, "sim", strategy, splits, device="sim")[0] for splits in (False, True)
+    )
+    assert whole[0] == split[0]
+    assert whole[1] == split[1] > 0
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    for found, on_cpu in zip(split[0], expected[0][0], strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(on_cpu), **close)
 
 
 PEAK_DIM = 512
