@@ -3,10 +3,10 @@ fp64.
 
     python -m benchmarks.reduction_error
 
-The gradients are real: a small GPT learns the bytes of Python's standard library for some steps,
-and then each emulated rank has a bf16 backward of its own microbatch. The ranks add up as NCCL's
-ring does a reduce-scatter: the sum of a part starts at one rank, and each of the others adds its
-own gradient to it and sends the result on.
+The gradients are real: a small GPT is trained on the bytes of the standard library for some steps,
+and then each emulated rank runs a bf16 backward of another microbatch. The ranks add up as the ring
+of an NCCL reduce-scatter: the sum of a part starts at one rank, and each other rank adds its
+gradient to it and sends the result on.
 
     bf16 ring                   every sum is rounded to bf16 before it is sent on
     fp32 ring, bf16 result      gradients are widened first, and the mean is rounded once
@@ -52,7 +52,7 @@ VOCABULARY = 256
 
 
 def ring_mean(gradients: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mean over ranks as a ring of NCCL's computes it, which rounds every sum to `dtype`.
+    """The mean over ranks as an NCCL ring computes it, which rounds every sum to `dtype`.
 
     Args:
         gradients: [ranks, elements], whose number the ranks divide.
@@ -88,7 +88,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor, numels: Sequence[int]) -> float:
-    """The error of the tensor with the largest one, of those that have a gradient."""
+    """The error of the tensor with the largest one, among tensors that have a gradient."""
     pairs = zip(found.split(numels), exact.split(numels), strict=True)
     return max(error(own, true) for own, true in pairs if true.norm() > 0)
 
@@ -169,8 +169,8 @@ def measure(
 
 
 def sampling_error(gradients: torch.Tensor) -> float:
-    """The standard error of the mean over ranks, in percent of its norm: what other microbatches
-    would change.
+    """The standard error of the mean over ranks, in percent of its norm: the effect of the choice
+    of microbatches.
     """
     wide = gradients.double()
     variance = wide.var(0).sum() / len(wide)

@@ -196,7 +196,9 @@ def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.P
     if greatest == -least or ranks != sorted(ranks):
         return None
 
-    made = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp reductions")
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, use_local_synchronization=True, group_desc="fsdp reductions"
+    )
     inherit_timeouts(made)
     return made
 

@@ -288,7 +288,7 @@ class PlannedRun:
         of_layers = _largest_two(weights)
         if not config.parallel.megatron_fsdp_reshard_after_forward:
             of_layers = sum(weights)
-        # Sums of several microbatches wait for their reduction. Those of one are reduced over the
+        # Sums of several microbatches wait for their reduction. Sums of one are reduced over the
         # other axes at once, in the two groups that are in flight.
         deferred = partial if self.num_microbatches > 1 else min(partial, 2 * of_one)
         # A gradient of autograd, before it is copied to its module's buffer.

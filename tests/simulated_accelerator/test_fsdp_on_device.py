@@ -281,7 +281,7 @@ def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(stra
 
 
 def _gathers_during_a_reduction(num_machines: int) -> tuple[bool, bool]:
-    """Whether gathers of a backward are done while its first reduction has not begun, and whether
+    """Whether gathers of a backward are done while its first reduction has not started, and whether
     the gradients are right in the end.
     """
     import tests.simulated_accelerator.device as sim
@@ -300,7 +300,7 @@ def _gathers_during_a_reduction(num_machines: int) -> tuple[bool, bool]:
     gathers = context.gather_lane._stream
     with sim.held(context.reduce_lane._stream):
         loss.backward()
-        # All ranks have issued everything: what a gather still waits for is the reduction.
+        # All ranks have issued everything: a gather that still waits, waits for the reduction.
         compared = torch.zeros(1)
         dist.all_reduce(compared)
         deadline = time.monotonic() + (PATIENCE if num_machines > 1 else 0)

@@ -88,7 +88,7 @@ class Move(NamedTuple):
     Attributes:
         work: calls collectives, with the label that it gets.
         group: the process group of its only all-gather or reduce-scatter; None for other work.
-        buffer: what the collective sends.
+        buffer: the tensor that the collective sends.
         dtype: in which a GPU's backend sends it.
     """
 

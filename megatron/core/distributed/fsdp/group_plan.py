@@ -159,8 +159,8 @@ class GroupPlan:
 
     @property
     def reduction_nbytes(self) -> int:
-        """Of what the last reduction of a step takes until it is done: partial sums, cast to the
-        dtype in which they are sent.
+        """Of temporary copies in the last reduction of a step: partial sums, cast to the dtype in
+        which they are sent.
         """
         if not self.partial_grads_nbytes or self.sent_sums_dtype == self.grad_dtype:
             return 0

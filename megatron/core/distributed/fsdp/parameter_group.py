@@ -84,14 +84,14 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
 
 
 class Gather(NamedTuple):
-    """What a group needs before its full parameters are up to date.
+    """The work after which the full parameters of a group are up to date.
 
     Attributes:
         writes: to the main weights, as counted before: later ones are not in it.
         has_changed: whether the full parameters get other values.
         is_copied: whether the main weights are copied to the compute weights.
         is_scattered: whether other ranks have updated the rest of the compute weights.
-        after: events after which the work may start; empty if there is none.
+        after: events after which it may start; empty without any work.
     """
 
     group: FsdpParameterGroup
