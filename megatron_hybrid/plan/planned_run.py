@@ -187,8 +187,8 @@ class PlannedRun:
 
     def states(self, config: RunConfig) -> StateSettings:
         """Returns the settings that determine the memory of weights, gradients and states."""
-        is_pinned = self.device_kind != "cpu"
-        return state_settings(config.engine(), self.world_size, pins_memory=is_pinned)
+        is_accelerator = self.device_kind != "cpu"
+        return state_settings(config.engine(), self.world_size, is_accelerator=is_accelerator)
 
     def at(self, fraction: float | None) -> RunConfig:
         """Returns the config at an offload fraction; None: without offloading."""
@@ -268,10 +268,13 @@ class PlannedRun:
         }
 
         weights, gradients = [0] * len(layers), [0] * len(layers)
-        root_weights = root_gradients = partial = largest = 0
+        root_weights = root_gradients = partial = of_one = lane = largest = 0
         for unit, planned in zip(units_of(self.model), states.shards.units, strict=True):
             for group in planned.groups:
                 partial += group.partial_grads_nbytes
+                lane = max(lane, group.reduction_nbytes)
+                if not group.defers_all_axes:
+                    of_one = max(of_one, group.partial_grads_nbytes)
                 numel = max(math.prod(parameter.shape) for parameter in group.parameters)
                 if group.requires_grad:
                     largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
@@ -285,10 +288,11 @@ class PlannedRun:
         of_layers = _largest_two(weights)
         if not config.parallel.megatron_fsdp_reshard_after_forward:
             of_layers = sum(weights)
-        # Sums of several microbatches wait for their reduction; those of one do not.
-        deferred = partial if self.num_microbatches > 1 else 0
+        # Sums of several microbatches wait for their reduction. Sums of one are reduced over the
+        # other axes at once, in the two groups that are in flight.
+        deferred = partial if self.num_microbatches > 1 else min(partial, 2 * of_one)
         # A gradient of autograd, before it is copied to its module's buffer.
-        of_backward = root_gradients + _largest_two(gradients) + largest + deferred
+        of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
         return InUse(root_weights, root_weights + of_layers + of_backward)
 
     def _tensors_in_use(self, config: RunConfig) -> InUse:

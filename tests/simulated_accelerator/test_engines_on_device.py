@@ -98,6 +98,17 @@ def _on_device(
     return courses, seen, used
 
 
+def _sent_dtypes(kind: str) -> list[str]:
+    return engines.make_engine("zero3", kind)._sent_dtypes()
+
+
+@pytest.mark.sim
+def test_the_log_says_that_accelerators_send_gradients_in_fp32():
+    assert run_ranks(2, _sent_dtypes, "cpu") == [["bf16"]] * 2
+    assert run_ranks(2, _sent_dtypes, "sim", device="sim") == [["fp32"]] * 2
+    assert run_ranks(1, _sent_dtypes, "sim", device="sim") == [[]]
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Course]:
     """What training in fp32 comes to on two ranks of the CPU."""

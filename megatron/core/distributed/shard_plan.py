@@ -56,8 +56,10 @@ def plan_shards(
     compute_dtype: torch.dtype,
     main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[str] = (),
+    is_accelerator: bool = False,
 ) -> ShardPlan:
-    """Plans what `shard_model` does. Takes its arguments, for as many ranks.
+    """Plans what `shard_model` does. Takes its arguments, for as many ranks, and whether their
+    devices are accelerators.
 
     Raises:
         ValueError, TypeError: for parameters that it would reject.
@@ -77,6 +79,7 @@ def plan_shards(
             lambda _: policy,
             cut.grad_divisor,
             is_on_host=unit.name in offloaded,
+            is_accelerator=is_accelerator,
         )
         units.append(UnitPlan(unit.name, tuple(group for group, _ in planned)))
         sharded.add(unit.module)

@@ -72,6 +72,7 @@ def plan_groups(
     grad_divisor: float,
     *,
     is_on_host: bool,
+    is_accelerator: bool = False,
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
     """The groups of one unit's parameters, in the order of the first of each.
 
@@ -84,6 +85,7 @@ def plan_groups(
         policy_for: the policy of parameters of a dtype.
         grad_divisor: divides gradients after they have been averaged over the ranks.
         is_on_host: whether main weights start in host memory. Those of frozen parameters do not.
+        is_accelerator: whether the ranks compute on accelerators.
 
     Raises:
         ValueError: for rows that the ranks of kept axes cannot divide.
@@ -91,16 +93,17 @@ def plan_groups(
     """
     num_blocks = placements.num_blocks(mesh_shape)
     _check_rows(owned, placements, num_blocks)
+    num_ranks = math.prod(mesh_shape)
+    adds_on_device = is_accelerator and num_ranks > num_blocks
     groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
         dtype = parameter.original.dtype
-        policy = policy_for(dtype).resolve(dtype)
+        policy = policy_for(dtype).resolve(dtype, adds_on_device=adds_on_device)
         if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
             policy = policy.at_least_fp32()
         kind = policy, dtype, parameter.original.requires_grad
         groups.setdefault(kind, []).append(parameter)
 
-    num_ranks = math.prod(mesh_shape)
     return [
         (
             GroupPlan(
@@ -112,6 +115,7 @@ def plan_groups(
                 requires_grad,
                 grad_divisor,
                 is_on_host=is_on_host and requires_grad,
+                adds_on_device=adds_on_device,
             ),
             own,
         )
