@@ -138,6 +138,9 @@ class Driver:
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
 
+    def prepare_determinism(self) -> None:
+        """Has the kind's libraries give the same bits for the same input, before they are used."""
+
     # Pinned memory
 
     def pin(self, index: int, address: int, nbytes: int) -> None:  # noqa: ARG002
@@ -213,6 +216,9 @@ class CudaDriver(Driver):
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()
+
+    def prepare_determinism(self) -> None:
+        choose_deterministic_algorithms()
 
     def pci_address(self, index: int) -> str | None:
         found = torch.cuda.get_device_properties(index)
@@ -294,6 +300,16 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
     # A request for a dump goes through torchrun's store, without a prefix: the next start of the
     # job would find it.
     environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+
+
+def choose_deterministic_algorithms(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has cuBLAS and NCCL add up in one order each time. The user's settings stay."""
+    # Streams that share a workspace of cuBLAS may get different algorithms each time. PyTorch
+    # refuses products without this setting.
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Switches (NVLS) add in the order in which ranks arrive; a ring's order is fixed, and it has
+    # all collectives.
+    environment.setdefault("NCCL_ALGO", "Ring")
 
 
 _drivers: dict[str, Driver] = {}

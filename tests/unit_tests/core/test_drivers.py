@@ -14,6 +14,7 @@ from megatron.core.drivers import (
     CudaDriver,
     Driver,
     PinError,
+    choose_deterministic_algorithms,
     driver_of,
     kernels_of,
     kinds_of_accelerators,
@@ -236,3 +237,23 @@ def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
     assert not OURS.keys() & os.environ.keys()
     Device("cuda").prepare_collectives()
     assert {name: os.environ[name] for name in OURS} == OURS
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"NCCL_ALGO": "^NVLS"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}]
+)
+def test_libraries_add_up_in_one_order_unless_the_user_chose_another(given):
+    environment = dict(given)
+    choose_deterministic_algorithms(environment)
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", **given}
+
+
+def test_only_a_gpus_libraries_are_set_for_the_same_bits_each_time(monkeypatch):
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that later settings go again
+        monkeypatch.delenv(name)
+    with Device("cpu").deterministic():
+        assert not any(name in os.environ for name in names)
+    with Device("cuda").deterministic():
+        assert all(name in os.environ for name in names)

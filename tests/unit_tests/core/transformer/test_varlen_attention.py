@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import Device
 from megatron.core.drivers import CudaDriver, Driver
 from megatron.core.transformer import attention_core, varlen_attention
 from megatron.core.transformer.attention_core import attend
@@ -185,6 +186,26 @@ def test_on_a_gpu_one_kernel_computes_what_others_compute_apart(
     for found, expected in zip(together, apart, strict=True):
         difference = (found.float() - expected.float()).abs().max()
         assert difference <= 0.02 * expected.float().abs().max(), "sums of bf16 in two orders"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("lengths", "window"), [((2048,), None), ((700, 1, 512, 835), 100)])
+def test_on_a_gpu_attention_gives_the_same_bits_each_time(
+    lengths: tuple[int, ...], window: int | None, dtype: torch.dtype
+) -> None:
+    """With so many blocks, the sums of its backward would differ in some element."""
+    documents, generator = Documents(lengths), torch.Generator().manual_seed(6)
+    spec = spec_of(num_heads=16, num_key_value_heads=4, head_dim=64, window=window)
+    heads = [
+        torch.randn(1, number, documents.num_positions, 64, generator=generator).to("cuda", dtype)
+        for number in (16, 4, 4)
+    ]
+    with Device("cuda").deterministic():
+        first = _output_and_gradients(heads, spec, documents)
+        for _ in range(5):
+            again = _output_and_gradients(heads, spec, documents)
+            assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.parametrize(
