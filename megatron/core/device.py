@@ -133,6 +133,10 @@ class Device:
             return self._driver.peak_memory_bytes(self.index)
         return peak_host_memory_bytes()
 
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of an accelerator's memory that no process uses, and of all of it."""
+        return self._driver.memory_info(self.index)
+
     def pin(self, address: int, nbytes: int) -> None:
         """Keeps mapped host memory in its place, so the device can copy from and to it directly.
 

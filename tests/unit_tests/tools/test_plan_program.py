@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
+from megatron.training.step_memory import fit, rows_of
 from megatron_hybrid.plan import measure
-from megatron_hybrid.plan.answer import Limits, answer, rows_of
+from megatron_hybrid.plan.answer import Limits, answer
 from megatron_hybrid.plan.command import main
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
 from megatron_hybrid.plan.quantities import (
@@ -223,6 +224,28 @@ def test_a_run_that_does_not_fit_without_offloading_is_offloaded():
     assert found.memory.device_nbytes <= limit
     plenty = answer(DEVICE, Limits(device=1 << 40), None, None)
     assert (plenty.is_chosen, plenty.fraction) == (False, None)
+
+
+AUTO = [*FLAGS, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "auto"]
+
+
+def test_auto_is_planned_as_a_run_chooses_it():
+    run = PlannedRun(AUTO, 2, "cuda")
+    for share in (0, 30, 70, 100):
+        least, most = (run.memory(fraction).device_nbytes for fraction in (1.0, 0.0))
+        limit = least + share * (most - least) // 100
+        found = answer(run, Limits(device=limit), None, None)
+        chosen = fit(run.model, run.config.engine(), 2, "cuda", limit)
+        assert (found.fraction, found.memory) == (chosen.fraction, chosen.memory)
+        assert found.is_chosen
+        assert f"offload fraction {chosen.fraction:g}, the smallest" in format_answer(found)
+    assert found.fraction == 0.0
+    with pytest.raises(ConfigError, match="No offload fraction fits"):
+        answer(run, Limits(device=least - 1), None, None)
+    with pytest.raises(ConfigError, match="--gpu-memory"):
+        answer(run, Limits(), None, None)
+    on_cpu = answer(PlannedRun(AUTO, 2, "cpu"), Limits(), None, None)
+    assert (on_cpu.fraction, on_cpu.is_chosen) == (0.0, False)
 
 
 def test_the_other_dtype_of_main_gradients_is_planned_as_a_run_with_it_would_be():
