@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.activation_offload import moving_layers
 from megatron.core.device import Device
 from megatron.core.distributed.units import sharding_units, units_of
 from megatron.core.dtypes import DTYPES
@@ -39,7 +40,6 @@ NEEDING_LESS = (
     "--activation-offload need less."
 )
 _FLAG = "--optimizer-offload-fraction"
-_LEAST_RESERVE, _RESERVED_SHARE = 2 * 10**9, 0.05
 
 # The rows of a plan.
 WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
@@ -173,7 +173,8 @@ def memory_of(
         model.config.recompute_granularity,
     )
     room = config.execution.nbytes_of_host
-    on_host = min(room, sum(activations.layers[:-2]))  # the last two stay
+    moving = moving_layers(len(activations.layers), config.execution.activation_offload_fraction)
+    on_host = min(room, sum(activations.layers[number] for number in moving))
     return RunMemory(states, activations, on_host, room, _in_use(model, states, config, world_size))
 
 
@@ -210,42 +211,20 @@ def first_fitting(
     return bisect_left(fractions, True, key=lambda fraction: needs(fraction) <= limit)
 
 
-def reserve_of(total: int) -> int:
-    """Returns the bytes of a device that are not planned: a CUDA context, NCCL's buffers, and
-    memory that the allocator cannot join.
-    """
-    return max(_LEAST_RESERVE, int(_RESERVED_SHARE * total))
-
-
-class Fit(NamedTuple):
-    """The smallest offload fraction that fits a device, or 1 if none does.
-
-    Attributes:
-        memory: at `fraction`.
-        smaller: the next smaller fraction, which does not fit, and its bytes of the device.
-    """
-
-    fraction: float
-    memory: RunMemory
-    smaller: tuple[float, int] | None
-
-
 def fit(
     model: GPTModel, config: EngineConfig, world_size: int, device_kind: str, limit: int
-) -> Fit:
-    """Finds the smallest fraction at which a rank takes at most `limit` bytes of its device."""
+) -> tuple[float, RunMemory]:
+    """Returns the smallest fraction at which a rank takes at most `limit` bytes of its device, or 1
+    if none does, and the memory at it.
+    """
 
     def memory(fraction: float) -> RunMemory:
         return memory_of(model, at_fraction(config, fraction), world_size, device_kind)
 
     fractions = fractions_of(model, config)
     number = first_fitting(fractions, limit, lambda one: memory(one).device_nbytes)
-    number = min(number, len(fractions) - 1)
-    smaller = None
-    if number:
-        before = fractions[number - 1]
-        smaller = (before, memory(before).device_nbytes)
-    return Fit(fractions[number], memory(fractions[number]), smaller)
+    fraction = fractions[min(number, len(fractions) - 1)]
+    return fraction, memory(fraction)
 
 
 def with_known_fraction(
@@ -267,9 +246,9 @@ def with_known_fraction(
     expect(config.batch is not None, _FLAG, "EngineConfig.batch for auto", None)
 
     limit, free = _least_memory(device, mesh)
-    found = fit(model, config, mesh.size(), device.kind, limit)
-    rows, total = rows_of(found.memory).items(), found.memory.device_nbytes
-    terms = [f"{name} {format_bytes(row.device)}" for name, row in rows if row.device]
+    fraction, memory = fit(model, config, mesh.size(), device.kind, limit)
+    rows, total = rows_of(memory), memory.device_nbytes
+    terms = [f"{name} {format_bytes(row.device)}" for name, row in rows.items() if row.device]
     needed = f"{' + '.join(terms)} = {format_bytes(total)} a rank"
     got = f"{format_bytes(free)} free, of which {format_bytes(free - limit)} are kept in reserve"
     if total > limit:
@@ -278,20 +257,15 @@ def with_known_fraction(
             f"{format_bytes(total - limit)} too little. {NEEDING_LESS}"
         )
 
-    logger.info("%s auto: %g is the smallest that fits", _FLAG, found.fraction)
-    logger.info("it takes %s; %s", needed, got)
-    if found.smaller is not None:
-        logger.info("%g would take %s", found.smaller[0], format_bytes(found.smaller[1]))
-    return at_fraction(config, found.fraction)
+    text = "%s auto: %g, the smallest that fits: %s; %s"
+    logger.info(text, _FLAG, fraction, needed, got)
+    return at_fraction(config, fraction)
 
 
 def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
     """Returns the bytes that can be planned, and those free, on the device that has the least."""
-    free, total = device.memory_info()
-    reserve = reserve_of(total)
-    # A context is in use already, and half of the reserve is for what will come.
-    limit = min(total - reserve, free - reserve // 2)
-    least = torch.tensor([limit, free], dtype=torch.int64, device=device.torch_device)
+    own = [device.spare_memory_bytes(), device.memory_info()[0]]
+    least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
     for axis in range(mesh.ndim):
         with issuing("all-reduce of the least device memory", least):
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.activation_offload import moving_layers
 from megatron.core.log import counted
 from megatron.core.optimizer.state_memory import StateBytes
 from megatron.core.options import ConfigError
@@ -81,6 +83,19 @@ class Answer:
         return flops_of_microbatch(self.run) * self.run.num_microbatches / self.time.seconds
 
     @property
+    def activation_fraction(self) -> float | None:
+        """The largest activation offload fraction that costs nothing; None: no activations move, or
+        the machine's rates are unknown.
+        """
+        if self.time is None or not self.time.activations:
+            return None
+        num_layers = len(self.memory.activations.layers)
+        given = self.run.config.execution.activation_offload_fraction
+        moving, movable = (len(moving_layers(num_layers, one)) for one in (given, 1.0))
+        hidden = math.floor(moving * self.time.forward / self.time.activations)
+        return round(min(movable, hidden) / movable, 2)
+
+    @property
     def checkpoint_nbytes(self) -> int:
         return checkpoint_nbytes(self.run)
 
@@ -106,6 +121,7 @@ class Answer:
                 name: {"device": row.device, "host": row.host} for name, row in self.rows.items()
             },
             "loss_bytes": memory.activations.loss,
+            "largest_activation_fraction_that_is_hidden": self.activation_fraction,
             "device_bytes": memory.device_nbytes,
             "device_reserve_bytes": self.limits.device_reserve,
             "host_bytes": memory.host_nbytes,
@@ -115,6 +131,7 @@ class Answer:
                 "seconds": time.seconds,
                 "parts": time.parts,
                 "bound": time.bound,
+                "activation_copies": time.activations,
                 "tokens_per_second": self.tokens_per_second,
                 "flops_per_second": self.flops_per_second,
             },

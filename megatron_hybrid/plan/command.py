@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.core.device import check_kind, kind_of
+from megatron.core.device import check_kind, kind_of, reserve_of
 from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_config
-from megatron.training.step_memory import reserve_of
 from megatron_hybrid import parsers
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import AUTO
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.planned_memory import StateSettings
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.core.transformer.spec import ModelSpec
@@ -26,7 +25,6 @@ from megatron.training.step_memory import (
     memory_of,
     microbatch_of,
     offload_plan,
-    state_settings,
 )
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -130,11 +128,6 @@ class PlannedRun:
     @property
     def microbatch(self) -> Microbatch:
         return microbatch_of(self.config.engine(), self.device_kind)
-
-    def states(self, config: RunConfig) -> StateSettings:
-        """Returns the settings that determine the memory of weights, gradients and states."""
-        is_pinned = self.device_kind != "cpu"
-        return state_settings(config.engine(), self.world_size, pins_memory=is_pinned)
 
     def at(self, fraction: float | None) -> RunConfig:
         """Returns the config at an offload fraction; None: without offloading."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.device import Device
+from megatron.core.device import Device, reserve_of
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,7 +21,7 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import BatchSizes, EngineConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine, build_engine
-from megatron.training.step_memory import at_fraction, fractions_of, memory_of, reserve_of
+from megatron.training.step_memory import at_fraction, fractions_of, memory_of
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers.engines import batches, forward_step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.device import Device
+from megatron.core.device import Device, reserve_of
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -29,7 +29,6 @@ from megatron.training.step_memory import (
     fit,
     fractions_of,
     memory_of,
-    reserve_of,
     with_known_fraction,
 )
 from tests.helpers.ranks import on_ranks, run_ranks
@@ -43,17 +42,19 @@ ENGINES = {
 }
 
 
-class FakeDevice(NamedTuple):
-    """An accelerator, as far as a fraction is chosen for it."""
+class FakeDevice(Device):
+    """An accelerator with this much free memory, whose tensors are on the CPU."""
 
-    free: int
-    total: int = TOTAL
-    kind: str = "cuda"
-    is_accelerator: bool = True
-    torch_device: torch.device = torch.device("cpu")
+    def __init__(self, free: int) -> None:
+        super().__init__("cuda")
+        object.__setattr__(self, "free", free)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
 
     def memory_info(self) -> tuple[int, int]:
-        return self.free, self.total
+        return self.free, TOTAL  # type: ignore[attr-defined,no-any-return]
 
 
 def model_of(num_layers: int = 3, hidden_size: int = 32, **options: Any) -> GPTModel:
@@ -111,19 +112,14 @@ def test_the_fraction_that_is_chosen_is_the_smallest_that_fits(
     least, most = by_fraction[-1], by_fraction[0]
     limit = least + share * (most - least) // 100
 
-    found = fit(built, config, world_size, "cuda", limit)
+    fraction, memory = fit(built, config, world_size, "cuda", limit)
     fitting = [f for f, nbytes in zip(fractions, by_fraction, strict=True) if nbytes <= limit]
-    assert found.fraction == min(fitting)
-    assert found.memory.device_nbytes == needs(found.fraction) <= limit
-    if found.fraction:
-        assert found.smaller is not None
-        assert found.smaller[1] == needs(found.smaller[0]) > limit
-    else:
-        assert found.smaller is None
+    assert fraction == min(fitting)
+    assert memory.device_nbytes == needs(fraction) <= limit
     # With more memory, never more on the host; without enough, the last one.
-    assert fit(built, config, world_size, "cuda", limit + limit // 9).fraction <= found.fraction
-    short = fit(built, config, world_size, "cuda", least - 1)
-    assert (short.fraction, short.memory.device_nbytes) == (1.0, least)
+    assert fit(built, config, world_size, "cuda", limit + limit // 9)[0] <= fraction
+    short, memory = fit(built, config, world_size, "cuda", least - 1)
+    assert (short, memory.device_nbytes) == (1.0, least)
 
 
 def _chosen(frees: list[int]) -> tuple[float, list[str]]:
@@ -136,7 +132,7 @@ def _chosen(frees: list[int]) -> tuple[float, list[str]]:
     before, logger.level = logger.level, logging.INFO
     try:
         mesh = build_mesh("cpu", dist.get_world_size())
-        device: Any = FakeDevice(frees[dist.get_rank()])
+        device = FakeDevice(frees[dist.get_rank()])
         config = with_known_fraction(config_of(), model_of(), device, mesh)
     finally:
         logger.removeHandler(handler)
@@ -162,17 +158,16 @@ def test_all_ranks_take_the_fraction_that_fits_the_fullest_device() -> None:
     text = " ".join(messages)
     for part in ("compute weights", "gradients", "optimizer states", "activations", "reserve"):
         assert part in text
-    assert f"{fractions[0]:g} would take" in text
+    assert f"{wanted[0]:g}" in text
 
 
-@on_ranks(1)
-def test_an_empty_device_has_the_memory_that_a_plan_gives_it() -> None:
+def test_an_empty_device_has_the_memory_that_a_plan_gives_it(monkeypatch) -> None:
     # Half of the reserve is for what will come; the context of CUDA, in use already, is in it, too.
-    mesh, reserve = build_mesh("cpu", 1), reserve_of(TOTAL)
+    reserve, device = reserve_of(TOTAL), Device("cuda")
     found = []
     for free in (TOTAL, TOTAL - reserve // 2, TOTAL - reserve):
-        device: Any = FakeDevice(free)
-        found.append(step_memory._least_memory(device, mesh)[0])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, TOTAL))
+        found.append(device.spare_memory_bytes())
     assert found == [TOTAL - reserve, TOTAL - reserve, TOTAL - reserve - reserve // 2]
 
 
@@ -183,7 +178,7 @@ def test_a_model_that_fits_nowhere_is_one_error_on_all_ranks() -> None:
     model, config = model_of(), config_of()
     least = memory_of(model, at_fraction(config, 1.0), 2, "cuda").device_nbytes
     free = least + reserve // 2 - missing * (1 - dist.get_rank())
-    device: Any = FakeDevice(free)
+    device = FakeDevice(free)
     with pytest.raises(ConfigError, match=r"3\.00 MiB too little") as error:
         with_known_fraction(config, model, device, build_mesh("cpu", 2))
     assert "--recompute-granularity full" in str(error.value)
@@ -192,7 +187,7 @@ def test_a_model_that_fits_nowhere_is_one_error_on_all_ranks() -> None:
 
 @on_ranks(1)
 def test_what_cannot_be_planned_is_refused() -> None:
-    device: Any = FakeDevice(TOTAL)
+    device = FakeDevice(TOTAL)
     mesh = build_mesh("cpu", 1)
     with pytest.raises(ConfigError, match="Linear"):
         with_known_fraction(config_of(), nn.Linear(2, 2), device, mesh)
