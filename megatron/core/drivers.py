@@ -97,6 +97,11 @@ class Driver:
         """The most memory that tensors have held at once."""
         return int(self.module.max_memory_allocated(index))
 
+    def memory_info(self, index: int) -> tuple[int, int]:
+        """Bytes of memory that no process uses, and of all of it."""
+        free, total = self.module.mem_get_info(index)
+        return int(free), int(total)
+
     def rng_state(self, index: int) -> torch.Tensor:
         """The state of the random generator, uint8 on the CPU."""
         state: torch.Tensor = self.module.get_rng_state(index)

@@ -57,6 +57,8 @@ class Work:
         host_pass: bytes that the optimizer reads and writes in host memory.
         device_pass: bytes that it reads and writes on the device.
         down, up: bytes of gradients copied to the host, and of weights copied back.
+        activations: bytes copied to the host in each forward, and back in its backward.
+        hides_activations: whether only as many are copied as the computation hides.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
             microbatch.
         gathered_once, reduced_once: bytes that it receives or sends once a step.
@@ -71,6 +73,8 @@ class Work:
     device_pass: float = 0.0
     down: float = 0.0
     up: float = 0.0
+    activations: float = 0.0
+    hides_activations: bool = False
     gathered_forward: float = 0.0
     gathered_backward: float = 0.0
     reduced: float = 0.0
@@ -90,8 +94,11 @@ class StepTime:
     Attributes:
         compute: forward and backward of all microbatches.
         device_pass, host_pass, down, up, collectives: the time of each without overlap.
+        forward: the forward of one microbatch.
+        activations: copies of one microbatch's activations, one way.
         exposed_host: the computation's wait for the host's pass, or for weight copies if longer.
         exposed_link: the computation's wait for gradient copies.
+        exposed_activations: its wait for activation copies.
         exposed_collectives: the computation's wait for other ranks.
     """
 
@@ -101,8 +108,11 @@ class StepTime:
     down: float
     up: float
     collectives: float
+    forward: float
+    activations: float
     exposed_host: float
     exposed_link: float
+    exposed_activations: float
     exposed_collectives: float
 
     @property
@@ -116,7 +126,9 @@ class StepTime:
         return {
             "compute": self.compute,
             "host pass": 0.0 if is_of_link else self.exposed_host,
-            "link": self.exposed_link + (self.exposed_host if is_of_link else 0.0),
+            "link": self.exposed_link
+            + self.exposed_activations
+            + (self.exposed_host if is_of_link else 0.0),
             "device pass": self.device_pass,
             "interconnect": self.exposed_collectives,
         }
@@ -129,7 +141,7 @@ class StepTime:
 
     @property
     def hides_offloading(self) -> bool:
-        """Whether the computation never waits because of offloading."""
+        """Whether the computation never waits because the optimizer is offloaded."""
         return self.exposed_host == 0.0 and self.exposed_link == 0.0
 
 
@@ -148,6 +160,13 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
 
     host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
     down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    # One way at a time, and gradients and weights the other way.
+    activations = work.activations / machine.link_bytes
+    exposed_activations = max(0.0, activations - forward) + max(0.0, activations - backward)
+    if machine.device_is_host:
+        exposed_activations = 2 * activations
+    elif work.hides_activations:
+        exposed_activations = 0.0
     collectives = _Collectives.of(work, machine)
     first = max(forward, collectives.first_forward)
     last = max(backward, collectives.last_backward)
@@ -162,7 +181,10 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
         up=up,
         collectives=collectives.seconds(work.num_microbatches),
         exposed_host=exposed_host,
+        forward=forward,
+        activations=activations,
         exposed_link=exposed_link,
+        exposed_activations=work.num_microbatches * exposed_activations,
         exposed_collectives=collectives.exposed(
             work.num_microbatches, forward, backward, device_is_host=machine.device_is_host
         ),

@@ -47,6 +47,8 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         ),
         down=sum(part.numel * part.grad.itemsize for part in host),
         up=sum(part.numel * part.weight.itemsize for part in host),
+        activations=run.memory(fraction).activations_on_host,
+        hides_activations=config.execution.activation_offload_fraction == "auto",
         overlap=_overlap(config.optimizer),
         **moved,
     )
@@ -69,7 +71,7 @@ def checkpoint_nbytes(run: PlannedRun) -> int:
     for parameter in run.model.parameters():
         itemsize = main
         if not parameter.requires_grad and run.config.parallel.use_megatron_fsdp:
-            itemsize = run.states(run.config).compute_dtype.itemsize
+            itemsize = run.microbatch.itemsize
         total += parameter.numel() * itemsize
         if parameter.requires_grad:
             total += parameter.numel() * _state_bytes(optimizer)
@@ -154,7 +156,7 @@ def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
 
     # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
     others = run.numel * (run.world_size - 1) / run.world_size
-    gathered = others * run.states(config).compute_dtype.itemsize
+    gathered = others * run.microbatch.itemsize
     return {
         "gathered_forward": gathered,
         "gathered_backward": gathered,

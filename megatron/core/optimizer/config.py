@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.dtype_names import FLOAT_NAMES, STATE_NAMES, UNSCALED_STATE_NAMES
 from megatron.core.options import check_options, expect, given_options, option, options_of
@@ -10,6 +11,7 @@ from megatron.core.parts import parse_factors
 
 # megatron-core's two: of --optimizer-offload-fraction, and of `HybridDeviceOptimizer`.
 DEFAULT_RUN_FRACTION, DEFAULT_OPTIMIZER_FRACTION = 1.0, 0.5
+AUTO: Literal["auto"] = "auto"  # a fraction that the engine chooses
 _DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -131,10 +133,10 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
-    optimizer_offload_fraction: float = option(
+    optimizer_offload_fraction: float | Literal["auto"] = option(
         DEFAULT_RUN_FRACTION,
         "share of the optimizer's elements to offload, from 0 to 1, in whole layers from the "
-        "last one on",
+        "last one on; auto: the smallest that fits the GPU",
         at_least=0,
         at_most=1,
         no_effect_unless="optimizer_cpu_offload",
@@ -207,6 +209,13 @@ class OptimizerConfig:
 
         self._check_dtypes()
         self._check_loss_scale()
+
+    @property
+    def offload_fraction(self) -> float:
+        """The offload fraction as a number. ValueError for `auto`, which only an engine knows."""
+        if self.optimizer_offload_fraction == AUTO:
+            raise ValueError("Expected an offload fraction from 0 to 1, got 'auto'.")
+        return self.optimizer_offload_fraction
 
     @property
     def has_rule(self) -> bool:

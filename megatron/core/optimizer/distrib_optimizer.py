@@ -299,7 +299,7 @@ def plan_offload(
         return None
 
     groups = offload_groups(model, config, by_module=by_module)
-    return build_plan(groups, config.optimizer_offload_fraction, _goes_first(model, config))
+    return build_plan(groups, config.offload_fraction, _goes_first(model, config))
 
 
 def offload_groups(
@@ -332,7 +332,7 @@ def _build_hybrid(
 ) -> HybridDeviceOptimizer:
     return HybridDeviceOptimizer(
         groups,
-        config.optimizer_offload_fraction,
+        config.offload_fraction,
         param_update_in_fp32=True,
         pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,

@@ -164,6 +164,11 @@ def test_flash_attention_takes_heads_by_the_gpus_generation(monkeypatch, capabil
     assert CudaDriver().flash_head_dim(0) == head_dim
 
 
+def test_free_memory_comes_before_all_of_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (3 - index, 8))
+    assert Device("cuda", 1).memory_info() == (2, 8)
+
+
 def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
     """CUDA keeps the last error until it is read, as every launch does."""
     left = ["out of memory"]

@@ -37,6 +37,22 @@ def test_weights_that_go_up_longer_than_the_pass_are_the_links():
     assert (time.parts["host pass"], time.parts["link"]) == (0.0, 19.0)
 
 
+def test_activations_hide_behind_each_forward_and_each_backward():
+    # A forward takes a second, a backward two, and there are four of each.
+    waits = [
+        step_time(replace(WORK, activations=nbytes), MACHINE).exposed_activations
+        for nbytes in (0.0, 10.0, 15.0, 30.0)
+    ]
+    assert waits == [0.0, 0.0, 4 * 0.5, 4 * (2.0 + 1.0)]
+    time = step_time(replace(WORK, activations=30.0), MACHINE)
+    assert (time.forward, time.activations, time.parts["link"]) == (1.0, 3.0, 12.0)
+    assert time.hides_offloading, "the optimizer does not wait for them"
+    few = step_time(replace(WORK, activations=30.0, hides_activations=True), MACHINE)
+    assert few.exposed_activations == 0.0
+    on_host = replace(MACHINE, device_is_host=True)
+    assert step_time(replace(WORK, activations=10.0), on_host).exposed_activations == 8.0
+
+
 @pytest.mark.parametrize(
     ("overlap", "exposed"),
     [(Overlap.FORWARD, (2.0, 0.0)), (Overlap.TRANSFERS, (3.0, 0.0)), (Overlap.NONE, (3.0, 2.0))],
