@@ -15,6 +15,8 @@ the tensors in rank 0's file. An `Export` describes files of another format that
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +27,7 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
+from megatron.core.dist_checkpointing.format.blob import blob_layout
 from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     DTYPES,
@@ -47,8 +49,14 @@ from megatron.core.dist_checkpointing.format.manifest import (
     writer_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.holdings import Holdings, shares
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
+from megatron.core.dist_checkpointing.layout.holdings import Holdings, Shares, shares_by_tensor
+from megatron.core.dist_checkpointing.layout.saved import (
+    ChunkColumns,
+    Division,
+    SavedChunk,
+    SavedTensor,
+    check_coverage,
+)
 
 _MAX_DIMS = 64  # as torch's
 
@@ -154,13 +162,9 @@ class Index:
         ]
 
     @cached_property
-    def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, SavedChunk]]]:
+    def chunks_by_rank(self) -> Mapping[int, list[tuple[SavedTensor, SavedChunk]]]:
         """The chunks of each rank, in the order of the digests in its manifest."""
-        found: dict[int, list[tuple[SavedTensor, SavedChunk]]] = {}
-        for tensor in self.all_tensors:
-            for chunk in tensor.chunks:
-                found.setdefault(chunk.rank, []).append((tensor, chunk))
-        return found
+        return _ChunksByRank(list(self.all_tensors))
 
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
@@ -168,13 +172,13 @@ class Index:
 
     def data_file_nbytes(self, rank: int) -> int:
         """The size of a rank's `.distcp` file: it ends with the last of its blobs."""
-        end, file = 0, data_file(rank)
-        for tensor, chunk in self.chunks_by_rank.get(rank, ()):
-            if chunk.file == file:
-                is_plain = tensor.key in self.plain
-                place = (chunk.offset, tensor.nbytes) if is_plain else blob_place(tensor, chunk)
-                end = max(end, sum(place))
-        return end
+        file = data_file(rank)
+        in_file = (e for e in self.chunks_by_rank.get(rank, ()) if e[1].file == file)
+        tensor, chunk = max(in_file, key=lambda each: each[1].offset, default=(None, None))
+        if tensor is None or chunk is None:
+            return 0
+        is_plain = tensor.key in self.plain
+        return sum((chunk.offset, tensor.nbytes) if is_plain else blob_place(tensor, chunk))
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per tensor."""
@@ -226,12 +230,47 @@ class Index:
         return index
 
 
+class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
+    """Makes the list of a rank when it is asked for, and keeps the last one: the lists of a
+    thousand ranks take gigabytes.
+    """
+
+    def __init__(self, tensors: Sequence[SavedTensor]) -> None:
+        self._tensors = tensors
+        # For each rank the number of a tensor and the number of its chunk, in turn.
+        self._numbers: dict[int, array[int]] = {}
+        self._last: tuple[int, list[tuple[SavedTensor, SavedChunk]]] = (-1, [])
+        for number, tensor in enumerate(tensors):
+            for i, rank in enumerate(ChunkColumns.of(tensor.chunks).division.ranks):
+                if rank not in self._numbers:
+                    self._numbers[rank] = array("L")
+                self._numbers[rank].extend((number, i))
+
+    def __getitem__(self, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
+        last, found = self._last  # read once: other threads may ask as well
+        if last != rank:
+            numbers = iter(self._numbers[rank])
+            tensors = ((self._tensors[number], next(numbers)) for number in numbers)
+            found = [(tensor, tensor.chunks[i]) for tensor, i in tensors]
+            self._last = rank, found
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
 def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
     """A digest of the chunks of a rank, in this order, and of their offsets."""
     state = xxhash.xxh3_128()
+    texts: dict[tuple[torch.dtype, Box], str] = {}  # a rank has few shapes
     for tensor, (box, _, file, offset) in chunks:
-        what = f"{tensor.key}\0{tensor.dtype}\0{box.offsets}{box.sizes}{file}\0{offset}\n"
-        state.update(what.encode())
+        text = texts.get((tensor.dtype, box))
+        if text is None:
+            text = texts[tensor.dtype, box] = f"{tensor.dtype}\0{box.offsets}{box.sizes}"
+        state.update(f"{tensor.key}\0{text}{file}\0{offset}\n".encode())
     return state.hexdigest()
 
 
@@ -244,7 +283,7 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         return
 
     chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
+    if manifest.layout != layout_digest(chunks) or len(manifest.digests) != len(chunks):
         yield (
             f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
@@ -261,13 +300,31 @@ def _tensors_to_json(
     tensors: Mapping[str, SavedTensor], writers: dict[tuple[str, int], int]
 ) -> str:
     lines = []
+    heads: dict[tuple[torch.dtype, tuple[int, ...]], str] = {}
+    # With the divisions themselves, whose numbers no other objects have while they exist.
+    known: dict[int, tuple[Division, list[str], list[str]]] = {}
     for key, (_, dtype, shape, chunks) in tensors.items():
-        places = [
-            [writers.setdefault((file, rank), len(writers)), offset, *offsets, *sizes]
-            for (offsets, sizes), rank, file, offset in chunks
-        ]
-        lines.append(f"\n{to_json(key)}:{to_json([dtype_name(dtype), shape, places])}")
+        columns = ChunkColumns.of(chunks)
+        number = id(columns.division)
+        if number not in known:
+            known[number] = columns.division, *_division_to_json(columns.division, writers)
+        around = zip(*known[number][1:], columns.offsets, strict=True)
+        places = ",".join([f"{before}{offset}{behind}" for before, behind, offset in around])
+        if (dtype, shape) not in heads:
+            heads[dtype, shape] = to_json([dtype_name(dtype), shape])[:-1]
+        lines.append(f"\n{to_json(key)}:{heads[dtype, shape]},[{places}]]")
     return "{" + ",".join(lines) + "}"
+
+
+def _division_to_json(
+    division: Division, writers: dict[tuple[str, int], int]
+) -> tuple[list[str], list[str]]:
+    """For each chunk the text before its offset in its file, and behind it."""
+    before, behind = [], []
+    for (offsets, sizes), rank, file in zip(*division, strict=True):
+        before.append(f"[{writers.setdefault((file, rank), len(writers))},")
+        behind.append("".join([f",{number}" for number in (*offsets, *sizes)]) + "]")
+    return before, behind
 
 
 def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, int]:
@@ -363,38 +420,89 @@ def build_index(
         rank: limits the index to its chunks, in time that does not grow with the number of ranks;
             None: the chunks of all ranks.
     """
-    saved = [SavedTensor(key, dtype, shape, []) for key, dtype, shape, _ in tensors]
     exported = {} if export is None else _exported(export, rank)
-    ends: dict[int, int] = {}  # of the files so far, by rank
-    # Most chunks are as large as another: a layout is looked up a hundred thousand times.
-    layouts: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
-
+    files = _DataFiles()
     held = [(each.holdings, each.dtype.itemsize) for each in tensors]
-    for number, box, owner in shares(held, rank):
-        key, dtype, _, chunks = saved[number]
-        rows = [] if export is None else list(export.rows(key, box))
-        if rows and export is not None and export.is_exact:
-            chunks += [SavedChunk(each.own, owner, each.file, each.offset) for each in rows]
-            continue
-        for name, _, there, _, file, offset in rows:
-            exported[name].chunks.append(SavedChunk(there, owner, file, offset))
-
-        layout = layouts.get((dtype, box.sizes))
-        if layout is None:
-            layout = layouts[dtype, box.sizes] = blob_layout(dtype, box.sizes)
-
-        # The data is aligned, not the blob: the header ends at the data.
-        blocks = -(-(ends.get(owner, 0) + layout.header_nbytes) // DATA_ALIGNMENT)
-        offset = blocks * DATA_ALIGNMENT
-        ends[owner] = offset - layout.header_nbytes + layout.nbytes
-        chunks.append(SavedChunk(box, owner, data_file(owner), offset))
+    saved = {}
+    for (key, dtype, shape, _), own in zip(tensors, shares_by_tensor(held, rank), strict=True):
+        chunks: Sequence[SavedChunk] | None = None
+        if export is not None:
+            chunks = _exported_chunks(export, key, own, exported)
+        saved[key] = SavedTensor(key, dtype, shape, chunks or files.append(dtype, own))
 
     plain = {}
     for key, nbytes in plain_nbytes.items() if rank in (None, 0) else ():
-        chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
+        chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), files.ends[0])
         plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
-        ends[0] = chunk.offset + nbytes
-    return Index(save_id, {tensor.key: tensor for tensor in saved}, plain, exported)
+        files.ends[0] += nbytes
+    return Index(save_id, saved, plain, exported)
+
+
+class _DataFiles:
+    """Places blobs in the files of ranks, one behind the other. Lives for one `build_index`.
+
+    Attributes:
+        ends: of the files so far, by rank.
+    """
+
+    def __init__(self) -> None:
+        self.ends: defaultdict[int, int] = defaultdict(int)
+        self._names: dict[int, str] = {}
+        # A thousand ranks have a hundred thousand chunks, in a few divisions.
+        self._divisions: dict[int, tuple[Shares, Division]] = {}
+        self._frames: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
+        self._frame_of: dict[tuple[torch.dtype, tuple[int, ...]], tuple[int, int]] = {}
+
+    def append(self, dtype: torch.dtype, own: Shares) -> ChunkColumns:
+        """The chunks of a tensor."""
+        ends, offsets = self.ends, []
+        for owner, (before, behind) in zip(own.owners, self._frames_of(dtype, own), strict=True):
+            # The data is aligned, not the blob: the header ends at the data.
+            offset = -(-(ends[owner] + before) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+            ends[owner] = offset + behind
+            offsets.append(offset)
+        return ChunkColumns(self._divisions[id(own)][1], offsets)
+
+    def _frames_of(self, dtype: torch.dtype, own: Shares) -> list[tuple[int, int]]:
+        """For each chunk the bytes of its blob before its data, and from there on."""
+        if id(own) not in self._divisions:
+            # With the shares themselves, whose number no other object has while they exist.
+            names = [self._name(rank) for rank in own.owners]
+            self._divisions[id(own)] = own, Division(own.boxes, own.owners, names)
+        if (id(own), dtype) not in self._frames:
+            frames = [self._frame(dtype, sizes) for _, sizes in own.boxes]
+            self._frames[id(own), dtype] = frames
+        return self._frames[id(own), dtype]
+
+    def _frame(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
+        found = self._frame_of.get((dtype, sizes))
+        if found is None:
+            before, _, nbytes = blob_layout(dtype, sizes)
+            found = self._frame_of[dtype, sizes] = before, nbytes - before
+        return found
+
+    def _name(self, rank: int) -> str:
+        if rank not in self._names:
+            self._names[rank] = data_file(rank)
+        return self._names[rank]
+
+
+def _exported_chunks(
+    export: Export, key: str, own: Shares, exported: Mapping[str, SavedTensor]
+) -> list[SavedChunk]:
+    """Adds the exported rows of a tensor to the exported tensors; of an exact export, returns them
+    as the tensor's chunks.
+    """
+    found = []
+    for box, owner in zip(*own, strict=True):
+        for name, _, there, here, file, offset in export.rows(key, box):
+            if export.is_exact:
+                found.append(SavedChunk(here, owner, file, offset))
+            else:
+                chunks = exported[name].chunks
+                assert isinstance(chunks, list), "as `_exported` makes them"
+                chunks.append(SavedChunk(there, owner, file, offset))
+    return found
 
 
 def _exported(export: Export, rank: int | None) -> dict[str, SavedTensor]:

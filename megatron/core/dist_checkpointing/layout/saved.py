@@ -31,8 +31,8 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
 
 import torch
 
@@ -54,13 +54,58 @@ class SavedChunk(NamedTuple):
     offset: int  # bytes from the beginning of the file to the data
 
 
+class Division(NamedTuple):
+    """The columns of chunks that tensors have in common if they are sharded alike: they share one
+    object, so that what follows from it is computed once.
+    """
+
+    boxes: Sequence[Box]
+    ranks: Sequence[int]
+    files: Sequence[str]
+
+
+class ChunkColumns(Sequence[SavedChunk]):
+    """Chunks that take the memory of their offsets, as most tensors are divided like others."""
+
+    def __init__(self, division: Division, offsets: Sequence[int]) -> None:
+        self.division = division
+        self.offsets = offsets
+
+    @classmethod
+    def of(cls, chunks: Sequence[SavedChunk]) -> ChunkColumns:
+        """The same chunks."""
+        if isinstance(chunks, ChunkColumns):
+            return chunks
+        *columns, offsets = map(list, zip(*chunks, strict=True)) if chunks else ([], [], [], [])
+        return cls(Division(*columns), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, number: int) -> SavedChunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[SavedChunk]: ...
+    def __getitem__(self, number: int | slice) -> SavedChunk | Sequence[SavedChunk]:
+        if isinstance(number, slice):
+            return list(self)[number]
+        boxes, ranks, files = self.division
+        return SavedChunk(boxes[number], ranks[number], files[number], self.offsets[number])
+
+    def __iter__(self) -> Iterator[SavedChunk]:
+        return map(SavedChunk, *self.division, self.offsets)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 class SavedTensor(NamedTuple):
     """A tensor, and all of its chunks on all ranks."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: list[SavedChunk]
+    chunks: Sequence[SavedChunk]
 
     @property
     def nbytes(self) -> int:
