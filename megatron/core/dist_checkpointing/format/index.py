@@ -19,7 +19,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -49,10 +49,9 @@ from megatron.core.dist_checkpointing.format.manifest import (
     writer_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.holdings import Holdings, Shares, shares_by_tensor
+from megatron.core.dist_checkpointing.layout.holdings import Division, Holdings, shares
 from megatron.core.dist_checkpointing.layout.saved import (
     ChunkColumns,
-    Division,
     SavedChunk,
     SavedTensor,
     check_coverage,
@@ -424,7 +423,7 @@ def build_index(
     files = _DataFiles()
     held = [(each.holdings, each.dtype.itemsize) for each in tensors]
     saved = {}
-    for (key, dtype, shape, _), own in zip(tensors, shares_by_tensor(held, rank), strict=True):
+    for (key, dtype, shape, _), own in zip(tensors, shares(held, rank), strict=True):
         chunks: Sequence[SavedChunk] | None = None
         if export is not None:
             chunks = _exported_chunks(export, key, own, exported)
@@ -447,54 +446,41 @@ class _DataFiles:
 
     def __init__(self) -> None:
         self.ends: defaultdict[int, int] = defaultdict(int)
-        self._names: dict[int, str] = {}
-        # A thousand ranks have a hundred thousand chunks, in a few divisions.
-        self._divisions: dict[int, tuple[Shares, Division]] = {}
-        self._frames: dict[tuple[int, torch.dtype], list[tuple[int, int]]] = {}
-        self._frame_of: dict[tuple[torch.dtype, tuple[int, ...]], tuple[int, int]] = {}
+        # A thousand ranks have a hundred thousand chunks, in a few divisions of few shapes. With
+        # the divisions themselves, whose numbers no other objects have while they exist.
+        self._frames: dict[tuple[int, torch.dtype], tuple[Division, list[tuple[int, int]]]] = {}
+        self._frame = cache(_frame)
 
-    def append(self, dtype: torch.dtype, own: Shares) -> ChunkColumns:
+    def append(self, dtype: torch.dtype, division: Division) -> ChunkColumns:
         """The chunks of a tensor."""
+        which = (id(division), dtype)
+        if which not in self._frames:
+            frames = [self._frame(dtype, sizes) for _, sizes in division.boxes]
+            self._frames[which] = division, frames
+
         ends, offsets = self.ends, []
-        for owner, (before, behind) in zip(own.owners, self._frames_of(dtype, own), strict=True):
+        for owner, (before, behind) in zip(division.ranks, self._frames[which][1], strict=True):
             # The data is aligned, not the blob: the header ends at the data.
             offset = -(-(ends[owner] + before) // DATA_ALIGNMENT) * DATA_ALIGNMENT
             ends[owner] = offset + behind
             offsets.append(offset)
-        return ChunkColumns(self._divisions[id(own)][1], offsets)
+        return ChunkColumns(division, offsets)
 
-    def _frames_of(self, dtype: torch.dtype, own: Shares) -> list[tuple[int, int]]:
-        """For each chunk the bytes of its blob before its data, and from there on."""
-        if id(own) not in self._divisions:
-            # With the shares themselves, whose number no other object has while they exist.
-            names = [self._name(rank) for rank in own.owners]
-            self._divisions[id(own)] = own, Division(own.boxes, own.owners, names)
-        if (id(own), dtype) not in self._frames:
-            frames = [self._frame(dtype, sizes) for _, sizes in own.boxes]
-            self._frames[id(own), dtype] = frames
-        return self._frames[id(own), dtype]
 
-    def _frame(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
-        found = self._frame_of.get((dtype, sizes))
-        if found is None:
-            before, _, nbytes = blob_layout(dtype, sizes)
-            found = self._frame_of[dtype, sizes] = before, nbytes - before
-        return found
-
-    def _name(self, rank: int) -> str:
-        if rank not in self._names:
-            self._names[rank] = data_file(rank)
-        return self._names[rank]
+def _frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The bytes of a blob before its data, and from there on."""
+    before, _, nbytes = blob_layout(dtype, sizes)
+    return before, nbytes - before
 
 
 def _exported_chunks(
-    export: Export, key: str, own: Shares, exported: Mapping[str, SavedTensor]
+    export: Export, key: str, own: Division, exported: Mapping[str, SavedTensor]
 ) -> list[SavedChunk]:
     """Adds the exported rows of a tensor to the exported tensors; of an exact export, returns them
     as the tensor's chunks.
     """
     found = []
-    for box, owner in zip(*own, strict=True):
+    for box, owner in zip(own.boxes, own.ranks, strict=True):
         for name, _, there, here, file, offset in export.rows(key, box):
             if export.is_exact:
                 found.append(SavedChunk(here, owner, file, offset))

@@ -39,12 +39,8 @@ from megatron.core.dist_checkpointing.errors import (
 from megatron.core.dist_checkpointing.format.blob import blob_layout
 from megatron.core.dist_checkpointing.format.manifest import DTYPES, dtype_name, writer_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.saved import (
-    ChunkColumns,
-    Division,
-    SavedChunk,
-    SavedTensor,
-)
+from megatron.core.dist_checkpointing.layout.holdings import Division
+from megatron.core.dist_checkpointing.layout.saved import ChunkColumns, SavedChunk, SavedTensor
 
 
 def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor] = ()) -> bytes:
@@ -182,23 +178,19 @@ class _Composer:
         parts += [self._boxes(columns.division), pickle.APPENDS, _END_OBJECT]
 
     def _boxes(self, division: Division) -> bytes:
-        found = self._box_codes.get(id(division))
-        if found is None:
-            num_before, size_of = self._num_remembered, self._size_of
-            begin, between = (
-                self._chunk + _BEGIN_OBJECT + self._text["offsets"],
-                self._text["sizes"],
-            )
-            found = b"".join(
-                [
-                    code
-                    for offsets, sizes in division.boxes
-                    for code in (begin, size_of(offsets), between, size_of(sizes), _END_OBJECT)
-                ]
-            )
-            # Written again as it is, once it creates nothing.
-            if self._num_remembered == num_before:
-                self._box_codes[id(division)] = found
+        if id(division) in self._box_codes:
+            return self._box_codes[id(division)]
+
+        num_before, size_of = self._num_remembered, self._size_of
+        begin, between = self._chunk + _BEGIN_OBJECT + self._text["offsets"], self._text["sizes"]
+        boxes = (
+            begin + size_of(offsets) + between + size_of(sizes) + _END_OBJECT
+            for offsets, sizes in division.boxes
+        )
+        found = b"".join(boxes)
+        # Written again as it is, once it creates nothing.
+        if self._num_remembered == num_before:
+            self._box_codes[id(division)] = found
         return found
 
     def _add_places(self, tensor: SavedTensor, columns: ChunkColumns, key: bytes) -> None:
@@ -213,23 +205,18 @@ class _Composer:
         """For each chunk the code between the key of its tensor and the offset of its blob, the
         bytes of the blob before the data, and the code behind the offset.
         """
-        number = (id(division), dtype)
-        found = self._place_codes.get(number)
-        if found is None:
-            num_before, found = self._num_remembered, []
-            columns = zip(division.boxes, division.files, strict=True)
-            for i, ((offsets, sizes), file) in enumerate(columns):
-                layout = blob_layout(dtype, sizes)
-                index = self._size_of(offsets) + self._text["index"] + _code_of_int(i)
-                found.append(
-                    (
-                        index + _END_OBJECT + self._info_until_offset(file),
-                        layout.header_nbytes,
-                        self._text["length"] + _code_of_int(layout.nbytes) + _END_OBJECT,
-                    )
-                )
-            if self._num_remembered == num_before:
-                self._place_codes[number] = found
+        which, num_before = (id(division), dtype), self._num_remembered
+        if which in self._place_codes:
+            return self._place_codes[which]
+
+        found, columns = [], zip(division.boxes, division.files, strict=True)
+        for i, ((offsets, sizes), file) in enumerate(columns):
+            header_nbytes, _, nbytes = blob_layout(dtype, sizes)
+            index = self._size_of(offsets) + self._text["index"] + _code_of_int(i) + _END_OBJECT
+            length = self._text["length"] + _code_of_int(nbytes) + _END_OBJECT
+            found.append((index + self._info_until_offset(file), header_nbytes, length))
+        if self._num_remembered == num_before:
+            self._place_codes[which] = found
         return found
 
     def _info_until_offset(self, file: str) -> bytes:

@@ -21,14 +21,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.dist_checkpointing.format.manifest import data_file
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 
@@ -40,24 +41,31 @@ class Holding(NamedTuple):
     ranks: tuple[int, ...] | range  # ascending
 
 
-class Shares(NamedTuple):
-    """Boxes of one tensor, each with the one rank that writes it. Tensors that are sharded alike
-    share one object, so that whatever follows from it is computed once.
+class Division(NamedTuple):
+    """Boxes of one tensor, each with the rank that writes it and its file. Tensors that are sharded
+    alike share one object, so that what follows from it is computed once.
     """
 
-    boxes: list[Box]
-    owners: list[int]
+    boxes: Sequence[Box]
+    ranks: Sequence[int]
+    files: Sequence[str]
+
+    @classmethod
+    def of(cls, shares: Iterable[tuple[Box, int]]) -> Division:
+        """With the ranks' data files."""
+        boxes, ranks = zip(*shares, strict=True) if (shares := list(shares)) else ((), ())
+        return cls(boxes, ranks, list(map(data_file, ranks)))
 
 
 class HeldBoxes(tuple[Holding, ...]):
     """The boxes of one tensor that have elements, in the order of their offsets."""
 
     @cached_property
-    def shares(self) -> Shares | None:
-        """Every box with its rank; None if several ranks hold one."""
+    def division(self) -> Division | None:
+        """None if several ranks hold a box."""
         if any(len(ranks) > 1 for _, ranks in self):
             return None
-        return Shares([box for box, _ in self], [ranks[0] for _, ranks in self])
+        return Division.of((box, ranks[0]) for box, ranks in self)
 
     @cached_property
     def _sections(self) -> dict[tuple[int, int], HeldBoxes]:
@@ -95,11 +103,12 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankMesh:
-        ranks = mesh.mesh.flatten().tolist()
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        regular = range(ranks[0], ranks[0] + step * len(ranks), step or 1)
-        is_regular = len(regular) == len(ranks) and all(map(operator.eq, regular, ranks))
-        return cls(tuple(mesh.shape), regular if is_regular else tuple(ranks))
+        ranks = mesh.mesh.flatten()
+        first, last = int(ranks[0]), int(ranks[-1])
+        regular = range(first, last + 1, max((last - first) // max(len(ranks) - 1, 1), 1))
+        if not torch.equal(ranks, torch.arange(regular.start, regular.stop, regular.step)):
+            return cls(tuple(mesh.shape), tuple(ranks.tolist()))
+        return cls(tuple(mesh.shape), regular)
 
     def coordinate(self, place: int) -> tuple[int, ...]:
         """Of the rank at this place in `ranks`."""
@@ -274,20 +283,7 @@ def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Holdings:
     return lambda rank: held if rank is None or rank in own else _NOTHING
 
 
-def shares(
-    tensors: Sequence[tuple[Holdings, int]], rank: int | None = None
-) -> Iterator[tuple[int, Box, int]]:
-    """`shares_by_tensor`, one by one: (the tensor's number, a box of it, the rank that writes
-    it).
-    """
-    for number, (boxes, owners) in enumerate(shares_by_tensor(tensors, rank)):
-        for box, owner in zip(boxes, owners, strict=True):
-            yield number, box, owner
-
-
-def shares_by_tensor(
-    tensors: Sequence[tuple[Holdings, int]], rank: int | None = None
-) -> Iterator[Shares]:
+def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> Iterator[Division]:
     """Divides the tensors among the ranks that write them. See [Note: owners].
 
     Args:
@@ -299,24 +295,20 @@ def shares_by_tensor(
     held = [holdings(rank) for holdings, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
-        for box, ranks in holdings if holdings.shares is None else ():
+        for box, ranks in holdings if holdings.division is None else ():
             totals[ranks] = totals.get(ranks, 0) + box.numel * itemsize
 
     before = dict.fromkeys(totals, 0)  # bytes that the same ranks hold in earlier holdings
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
-        if holdings.shares is not None:
-            yield holdings.shares
+        if holdings.division is not None:
+            yield holdings.division
             continue
-        found = Shares([], [])
+        parts: list[tuple[Box, int]] = []
         for holding in holdings:
-            nbytes = holding.box.numel * itemsize
-            ranks = holding.ranks
-            for part, owner in _cut(holding, nbytes, before[ranks], totals[ranks]):
-                if rank is None or owner == rank:
-                    found.boxes.append(part)
-                    found.owners.append(owner)
+            nbytes, ranks = holding.box.numel * itemsize, holding.ranks
+            parts += _cut(holding, nbytes, before[ranks], totals[ranks])
             before[ranks] += nbytes
-        yield found
+        yield Division.of(part for part in parts if rank in (None, part[1]))
 
 
 def _cut(holding: Holding, nbytes: int, before: int, total: int) -> Iterator[tuple[Box, int]]:

@@ -38,6 +38,7 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, few
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.holdings import Division
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,6 @@ class SavedChunk(NamedTuple):
     rank: int  # that writes it; -1 if unknown, in files of other programs
     file: str  # in the checkpoint's directory
     offset: int  # bytes from the beginning of the file to the data
-
-
-class Division(NamedTuple):
-    """The columns of chunks that tensors have in common if they are sharded alike: they share one
-    object, so that what follows from it is computed once.
-    """
-
-    boxes: Sequence[Box]
-    ranks: Sequence[int]
-    files: Sequence[str]
 
 
 class ChunkColumns(Sequence[SavedChunk]):
