@@ -458,7 +458,7 @@ class _DataFiles:
             frames = [self._frame(dtype, sizes) for _, sizes in division.boxes]
             self._frames[which] = division, frames
 
-        ends, offsets = self.ends, []
+        ends, offsets = self.ends, array("q")
         for owner, (before, behind) in zip(division.ranks, self._frames[which][1], strict=True):
             # The data is aligned, not the blob: the header ends at the data.
             offset = -(-(ends[owner] + before) // DATA_ALIGNMENT) * DATA_ALIGNMENT
