@@ -139,12 +139,14 @@ class Index:
         tensors: by key.
         plain: plain data by key, as bytes; see layout/saved.py.
         exported: tensors and headers of files in another format, by their names there.
+        data_files: sizes of the `.distcp` files by rank, where they have been laid out here.
     """
 
     save_id: str
     tensors: Mapping[str, SavedTensor]
     plain: Mapping[str, SavedTensor] = field(default_factory=dict)
     exported: Mapping[str, SavedTensor] = field(default_factory=dict)
+    data_files: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     @property
     def all_tensors(self) -> Iterator[SavedTensor]:
@@ -168,16 +170,6 @@ class Index:
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
         return layout_digest(self.chunks_by_rank.get(rank, ()))
-
-    def data_file_nbytes(self, rank: int) -> int:
-        """The size of a rank's `.distcp` file: it ends with the last of its blobs."""
-        file = data_file(rank)
-        in_file = (e for e in self.chunks_by_rank.get(rank, ()) if e[1].file == file)
-        tensor, chunk = max(in_file, key=lambda each: each[1].offset, default=(None, None))
-        if tensor is None or chunk is None:
-            return 0
-        is_plain = tensor.key in self.plain
-        return sum((chunk.offset, tensor.nbytes) if is_plain else blob_place(tensor, chunk))
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per tensor."""
@@ -230,15 +222,12 @@ class Index:
 
 
 class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
-    """Makes the list of a rank when it is asked for, and keeps the last one: the lists of a
-    thousand ranks take gigabytes.
-    """
+    """Makes the list of a rank when it is asked for: those of a thousand ranks take gigabytes."""
 
     def __init__(self, tensors: Sequence[SavedTensor]) -> None:
         self._tensors = tensors
         # For each rank the number of a tensor and the number of its chunk, in turn.
         self._numbers: dict[int, array[int]] = {}
-        self._last: tuple[int, list[tuple[SavedTensor, SavedChunk]]] = (-1, [])
         for number, tensor in enumerate(tensors):
             for i, rank in enumerate(ChunkColumns.of(tensor.chunks).division.ranks):
                 if rank not in self._numbers:
@@ -246,13 +235,9 @@ class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
                 self._numbers[rank].extend((number, i))
 
     def __getitem__(self, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
-        last, found = self._last  # read once: other threads may ask as well
-        if last != rank:
-            numbers = iter(self._numbers[rank])
-            tensors = ((self._tensors[number], next(numbers)) for number in numbers)
-            found = [(tensor, tensor.chunks[i]) for tensor, i in tensors]
-            self._last = rank, found
-        return found
+        numbers = iter(self._numbers[rank])
+        tensors = ((self._tensors[number], next(numbers)) for number in numbers)
+        return [(tensor, tensor.chunks[i]) for tensor, i in tensors]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
@@ -434,7 +419,7 @@ def build_index(
         chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), files.ends[0])
         plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
         files.ends[0] += nbytes
-    return Index(save_id, saved, plain, exported)
+    return Index(save_id, saved, plain, exported, files.ends)
 
 
 class _DataFiles:
