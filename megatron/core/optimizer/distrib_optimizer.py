@@ -86,7 +86,7 @@ class DistributedOptimizer:
                 computed.
         """
         # The norm is computed from .grad, which such an optimizer does not step with.
-        self._ours = optimizer if isinstance(optimizer, PlanningOptimizer) else None
+        self._ours = PlanningOptimizer.of(optimizer)
         if self._ours is not None and self._ours.use_decoupled_grad:
             raise NotImplementedError(
                 "Expected an optimizer of .grad, got use_decoupled_grad=True."

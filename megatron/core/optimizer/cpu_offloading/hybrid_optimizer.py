@@ -141,7 +141,8 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         **kwargs: Any,
     ) -> None:
         overlaps = (overlap_cpu_optimizer_d2h_h2d, fetch_during_backward, overlap_step_with_forward)
-        if overlaps not in {one.value for one in Overlap}:
+        overlap = {one.value: one for one in Overlap}.get(overlaps)
+        if overlap is None:
             raise ValueError(
                 "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
             )
@@ -153,7 +154,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             in_fp32=param_update_in_fp32,
             pins_grads=pin_cpu_grads,
             pins_params=pin_cpu_params,
-            overlap=Overlap(overlaps),
+            overlap=overlap,
             use_decoupled_grad=use_decoupled_grad,
             num_host_threads=num_host_threads,
             num_local_ranks=num_local_ranks,
