@@ -38,9 +38,8 @@ from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digest
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, Lane
-from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_tensors import like
-from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.state_units import KeepsScales, StateUnit
 
 
 class Stored(NamedTuple):
@@ -89,7 +88,7 @@ class Values:
 class ScaledValues(Values):
     """A state in a format with a scale, whose values are saved in fp32."""
 
-    def __init__(self, optimizer: RuleOptimizer, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, optimizer: KeepsScales, parameter: torch.Tensor, name: str) -> None:
         super().__init__(local_tensor(optimizer.state[parameter][name]))
         self._place = (optimizer, parameter, name)
         self._loaded: torch.Tensor | None = None

@@ -80,10 +80,10 @@ class HostSide:
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
         self.rule = settings.host.rule
-        self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
+        self.lanes = Lanes.make(device, settings.overlap.has_lanes, settings.pins_grads)
         self.timings: Recorder = NoTimings()
         if settings.records_timings:
-            self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
+            self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
@@ -105,7 +105,7 @@ class HostSide:
             allocator.fill(bucket)
             bucket.adopt(owner)
             added.append(self._executor(bucket, allocator))
-            if self._settings.fetches_early:
+            if self._settings.overlap.in_backward:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
@@ -168,11 +168,11 @@ class HostSide:
                 event.wait()
 
         # Weights may be awaited one by one, where the device does that itself.
-        overlaps_forward = self._settings.overlaps_forward
+        in_forward = self._settings.overlap.in_forward
         for bucket in self.buckets:
-            if bucket.sent is not None and not (overlaps_forward and bucket.is_delivered):
+            if bucket.sent is not None and not (in_forward and bucket.is_delivered):
                 timings.wait(bucket.sent)
-        if not overlaps_forward:
+        if not in_forward:
             self.timings.end()
 
     def _begin(
@@ -192,7 +192,8 @@ class HostSide:
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
         # Gradients that were fetched during the backward are not fetched again.
-        nbytes = 0 if self._settings.fetches_early and bucket.is_delivered else bucket.grad.nbytes
+        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
+        nbytes = 0 if is_fetched else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
         started: list[Callable[[], None]] = []
