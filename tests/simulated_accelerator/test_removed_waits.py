@@ -139,6 +139,10 @@ SCENES = {
     "of the backward for activations": ("activations", LANES_LAST),
     "of the reduction for the backward": ("zero3", DEFAULT_LAST),
     "of the gradients' memory for their reduction": ("zero3", LANES_LAST),
+    "of the states' way up for their slot": ("offload streamed", LANES_LAST),
+    "of the device's update for the states": ("offload streamed", LANES_LAST),
+    "of the device's update for the gradients": ("offload streamed", DEFAULT_LAST),
+    "of the states' way down for the device's update": ("offload streamed", LANES_LAST),
 }
 BY_DEFAULT = "of the gather for the computation"
 HELD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.core.dtype_names import FLOAT_NAMES, STATE_NAMES, UNSCALED_STATE_NAMES
@@ -156,6 +157,14 @@ class OptimizerConfig:
         "start the next forward during the update; each layer waits for its own weights only",
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
+    optimizer_update_on_device: str = option(
+        "0",
+        "share of the offloaded elements, from 0 to 1, whose states are copied to the device, "
+        "updated there and copied back, to relieve the CPU; auto: the share that is the fastest in "
+        "the first steps",
+        metavar="F",
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    )
     pin_cpu_grads: bool = option(
         True,
         "copy gradients to page-locked host memory, which is faster than pageable memory",
@@ -178,7 +187,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        _ = self.lr_factors
+        _ = self.lr_factors, self.update_on_device
         expect(
             not self.optimizer_cpu_offload or self.gpu_optimizer in ("auto", "native"),
             "--gpu-optimizer",
@@ -212,6 +221,26 @@ class OptimizerConfig:
     def has_rule(self) -> bool:
         """Whether states on the device are updated by this project's rules."""
         return self.gpu_optimizer in ("auto", "native")
+
+    @property
+    def update_on_device(self) -> float | None:
+        """`optimizer_update_on_device` as a number; None for auto. ConfigError for other values."""
+        given = self.optimizer_update_on_device
+        if given == "auto":
+            return None
+        try:
+            fraction = float(given)
+        except ValueError:
+            fraction = math.nan
+        expect(0 <= fraction <= 1, "--optimizer-update-on-device", "auto, or from 0 to 1", given)
+        return fraction
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether main weights and states in host memory travel, and so are pinned where weights
+        are.
+        """
+        return self.update_on_device != 0 and self.pin_cpu_params
 
     @property
     def lr_factors(self) -> dict[str, float]:

@@ -212,7 +212,7 @@ def fully_shard(
         mesh.shape,
         policies.for_dtype,
         grad_divisor,
-        is_on_host=offload.main_weights_on_host,
+        offload,
     )
 
     groups = [FsdpParameterGroup(plan, own, mesh, context.device) for plan, own in planned]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Slot
 from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
@@ -33,16 +33,6 @@ class Stepped(NamedTuple):
     slot: Slot
     gradient: torch.Tensor
     options: Options
-
-
-class BucketStep(NamedTuple):
-    """A step of one bucket, but for the factor of the gradients."""
-
-    bucket: Bucket
-    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
-    begin: Callable[[], None]
-    work: Callable[[float], None]  # given the factor of the gradients
-    nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class Executor(ABC):
@@ -95,8 +85,10 @@ class Executor(ABC):
 
         # Where the device waits for its weights, parameters are the main weights themselves, which
         # may be read once they are updated.
-        sent = bucket.sent
-        updated = sent.first if sent is not None and bucket.is_delivered else sent
+        pending = bucket.pending
+        updated = None if pending is None else pending.updated
+        if pending is not None and not bucket.is_delivered:
+            updated = pending.sent
         return StateUnit(owner, parameters, states, updated, bucket.reads.append)
 
 
@@ -138,8 +130,7 @@ class RuleExecutor(Executor):
             self._kernel(pieces, grad_scale)
 
         gradients = [(each.slot, each.gradient) for each in stepped]
-        nbytes = sum(piece.traffic for piece in pieces)
-        return BucketStep(self.bucket, gradients, begin, work, nbytes)
+        return BucketStep(self.bucket, gradients, begin, work, pieces)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""

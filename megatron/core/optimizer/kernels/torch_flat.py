@@ -53,7 +53,7 @@ def pooled(update: Update, num_threads: int) -> Kernel:
     def step(part: Piece, grad_scale: float) -> None:
         if not hasattr(local, "scratch"):
             local.scratch = _Scratch()
-        for chunk in _split(part, _THREAD_CHUNK_NUMEL):
+        for chunk in part.parts(_THREAD_CHUNK_NUMEL):
             _step(chunk, grad_scale, update, local.scratch)
 
     def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
@@ -66,7 +66,7 @@ def pooled(update: Update, num_threads: int) -> Kernel:
         given = list(pieces)
         share = sum(piece.numel for piece in given) // (_PARTS_PER_THREAD * num_threads)
         numel = _THREAD_CHUNK_NUMEL * (1 + share // _THREAD_CHUNK_NUMEL)
-        parts = [part for piece in given for part in _split(piece, numel)]
+        parts = [part for piece in given for part in piece.parts(numel)]
         steps = [pool.submit(step, part, grad_scale) for part in parts]
         # All of them, after an error too: the caller may then write to the arrays, or free them.
         wait(steps)
@@ -81,12 +81,7 @@ def pooled(update: Update, num_threads: int) -> Kernel:
 
 def _chunks(piece: Piece) -> Iterator[Piece]:
     on_cpu = piece.weight.device.type == "cpu"
-    return _split(piece, _CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
-
-
-def _split(piece: Piece, numel: int) -> Iterator[Piece]:
-    for start in range(0, piece.numel, numel):
-        yield piece.part(start, min(numel, piece.numel - start))
+    return piece.parts(_CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
 
 
 class _Scratch:

@@ -52,7 +52,7 @@ def plans_of(shapes: list[tuple[int, ...]], num_ranks: int) -> list[GroupPlan]:
         [num_ranks],
         lambda _: MixedPrecisionPolicy(),
         1.0,
-        is_on_host=False,
+        OffloadPolicy(),
     )
     return [plan for plan, _ in planned]
 
