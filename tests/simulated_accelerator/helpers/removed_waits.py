@@ -77,7 +77,7 @@ REMOVALS = {
     "of the device's update for the states": Removal(
         StreamedPass, "_issue_chunk", {r"\[is_up, now\]": "[now]"}
     ),
-    "of the device's update for the gradients": Removal(
+    "of the device's update for the computation": Removal(
         StreamedPass, "_issue_chunk", {r"\[is_up, now\]": "[is_up]"}
     ),
     "of the states' way down for the device's update": Removal(

@@ -6,6 +6,7 @@ never changes a bit: see streamed_pass.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -58,10 +59,14 @@ class PassTimes(NamedTuple):
     states_up: float
     states_down: float
 
+    @property
+    def _lines(self) -> tuple[tuple[float, float], ...]:
+        """The seconds of each lane at the fractions 0 and 1. Between these they are straight."""
+        return (self.host, 0.0), (self.weights_up, self.states_up), (0.0, self.states_down)
+
     def seconds(self, fraction: float) -> float:
         """Of a step after the norm is known, where the device updates a fraction."""
-        up = self.weights_up * (1 - fraction) + self.states_up * fraction
-        return max(self.host * (1 - fraction), up, self.states_down * fraction)
+        return max(begin * (1 - fraction) + end * fraction for begin, end in self._lines)
 
     def at_rates_of(self, seconds: Mapping[str, float], fraction: float) -> PassTimes:
         """The times of whole passes at the rates of a step in which both passes ran.
@@ -95,14 +100,12 @@ class PassTimes(NamedTuple):
 
     def balanced(self) -> float:
         """The fraction with the shortest step; 0 where no fraction gains a twentieth."""
-        # All three lines are straight: the longest is the shortest where two of them cross.
+        # The longest of straight lines is the shortest where two of them cross, or at an end.
         crossings = [0.0, 1.0]
-        for slope, other in (
-            (self.states_up - self.weights_up, self.host - self.weights_up),
-            (self.states_down, self.host),
-        ):
-            if slope + self.host > 0:
-                crossings.append(min(1.0, max(0.0, other / (slope + self.host))))
+        for one, other in itertools.combinations(self._lines, 2):
+            before, after = one[0] - other[0], other[1] - one[1]
+            if before * after > 0:
+                crossings.append(before / (before + after))
         best = min(crossings, key=self.seconds)
         return best if self.seconds(0.0) >= _LEAST_GAIN * self.seconds(best) else 0.0
 
