@@ -102,6 +102,24 @@ def _updates_that_come_late(case: str, without: str | None) -> float:
     return engine.eval_batch(engines.batches(9, "sim"), engines.forward_step)
 
 
+def _updates_on_the_host_after_the_device(case: str, without: str | None) -> float:
+    """The loss after a step of the host over states that are not back yet from the device."""
+    with recorded_lanes() as lanes:
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    engine.state.optimizer.synchronize()
+
+    with (
+        _without(without),
+        _held_until_delivered(engine, lanes["optimizer states down"], without),
+    ):
+        engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
+        for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets:
+            bucket.is_streamed = False
+        engine.train_batch(engines.batches(8, "sim"), engines.forward_step)
+    return engine.eval_batch(engines.batches(9, "sim"), engines.forward_step)
+
+
 def _reductions_that_come_late(case: str, without: str | None) -> float:
     """The loss after a step whose gradients are reduced long after they could have come down."""
     import tests.simulated_accelerator.device as sim
@@ -170,6 +188,10 @@ HELD = {
     "of the weights' way up for the computation": (_forward_before_the_step, "offload zero1"),
     "of the device's update for the computation": (
         _forward_before_the_step,
+        "offload streamed half",
+    ),
+    "of the host's update for the states' way down": (
+        _updates_on_the_host_after_the_device,
         "offload streamed half",
     ),
     "of the states' way down for the device's update": (

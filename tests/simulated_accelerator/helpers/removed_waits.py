@@ -83,6 +83,9 @@ REMOVALS = {
     "of the states' way down for the device's update": Removal(
         StreamedPass, "_issue_chunk", {r"\[is_updated\]": "[]"}
     ),
+    "of the host's update for the states' way down": Removal(
+        HostSide, "_begin", {r", \*bucket\.updates\(\)\]": "]"}
+    ),
     # Gradients that have come down already wait for the computation all the same, and the weights
     # for them: without that, too, the wait matters.
     "of the weights' way up for the computation": Removal(

@@ -14,7 +14,7 @@ bits, so which of them updates a bucket is only a matter of time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -87,9 +87,8 @@ class StreamedPass:
 
         def issue() -> None:
             ends = now, now
-            for piece in pieces:
-                for part in piece.parts(self._numel):
-                    ends = self._issue_chunk(part, grad_scale, now, timings, name)
+            for chunk in chunks(pieces, self._numel):
+                ends = self._issue_chunk(chunk, grad_scale, now, timings, name)
             sent.append(ends[0])
             updated.append(ends[1])
 
@@ -103,20 +102,57 @@ class StreamedPass:
             lane.close()
 
     def _issue_chunk(
-        self, part: Piece, grad_scale: float, now: Event, timings: StepRecorder, name: str
+        self,
+        parts: Sequence[Piece],
+        grad_scale: float,
+        now: Event,
+        timings: StepRecorder,
+        name: str,
     ) -> tuple[Event, Event]:
         """Returns the events after the update and after the way down."""
         number, self._next = self._next, (self._next + 1) % NUM_SLOTS
-        staged = _in_slot(part, self._slots[number])
-        nbytes = part.weight.nbytes + sum(state.nbytes for state in part.states.values())
+        at_home = _joined(parts)
+        in_slot = _in_memory(at_home, self._slots[number])
+        nbytes = sum(array.nbytes for array in at_home.values())
+        staged, start = [], 0
+        for part in parts:
+            own = {name: a.narrow(0, start, part.numel) for name, a in in_slot.items()}
+            staged.append(part._replace(weight=own.pop(_WEIGHT), states=own))
+            start += part.numel
 
-        up = timings.timed(H2D, partial(_copy, part, staged), nbytes, name)
+        up = timings.timed(H2D, partial(_copy, at_home, in_slot), nbytes, name)
         is_up = self._up.enqueue(up, [self._free[number]])
-        update = partial(self._kernel, [staged], grad_scale)
+        update = partial(self._kernel, staged, grad_scale)
         is_updated = self._update.enqueue(update, [is_up, now])
-        down = timings.timed(D2H, partial(_copy, staged, part), nbytes, name)
+        down = timings.timed(D2H, partial(_copy, in_slot, at_home), nbytes, name)
         self._free[number] = self._down.enqueue(down, [is_updated])
         return is_updated, self._free[number]
+
+
+def chunks(pieces: Iterable[Piece], numel: int) -> Iterator[list[Piece]]:
+    """The pieces, cut where necessary, in runs of adjacent ones of at most `numel` elements.
+
+    Elements between two pieces are in no run: another optimizer may update them.
+
+    Args:
+        pieces: in the order of their addresses, of one storage of main weights and of one storage
+            of each state.
+    """
+    chunk: list[Piece] = []
+    begin = end = 0  # of the run, as offsets in the storage of the main weights
+    for piece in pieces:
+        place, done = piece.weight.storage_offset(), 0
+        while done < piece.numel:
+            if chunk and (end - begin == numel or place + done != end):
+                yield chunk
+                chunk = []
+            if not chunk:
+                begin = end = place + done
+            length = min(piece.numel - done, begin + numel - end)
+            chunk.append(piece.part(done, length))
+            done, end = done + length, end + length
+    if chunk:
+        yield chunk
 
 
 def slot_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
@@ -124,23 +160,29 @@ def slot_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
     return sum(_aligned(numel * dtype.itemsize) for dtype in dtypes)
 
 
-def _in_slot(part: Piece, memory: torch.Tensor) -> Piece:
-    """The piece with its main weights and states in a slot."""
-    offset = 0
-
-    def take(array: torch.Tensor) -> torch.Tensor:
-        nonlocal offset
-        begin, offset = offset, offset + _aligned(array.nbytes)
-        return memory[begin : begin + array.nbytes].view(array.dtype)
-
-    weight = take(part.weight)
-    return part._replace(weight=weight, states={n: take(s) for n, s in part.states.items()})
+# The main weights among the arrays of a chunk; the others are states.
+_WEIGHT = "main weights"
 
 
-def _copy(source: Piece, target: Piece) -> None:
-    target.weight.copy_(source.weight, non_blocking=True)
-    for name, state in source.states.items():
-        target.states[name].copy_(state, non_blocking=True)
+def _joined(parts: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    """The main weights and states of adjacent pieces as one array each."""
+    numel = sum(part.numel for part in parts)
+    arrays = {_WEIGHT: parts[0].weight, **parts[0].states}
+    return {name: array.as_strided((numel,), (1,)) for name, array in arrays.items()}
+
+
+def _in_memory(arrays: Mapping[str, torch.Tensor], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arrays like these in a slot."""
+    found, offset = {}, 0
+    for name, array in arrays.items():
+        found[name] = memory.narrow(0, offset, array.nbytes).view(array.dtype)
+        offset += _aligned(array.nbytes)
+    return found
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    for name, array in source.items():
+        target[name].copy_(array, non_blocking=True)
 
 
 def _aligned(nbytes: int) -> int:

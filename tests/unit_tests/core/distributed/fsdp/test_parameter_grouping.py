@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
 from megatron.core.distributed.fsdp.parameter_grouping import owned_parameters, plan_groups
+from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.optimizer import FusedAdam, HybridDeviceOptimizer
 from tests.helpers.ranks import run_ranks
 

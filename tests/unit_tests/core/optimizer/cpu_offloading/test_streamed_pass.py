@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rules import Lion
 from tests.helpers.ranks import random_delays, rank_device, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
@@ -31,6 +34,24 @@ from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
 SETTING = Setting(num_microbatches=2, steps=3)
 SHORT = 320  # elements of a slot: less than any bucket has, and no multiple of a parameter's
 SHARES = (0.5, 1.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=8), st.integers(1, 30))
+def test_chunks_are_runs_of_adjacent_elements_no_longer_than_a_slot(gaps_and_lengths, numel):
+    weights, place, pieces = torch.arange(400), 0, []
+    for gap, length in gaps_and_lengths:
+        part = weights[place + gap : place + gap + length]
+        pieces.append(Piece(len(pieces), part, part, {"state": part}))
+        place += gap + length
+    found = list(streamed_pass.chunks(pieces, numel))
+    for chunk in found:
+        joined = torch.cat([part.weight for part in chunk])
+        assert len(joined) <= numel
+        assert torch.equal(joined, torch.arange(joined[0], joined[0] + len(joined)))
+    cut = [
+        (part.step, value) for chunk in found for part in chunk for value in part.weight.tolist()
+    ]
+    assert cut == [(piece.step, value) for piece in pieces for value in piece.weight.tolist()]
 
 
 def _streamed(setting: Setting, cases: Sequence[tuple[float, dict[str, Any]]], slot: int) -> None:
