@@ -44,6 +44,9 @@ _OPPOSING = (
     ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
 )
 _NO = ("0", "n", "no", "f", "false")
+_QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+# PyTorch 2.11 and 2.13 read the first of these that is set, when they allocate for the first time.
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class PinError(RuntimeError):
@@ -118,6 +121,9 @@ class Driver:
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
 
+    def order_collectives(self) -> None:
+        """See `Device.order_collectives`."""
+
     # Pinned memory
 
     def pin(self, index: int, address: int, nbytes: int) -> None:  # noqa: ARG002
@@ -156,6 +162,21 @@ class CudaDriver(Driver):
 
     def __init__(self) -> None:
         super().__init__("cuda")
+        self._is_prepared = False
+
+    def is_available(self) -> bool:
+        self._prepare()
+        return super().is_available()
+
+    def make_current(self, index: int) -> None:
+        self._prepare()
+        super().make_current(index)
+
+    def _prepare(self) -> None:
+        """Sets the environment that CUDA and the allocator read once, when they start."""
+        if not self._is_prepared and torch.backends.cuda.is_built():
+            self._is_prepared = True
+            prepare_cuda(os.environ, has_started=torch.cuda.is_initialized())
 
     def description(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
@@ -170,6 +191,9 @@ class CudaDriver(Driver):
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()
+
+    def order_collectives(self) -> None:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
     def pci_address(self, index: int) -> str | None:
         found = torch.cuda.get_device_properties(index)
@@ -222,6 +246,29 @@ def pin_error(nbytes: int, reason: str) -> PinError:
         f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
         "unpinned."
     )
+
+
+def prepare_cuda(environment: MutableMapping[str, str], *, has_started: bool) -> None:
+    """Sets what CUDA and PyTorch's allocator read from the environment when they start. The user's
+    settings stay.
+
+    Args:
+        has_started: whether CUDA has read it already, so that settings would have no effect.
+    """
+    # Each lane is a stream, and NCCL and activation offload have streams too. CUDA maps streams to
+    # queues, of which it has 8 by default; work of one queue runs in the order of its launch.
+    if environment.get(_QUEUES) == "1" and environment.get("RANK", "0") == "0":
+        logger.warning(
+            "%s=1, which Megatron-LM's scripts set, puts all streams on one hardware queue: "
+            "collectives and copies no longer overlap with computation. Unset it.",
+            _QUEUES,
+        )
+    if has_started:
+        return
+    environment.setdefault(_QUEUES, str(_MOST_QUEUES))
+    # Segments that grow in place: lengths of batches that vary leave no gaps of unusable sizes.
+    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+        environment[_ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
 
 
 def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:
