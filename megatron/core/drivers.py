@@ -20,8 +20,12 @@ import itertools
 import logging
 import os
 import resource
+import shutil
+import sysconfig
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +63,7 @@ class Driver:
     Attributes:
         kind: as in `torch.device(kind)`.
         collective_backend: for `init_process_group`; carries CPU tensors too.
-        has_triton: whether Triton compiles for it.
+        has_triton: whether Triton compiles for it, on machines where `why_triton_fails` is None.
         has_varlen_attention: whether PyTorch's FlashAttention for sequences of many lengths runs on
             it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
@@ -246,6 +250,27 @@ def pin_error(nbytes: int, reason: str) -> PinError:
         f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
         "unpinned."
     )
+
+
+def why_triton_fails() -> str | None:
+    """What this machine lacks for Triton; None if it has all.
+
+    Triton brings a compiler for kernels, but builds the C code that launches them at run time.
+    """
+    if find_spec("triton") is None:
+        return "no package triton (pip install triton)"
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
+        got = "no gcc or clang in the PATH" if named is None else f"no {named}, which CC names"
+        return f"{got}; Triton compiles C at run time"
+    # As Triton looks for it; compilers look in the folders of the variables, too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    folders = [sysconfig.get_paths(scheme)["include"]]
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        folders += filter(None, os.environ.get(name, "").split(os.pathsep))
+    if not any(Path(folder, "Python.h").is_file() for folder in folders):
+        return f"no Python.h in {folders[0]} (python3-dev); Triton compiles C at run time"
+    return None
 
 
 def prepare_cuda(environment: MutableMapping[str, str], *, has_started: bool) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from megatron.core.drivers import (
     leave_failures_to_watchdog,
     prepare_cuda,
     register_driver,
+    why_triton_fails,
 )
 from megatron.core.options import ConfigError
 
@@ -292,3 +295,24 @@ def test_collectives_of_a_gpu_start_in_the_order_of_their_launch_when_asked(monk
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
     Device("cuda").order_collectives()
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_triton_needs_a_c_compiler_and_the_headers_of_python(monkeypatch, tmp_path):
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gcc" in (why_triton_fails() or "")
+    monkeypatch.setenv("CC", "mycc")
+    assert "mycc" in (why_triton_fails() or "")
+
+    (tmp_path / "mycc").write_text("#!/bin/sh\n")
+    (tmp_path / "mycc").chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda _scheme: {"include": f"{tmp_path}/python"})
+    assert f"no Python.h in {tmp_path}/python" in (why_triton_fails() or "")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f":{tmp_path}")
+    assert why_triton_fails() is None
+
+    monkeypatch.setattr(drivers, "find_spec", lambda _name: None)
+    assert "triton" in (why_triton_fails() or "")
