@@ -7,22 +7,16 @@
     step        the device's pass over the states on the device; then the remaining work of the
                 host, unless it overlaps with the next forward
 
-On a CPU device nothing overlaps, and times add up. Standard library only.
+On a CPU device nothing overlaps, and times add up. Does not import torch.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class Overlap(enum.Enum):
-    """The parts of an offloaded optimizer's work that overlap with the computation."""
-
-    NONE = "nothing"
-    TRANSFERS = "transfers"  # --overlap-cpu-optimizer-d2h-h2d
-    FORWARD = "transfers and the next forward"  # --overlap-optimizer-with-forward too
+from megatron.core.optimizer.config import Overlap
+from megatron.core.optimizer.pass_times import PassTimes
 
 
 @dataclass(frozen=True)
@@ -57,6 +51,11 @@ class Work:
         host_pass: bytes that the optimizer reads and writes in host memory.
         device_pass: bytes that it reads and writes on the device.
         down, up: bytes of gradients copied to the host, and of weights copied back.
+        states: bytes of the main weights and states in host memory.
+        update_on_device: the share of them that passes through the device, which updates it, one
+            way at a time; None: the share with the shortest step.
+        activations: bytes copied to the host in each forward, and back in its backward.
+        hides_activations: whether only as many are copied as the computation hides.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
             microbatch.
         gathered_once, reduced_once: bytes that it receives or sends once a step.
@@ -71,6 +70,10 @@ class Work:
     device_pass: float = 0.0
     down: float = 0.0
     up: float = 0.0
+    states: float = 0.0
+    update_on_device: float | None = 0.0
+    activations: float = 0.0
+    hides_activations: bool = False
     gathered_forward: float = 0.0
     gathered_backward: float = 0.0
     reduced: float = 0.0
@@ -80,7 +83,7 @@ class Work:
     collectives_forward: int = 0
     collectives_backward: int = 0
     exchanges: int = 0
-    overlap: Overlap = Overlap.FORWARD
+    overlap: Overlap = Overlap.ALL
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,12 @@ class StepTime:
     Attributes:
         compute: forward and backward of all microbatches.
         device_pass, host_pass, down, up, collectives: the time of each without overlap.
+        update_on_device: the share of the states in host memory that the device updates.
+        forward: the forward of one microbatch.
+        activations: copies of one microbatch's activations, one way.
         exposed_host: the computation's wait for the host's pass, or for weight copies if longer.
         exposed_link: the computation's wait for gradient copies.
+        exposed_activations: its wait for activation copies.
         exposed_collectives: the computation's wait for other ranks.
     """
 
@@ -100,9 +107,13 @@ class StepTime:
     host_pass: float
     down: float
     up: float
+    update_on_device: float
     collectives: float
+    forward: float
+    activations: float
     exposed_host: float
     exposed_link: float
+    exposed_activations: float
     exposed_collectives: float
 
     @property
@@ -116,7 +127,9 @@ class StepTime:
         return {
             "compute": self.compute,
             "host pass": 0.0 if is_of_link else self.exposed_host,
-            "link": self.exposed_link + (self.exposed_host if is_of_link else 0.0),
+            "link": self.exposed_link
+            + self.exposed_activations
+            + (self.exposed_host if is_of_link else 0.0),
             "device pass": self.device_pass,
             "interconnect": self.exposed_collectives,
         }
@@ -129,7 +142,7 @@ class StepTime:
 
     @property
     def hides_offloading(self) -> bool:
-        """Whether the computation never waits because of offloading."""
+        """Whether the computation never waits because the optimizer is offloaded."""
         return self.exposed_host == 0.0 and self.exposed_link == 0.0
 
 
@@ -146,8 +159,23 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
     forward = microbatch * (work.forward_flops / total if total else 0.0)
     backward = microbatch - forward
 
-    host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
-    down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    device_pass, states = work.device_pass, work.states / machine.link_bytes
+    whole = PassTimes(
+        work.host_pass / machine.host_bytes, work.up / machine.link_bytes, states, states
+    )
+    # On the device, the passes of streamed states are part of their way.
+    share = work.update_on_device
+    if share is None:
+        share = 0.0 if machine.device_is_host else whole.balanced()
+    host_pass, down = whole.host * (1 - share), work.down / machine.link_bytes * (1 - share)
+    up = whole.weights_up * (1 - share) + states * share
+    # One way at a time, and gradients and weights the other way.
+    activations = work.activations / machine.link_bytes
+    exposed_activations = max(0.0, activations - forward) + max(0.0, activations - backward)
+    if machine.device_is_host:
+        exposed_activations = 2 * activations
+    elif work.hides_activations:
+        exposed_activations = 0.0
     collectives = _Collectives.of(work, machine)
     first = max(forward, collectives.first_forward)
     last = max(backward, collectives.last_backward)
@@ -160,9 +188,13 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
         host_pass=host_pass,
         down=down,
         up=up,
+        update_on_device=share,
         collectives=collectives.seconds(work.num_microbatches),
         exposed_host=exposed_host,
+        forward=forward,
+        activations=activations,
         exposed_link=exposed_link,
+        exposed_activations=work.num_microbatches * exposed_activations,
         exposed_collectives=collectives.exposed(
             work.num_microbatches, forward, backward, device_is_host=machine.device_is_host
         ),
@@ -178,13 +210,13 @@ def _exposed_offload(
         first: seconds of the first forward, with its waits for collectives.
         last: seconds of the last backward, with its waits for collectives.
     """
-    if overlap is Overlap.NONE:
+    if not overlap.has_lanes:
         return host_pass, down + up
     # A group's weights are copied while the next one is updated.
     after_the_norm = max(host_pass, up)
-    if overlap is Overlap.FORWARD:
+    if overlap.in_forward:
         after_the_norm = max(0.0, after_the_norm - first)
-    return after_the_norm, max(0.0, down - last)
+    return after_the_norm, max(0.0, down - last) if overlap.in_backward else down
 
 
 class _Collectives(NamedTuple):

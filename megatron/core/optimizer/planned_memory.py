@@ -33,6 +33,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.streamed_pass import slots_nbytes
 from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (
@@ -40,6 +41,7 @@ from megatron.core.optimizer.state_memory import (
     GRADIENTS,
     MAIN,
     SHOWN,
+    SLOTS,
     StateBytes,
     in_order,
 )
@@ -54,14 +56,14 @@ class StateSettings:
     Attributes:
         compute_dtype: of weights and activations in forward and backward.
         world_size: ranks of the run.
-        pins_memory: whether the device pins host memory.
+        is_accelerator: whether the device is one, and host memory is pinned for it.
     """
 
     optimizer: OptimizerConfig
     parallel: DataParallelConfig
     compute_dtype: torch.dtype
     world_size: int
-    pins_memory: bool = False
+    is_accelerator: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def plan_memory(
             compute_dtype=settings.compute_dtype,
             main_params_dtype=DTYPES[settings.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
+            is_accelerator=settings.is_accelerator,
         )
         planner.add_groups(model, shards, plan, rank)
     else:
@@ -174,6 +177,11 @@ class _Planner:
             for group in self._offloaded(model, plan, by_module=True)
             for fsdp_group in _each_once(by_parameter[id(p)] for p in group.parameters)
         ]
+        if buckets and self._config.update_on_device != 0:
+            longest = max(group.optimizer_numel for group in buckets)
+            widest = max((group.main_dtype for group in buckets), key=lambda dtype: dtype.itemsize)
+            dtypes = [widest, *self._state_dtypes.values()]
+            self._add(SLOTS, slots_nbytes(longest, dtypes))
         self._add_buckets(
             [
                 BucketShape(
@@ -254,11 +262,14 @@ class _Planner:
                 self._state_dtypes,
                 config.pin_cpu_grads,
                 config.pin_cpu_params,
-                self._settings.pins_memory,
+                config.pins_states,
+                self._settings.is_accelerator,
             ),
         )
         self._host.update(layout.nbytes_by_state)
         self._pinned = {need.what for need in layout.needs if need.is_pinned}
+        if config.pins_states and self._settings.is_accelerator:
+            self._pinned |= {MAIN, "optimizer states"}
 
     def _add_states(self, numel: int, dtype: torch.dtype) -> None:
         """Adds states of parameters of this dtype that are stepped on the device."""

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import gpu_step
-from megatron_hybrid.plan.step_time import Machine, Overlap, Work, step_time
+from megatron.core.optimizer.config import OptimizerConfig, Overlap
+from megatron_hybrid.plan.step_time import Machine, Work, step_time
 from megatron_hybrid.plan.workload import flops_of_microbatch, work_of
 from tests.helpers.doc_commands import DOCS
 
@@ -25,6 +26,23 @@ def test_the_hosts_pass_hides_behind_the_first_forward_alone():
     assert step_time(more, MACHINE).exposed_host == 2.0, "more microbatches hide no more"
 
 
+def test_states_that_the_device_updates_relieve_the_host_and_load_the_link():
+    # The host's pass takes 6 s, of which the first forward hides one; the states 4 s each way.
+    work = replace(WORK, host_pass=300.0, up=10.0, states=40.0, update_on_device=0.5)
+    half = step_time(work, MACHINE)
+    assert (half.host_pass, half.up) == (3.0, 0.5 * 1 + 0.5 * 4)
+    assert half.exposed_host == 2.0
+
+    best = step_time(replace(work, update_on_device=None), MACHINE)
+    assert best.host_pass == pytest.approx(best.up)
+    assert (
+        best.seconds
+        < half.seconds
+        < step_time(replace(work, update_on_device=0.0), MACHINE).seconds
+    )
+    assert best.update_on_device == pytest.approx(5 / 9)
+
+
 def test_gradients_hide_behind_the_last_backward_alone():
     assert step_time(replace(WORK, down=20.0), MACHINE).exposed_link == 0.0
     assert step_time(replace(WORK, down=50.0), MACHINE).exposed_link == 3.0
@@ -37,14 +55,44 @@ def test_weights_that_go_up_longer_than_the_pass_are_the_links():
     assert (time.parts["host pass"], time.parts["link"]) == (0.0, 19.0)
 
 
+def test_activations_hide_behind_each_forward_and_each_backward():
+    # A forward takes a second, a backward two, and there are four of each.
+    waits = [
+        step_time(replace(WORK, activations=nbytes), MACHINE).exposed_activations
+        for nbytes in (0.0, 10.0, 15.0, 30.0)
+    ]
+    assert waits == [0.0, 0.0, 4 * 0.5, 4 * (2.0 + 1.0)]
+    time = step_time(replace(WORK, activations=30.0), MACHINE)
+    assert (time.forward, time.activations, time.parts["link"]) == (1.0, 3.0, 12.0)
+    assert time.hides_offloading, "the optimizer does not wait for them"
+    few = step_time(replace(WORK, activations=30.0, hides_activations=True), MACHINE)
+    assert few.exposed_activations == 0.0
+    on_host = replace(MACHINE, device_is_host=True)
+    assert step_time(replace(WORK, activations=10.0), on_host).exposed_activations == 8.0
+
+
 @pytest.mark.parametrize(
     ("overlap", "exposed"),
-    [(Overlap.FORWARD, (2.0, 0.0)), (Overlap.TRANSFERS, (3.0, 0.0)), (Overlap.NONE, (3.0, 2.0))],
+    [
+        (Overlap.ALL, (2.0, 0.0)),
+        (Overlap.FORWARD, (2.0, 1.0)),
+        (Overlap.FETCH, (3.0, 0.0)),
+        (Overlap.TRANSFERS, (3.0, 1.0)),
+        (Overlap.NONE, (3.0, 2.0)),
+    ],
 )
-def test_each_flag_of_overlap_hides_more(overlap, exposed):
+def test_each_overlap_hides_its_own_part(overlap, exposed):
     work = replace(WORK, host_pass=150.0, down=10.0, up=10.0, overlap=overlap)
     time = step_time(work, MACHINE)
     assert (time.exposed_host, time.exposed_link) == exposed
+
+
+def test_two_flags_have_three_answers():
+    transfers = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+    assert OptimizerConfig().overlap is Overlap.NONE
+    assert OptimizerConfig(**transfers).overlap is Overlap.FETCH
+    both = OptimizerConfig(**transfers, overlap_optimizer_with_forward=True)
+    assert both.overlap is Overlap.ALL
 
 
 def test_collectives_are_counted_if_the_interconnect_is_known():
