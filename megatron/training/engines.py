@@ -43,7 +43,7 @@ from megatron.core.optimizer.distrib_optimizer import (
     plan_offload,
 )
 from megatron.core.optimizer.lr_schedule import LRSchedule
-from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
+from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
@@ -61,14 +61,9 @@ from megatron.training.step import (
     train_step,
     unmarked,
 )
+from megatron.training.step_memory import state_settings, with_known_fraction
 
 logger = logging.getLogger(__name__)
-
-
-def state_settings(config: EngineConfig, world_size: int, *, is_accelerator: bool) -> StateSettings:
-    """The settings that determine the memory of weights, gradients and states."""
-    dtype = DTYPES[config.compute_dtype]
-    return StateSettings(config.optimizer, config.parallel, dtype, world_size, is_accelerator)
 
 
 class ModuleEngine:
@@ -136,7 +131,8 @@ class ModuleEngine:
 
         check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = self.config
+        config = with_known_fraction(self.config, model, self.device, self.mesh)
+        self.config = config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
         self._shard(model, plan)
         optimizer = build_optimizer(

@@ -17,7 +17,7 @@ from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.transformer.linear_cross_entropy import ACCELERATOR
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
-from megatron.training.engines import state_settings
+from megatron.training.step_memory import state_settings
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "llama3_8b_offload_1gpu.yaml"
 ROW = re.compile(r"#   (?P<name>\S.*?)  +(?P<factors>\d bytes x [\dx, ]+)?.* (?P<size>\S+ [GM]iB)")

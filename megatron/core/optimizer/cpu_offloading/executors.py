@@ -2,7 +2,7 @@
 
 `prepare` runs in the thread that plans the step. It only reads the hyperparameters, and does not
 need the factor of the gradients. Once all buckets have been prepared, `begin` counts the step, and
-its work runs on the host lane.
+its work runs on the host lanes: `start`, then the function that this returns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
-from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
+from megatron.core.optimizer.kernels.piece import HostKernel, Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
 from megatron.core.optimizer.state_units import StateUnit
@@ -41,7 +42,8 @@ class BucketStep(NamedTuple):
     bucket: Bucket
     gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
     begin: Callable[[], None]
-    work: Callable[[float], None]  # given the factor of the gradients
+    # Given the factor of the gradients, starts the update; returns what waits until it is done.
+    start: Callable[[float], Callable[[], None]]
     nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
@@ -106,7 +108,11 @@ class RuleExecutor(Executor):
     """
 
     def __init__(
-        self, bucket: Bucket, states: Mapping[str, torch.Tensor], rule: UpdateRule, kernel: Kernel
+        self,
+        bucket: Bucket,
+        states: Mapping[str, torch.Tensor],
+        rule: UpdateRule,
+        kernel: HostKernel,
     ) -> None:
         """`states`: the memory of the rule's states, by name, with the layout of the bucket."""
         super().__init__(bucket)
@@ -134,12 +140,10 @@ class RuleExecutor(Executor):
             for counter, number in zip(counters, numbers, strict=True):
                 counter.fill_(number)
 
-        def work(grad_scale: float) -> None:
-            self._kernel(pieces, grad_scale)
-
         gradients = [(each.slot, each.gradient) for each in stepped]
         nbytes = sum(piece.traffic for piece in pieces)
-        return BucketStep(self.bucket, gradients, begin, work, nbytes)
+        start = partial(self._kernel.submit, pieces)
+        return BucketStep(self.bucket, gradients, begin, start, nbytes)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
@@ -224,10 +228,10 @@ class TorchExecutor(Executor):
         slots = [(each.number, each.slot) for each in stepped]
         gradients = [(each.slot, each.gradient) for each in stepped]
 
-        def work(grad_scale: float) -> None:
-            self._step(slots, options, grad_scale)
+        def start(grad_scale: float) -> Callable[[], None]:
+            return partial(self._step, slots, options, grad_scale)
 
-        return BucketStep(self.bucket, gradients, lambda: None, work)
+        return BucketStep(self.bucket, gradients, lambda: None, start)
 
     def states(self, index: int) -> dict[str, Any]:
         states, seen = self._states[index], self._inner[index]

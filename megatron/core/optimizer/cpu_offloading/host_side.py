@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.kernels.host_threads import host_threads
-from megatron.core.optimizer.kernels.piece import Kernel
+from megatron.core.optimizer.kernels.piece import HostKernel
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES
@@ -44,9 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 class Lanes(NamedTuple):
-    """Gradients down, updates, weights up."""
+    """Gradients down, updates, weights up. Updates have two: one starts them and one waits for each
+    and sends its weights up, so that the host's threads have the next bucket when they need it.
+    """
 
     d2h: Lane
+    start: Lane
     host: Lane
     h2d: Lane
 
@@ -55,12 +58,13 @@ class Lanes(NamedTuple):
         """The lanes of one optimizer; without overlap, one that works in the calling thread."""
         if not overlaps:
             inline = InlineLane(device)
-            return cls(inline, inline, inline)
+            return cls(inline, inline, inline, inline)
 
         d2h: Lane = device.lane("optimizer d2h")
         if device.pins_host_memory and not pins_grads:
             d2h = IssuingLane(device.host_lane("optimizer d2h issue"), d2h)
-        return cls(d2h, device.host_lane("optimizer host"), device.lane("optimizer h2d"))
+        start, host = (device.host_lane(f"optimizer host{end}") for end in (" start", ""))
+        return cls(d2h, start, host, device.lane("optimizer h2d"))
 
 
 class HostSide:
@@ -76,15 +80,15 @@ class HostSide:
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
         self.rule = settings.host.rule
-        self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
+        self.lanes = Lanes.make(device, settings.overlap.has_lanes, settings.pins_grads)
         self.timings: Recorder = NoTimings()
         if settings.records_timings:
-            self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
+            self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
         self._settings = settings
-        self._kernel: Kernel | None = None
+        self._kernel: HostKernel | None = None
         self._places: dict[int, tuple[Executor, int]] = {}
 
     def add(self, buckets: Sequence[Bucket], allocator: HostAllocator, owner: object) -> None:
@@ -101,7 +105,7 @@ class HostSide:
             allocator.fill(bucket)
             bucket.adopt(owner)
             added.append(self._executor(bucket, allocator))
-            if self._settings.fetches_early:
+            if self._settings.overlap.in_backward:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
@@ -164,11 +168,11 @@ class HostSide:
                 event.wait()
 
         # Weights may be awaited one by one, where the device does that itself.
-        overlaps_forward = self._settings.overlaps_forward
+        in_forward = self._settings.overlap.in_forward
         for bucket in self.buckets:
-            if bucket.sent is not None and not (overlaps_forward and bucket.is_delivered):
+            if bucket.sent is not None and not (in_forward and bucket.is_delivered):
                 timings.wait(bucket.sent)
-        if not overlaps_forward:
+        if not in_forward:
             self.timings.end()
 
     def _begin(
@@ -188,10 +192,12 @@ class HostSide:
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
         # Gradients that were fetched during the backward are not fetched again.
-        nbytes = 0 if self._settings.fetches_early and bucket.is_delivered else bucket.grad.nbytes
+        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
+        nbytes = 0 if is_fetched else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
-        work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes, bucket.name)
+        started: list[Callable[[], None]] = []
+        work = timings.timed(HOST, lambda: started.pop()(), step.nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
 
         def update() -> Event:
@@ -199,7 +205,10 @@ class HostSide:
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(send, after=[now])
 
-        bucket.sent = relay(self.lanes.host, update, after=[fetched, *reads])
+        start = self.lanes.start.enqueue(
+            lambda: started.append(step.start(grad_scale)), after=[fetched, *reads]
+        )
+        bucket.sent = relay(self.lanes.host, update, after=[start])
         bucket.deliver(timings)
         return fetched
 
@@ -230,7 +239,7 @@ class HostSide:
             self._close()
 
     def _close(self) -> None:
-        for lane in (self.lanes.host, self.lanes.d2h, self.lanes.h2d):
+        for lane in (self.lanes.start, self.lanes.host, self.lanes.d2h, self.lanes.h2d):
             lane.close()
         self.executors, self._places, self.nbytes_by_state = [], {}, {}
 
@@ -294,8 +303,8 @@ class HostSide:
             self.synchronize()
 
 
-def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> Kernel:
+def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> HostKernel:
     num_local_ranks = settings.num_local_ranks or local_world_size()
     threads = host_threads(device, num_local_ranks, settings.num_host_threads)
     logger.info("host update: %s", threads)
-    return rule.host_kernel(threads.number, threads.cores)
+    return HostKernel.of(rule.host_kernel(threads.number, threads.cores))

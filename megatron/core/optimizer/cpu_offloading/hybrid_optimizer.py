@@ -23,7 +23,7 @@ from torch import nn
 
 from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION
+from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.executors import BucketStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
@@ -140,6 +140,12 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         rule: UpdateRule | None = None,
         **kwargs: Any,
     ) -> None:
+        overlaps = (overlap_cpu_optimizer_d2h_h2d, fetch_during_backward, overlap_step_with_forward)
+        overlap = {one.value: one for one in Overlap}.get(overlaps)
+        if overlap is None:
+            raise ValueError(
+                "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
+            )
         dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         host, device = updaters_of(cpu_optimizer_cls, gpu_optimizer_cls, dtypes, rule, kwargs)
         settings = HybridSettings(
@@ -148,9 +154,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             in_fp32=param_update_in_fp32,
             pins_grads=pin_cpu_grads,
             pins_params=pin_cpu_params,
-            has_lanes=overlap_cpu_optimizer_d2h_h2d,
-            fetches_early=fetch_during_backward,
-            overlaps_forward=overlap_step_with_forward,
+            overlap=overlap,
             use_decoupled_grad=use_decoupled_grad,
             num_host_threads=num_host_threads,
             num_local_ranks=num_local_ranks,

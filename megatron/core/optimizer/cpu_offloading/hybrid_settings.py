@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
 
@@ -131,9 +132,7 @@ class HybridSettings(NamedTuple):
     in_fp32: bool
     pins_grads: bool
     pins_params: bool
-    has_lanes: bool
-    fetches_early: bool
-    overlaps_forward: bool
+    overlap: Overlap
     use_decoupled_grad: bool
     num_host_threads: int | None
     num_local_ranks: int | None
@@ -143,18 +142,13 @@ class HybridSettings(NamedTuple):
         """Rejects settings that contradict each other.
 
         Raises:
-            ValueError: for overlaps without lanes, and for dtypes of states that the host does not
-                support.
+            ValueError: for dtypes of states that the host does not support.
             NotImplementedError: for decoupled gradients with a class of torch's.
         """
         rules = [side.rule for side in (self.host, self.device) if side.rule is not None]
         if self.host.rule is not None:
             self.host.rule.check_on_host()
 
-        if (self.overlaps_forward or self.fetches_early) and not self.has_lanes:
-            raise ValueError(
-                "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
-            )
         if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(
                 "Expected FusedAdam or a rule on both sides with use_decoupled_grad, got "

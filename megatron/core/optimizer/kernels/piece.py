@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -126,6 +127,28 @@ class Piece(NamedTuple):
 
 # Carries out pieces, given the factor of the gradients, which is known last.
 Kernel: TypeAlias = Callable[[Iterable[Piece], float], None]
+
+
+class HostKernel:
+    """A kernel whose threads may be given the next pieces while they work on others.
+
+    Attributes:
+        submit: starts pieces with the factor of their gradients, and returns a function that waits
+            until they are done, which must be called. It may do the work itself.
+    """
+
+    def __init__(self, submit: Callable[[Iterable[Piece], float], Callable[[], None]]) -> None:
+        self.submit = submit
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> HostKernel:
+        """The kernel itself, or one that does its work where it is awaited."""
+        if isinstance(kernel, HostKernel):
+            return kernel
+        return cls(lambda pieces, grad_scale: partial(kernel, pieces, grad_scale))
+
+    def __call__(self, pieces: Iterable[Piece], grad_scale: float) -> None:
+        self.submit(pieces, grad_scale)()
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:

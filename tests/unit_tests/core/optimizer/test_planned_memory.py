@@ -23,7 +23,8 @@ from megatron.core.parts import freeze
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import engines
 from megatron.training.config import EngineConfig
-from megatron.training.engines import build_engine, state_settings
+from megatron.training.engines import build_engine
+from megatron.training.step_memory import state_settings
 from tests.helpers.ranks import run_ranks
 
 VOCAB = 61  # rows that no number of ranks divides
