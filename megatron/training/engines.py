@@ -449,6 +449,7 @@ class MegatronEngine(ModuleEngine):
             reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
+            pins_main_weights=config.optimizer.pins_states,
         )
 
 

@@ -178,6 +178,15 @@ class OptimizerConfig:
         "start the next forward during the update; each layer waits for its own weights only",
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
+    optimizer_update_on_device: float | Literal["auto"] = option(
+        0.0,
+        "share of the offloaded elements, from 0 to 1, whose states are copied to the GPU, updated "
+        "there and copied back, to relieve the CPU; auto: the share that is the fastest in the "
+        "first steps",
+        at_least=0,
+        at_most=1,
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    )
     pin_cpu_grads: bool = option(
         True,
         "copy gradients to page-locked host memory, which is faster than pageable memory",
@@ -249,6 +258,19 @@ class OptimizerConfig:
         if self.overlap_optimizer_with_forward:
             return Overlap.ALL
         return Overlap.FETCH if self.overlap_cpu_optimizer_d2h_h2d else Overlap.NONE
+
+    @property
+    def update_on_device(self) -> float | None:
+        """`optimizer_update_on_device` as a number; None for `auto`."""
+        given = self.optimizer_update_on_device
+        return None if given == AUTO else given
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether main weights and states in host memory travel, and so are pinned where weights
+        are.
+        """
+        return self.update_on_device != 0 and self.pin_cpu_params
 
     @property
     def lr_factors(self) -> dict[str, float]:

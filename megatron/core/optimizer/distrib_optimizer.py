@@ -345,6 +345,7 @@ def _build_hybrid(
         records_timings=records_timings,
         offload_first=_goes_first(model, config),
         rule=rule_of(config),
+        update_on_device=config.update_on_device,
         lr=lr,
         **options_of(config),
     )

@@ -255,6 +255,7 @@ class _Planner:
                 self._state_dtypes,
                 config.pin_cpu_grads,
                 config.pin_cpu_params,
+                config.pins_states,
                 self._settings.is_accelerator,
             ),
         )

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import StreamLane
 from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
+from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
 
 
 class Removal(NamedTuple):
@@ -68,7 +69,22 @@ REMOVALS = {
         FsdpBucket, "fetch_during_backward", {r", \[reduced\]\)": ", [])"}
     ),
     "of the host for the gradients": Removal(
-        HostSide, "_begin", {r"after=\[fetched, \*reads\]": "after=[*reads]"}
+        HostSide, "_begin", {r"after=\[fetched, \*reads, ": "after=[*reads, "}
+    ),
+    "of the states' way up for their slot": Removal(
+        StreamedPass, "_issue_chunk", {r"\[self\._free\[number\]\]": "[]"}
+    ),
+    "of the device's update for the states": Removal(
+        StreamedPass, "_issue_chunk", {r"\[is_up, now\]": "[now]"}
+    ),
+    "of the device's update for the computation": Removal(
+        StreamedPass, "_issue_chunk", {r"\[is_up, now\]": "[is_up]"}
+    ),
+    "of the states' way down for the device's update": Removal(
+        StreamedPass, "_issue_chunk", {r"\[is_updated\]": "[]"}
+    ),
+    "of the host's update for the states' way down": Removal(
+        HostSide, "_begin", {r", \*bucket\.updates\(\)\]": "]"}
     ),
     # Gradients that have come down already wait for the computation all the same, and the weights
     # for them: without that, too, the wait matters.

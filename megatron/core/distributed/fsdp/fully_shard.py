@@ -212,7 +212,7 @@ def fully_shard(
         mesh.shape,
         policies.for_dtype,
         grad_divisor,
-        is_on_host=offload.main_weights_on_host,
+        offload,
         is_accelerator=context.device.is_accelerator,
     )
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, known
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, known
 
 THE_MODEL = "the model"  # the name of the unit that has no path
 
@@ -51,9 +51,9 @@ class GroupPlan:
         mesh_shape: ranks along each axis of `placements`.
         policy: resolved.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        is_on_host: whether the main weights start in host memory.
         adds_on_device: whether an accelerator's backend adds gradients up over ranks, in the dtype
             in which it gets them. On the CPU this engine does, in fp32.
+        offload: whether the main weights start in host memory, unless they are frozen.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -63,8 +63,13 @@ class GroupPlan:
     policy: MixedPrecisionPolicy
     requires_grad: bool
     grad_divisor: float
-    is_on_host: bool
+    offload: OffloadPolicy
     adds_on_device: bool = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the main weights start in host memory."""
+        return self.offload.main_weights_on_host and self.requires_grad
 
     @property
     def dtype(self) -> torch.dtype:

@@ -473,6 +473,10 @@ class FsdpParameterGroup:
         """
         self._send_down[first] = send_down
 
+    def hold_main_grad(self, read: Event) -> None:
+        """Has the next reduction wait for an event before it writes to the reduced gradients."""
+        self._main_grad_reads.append(read)
+
     # Update
 
     def record_ready(self, updated: Collection[int]) -> None:

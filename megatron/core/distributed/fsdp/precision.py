@@ -94,6 +94,9 @@ class OffloadPolicy:
         main_weights_on_host: main weights are in host memory from the start, even if they have the
             compute weights' dtype. The optimizer that updates them there, `HybridDeviceOptimizer`,
             copies the compute weights to the device.
+        pin_memory: they are in page-locked memory: for an optimizer that streams them through the
+            device.
     """
 
     main_weights_on_host: bool = False
+    pin_memory: bool = False

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Slot
 from megatron.core.optimizer.kernels.piece import HostKernel, Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
@@ -34,17 +34,6 @@ class Stepped(NamedTuple):
     slot: Slot
     gradient: torch.Tensor
     options: Options
-
-
-class BucketStep(NamedTuple):
-    """A step of one bucket, but for the factor of the gradients."""
-
-    bucket: Bucket
-    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
-    begin: Callable[[], None]
-    # Given the factor of the gradients, starts the update; returns what waits until it is done.
-    start: Callable[[float], Callable[[], None]]
-    nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class Executor(ABC):
@@ -97,8 +86,10 @@ class Executor(ABC):
 
         # Where the device waits for its weights, parameters are the main weights themselves, which
         # may be read once they are updated.
-        sent = bucket.sent
-        updated = sent.first if sent is not None and bucket.is_delivered else sent
+        pending = bucket.pending
+        updated = None if pending is None else pending.updated
+        if pending is not None and not bucket.is_delivered:
+            updated = pending.sent
         return StateUnit(owner, parameters, states, updated, bucket.reads.append)
 
 
@@ -141,9 +132,8 @@ class RuleExecutor(Executor):
                 counter.fill_(number)
 
         gradients = [(each.slot, each.gradient) for each in stepped]
-        nbytes = sum(piece.traffic for piece in pieces)
         start = partial(self._kernel.submit, pieces)
-        return BucketStep(self.bucket, gradients, begin, start, nbytes)
+        return BucketStep(self.bucket, gradients, begin, start, pieces)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""

@@ -137,6 +137,12 @@ class HybridSettings(NamedTuple):
     num_host_threads: int | None
     num_local_ranks: int | None
     records_timings: bool
+    update_on_device: float | None
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether main weights and states travel, and so are pinned where the others are."""
+        return self.update_on_device != 0 and self.pins_params
 
     def check(self) -> None:
         """Rejects settings that contradict each other.
@@ -149,6 +155,15 @@ class HybridSettings(NamedTuple):
         if self.host.rule is not None:
             self.host.rule.check_on_host()
 
+        fraction = self.update_on_device
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"Expected update_on_device from 0 to 1, or None, got {fraction}.")
+        if fraction != 0 and (len(rules) < 2 or not self.overlap.has_lanes):
+            raise ValueError(
+                "Expected a rule on both sides and overlap_cpu_optimizer_d2h_h2d with "
+                f"update_on_device={fraction}, got {self.host.name} and {self.device.name}, "
+                f"{'with' if self.overlap.has_lanes else 'without'} overlap."
+            )
         if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(
                 "Expected FusedAdam or a rule on both sides with use_decoupled_grad, got "

@@ -10,7 +10,7 @@ rounding to nearest even. A NaN becomes the one whose remainder is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,6 +101,11 @@ class Piece(NamedTuple):
     def part(self, start: int, numel: int) -> Piece:
         """The arrays' elements from `start` on, as views."""
         return self.mapped(lambda tensor: tensor.detach().view(-1)[start : start + numel])
+
+    def parts(self, numel: int) -> Iterator[Piece]:
+        """The piece as views of at most `numel` elements."""
+        for start in range(0, self.numel, numel):
+            yield self.part(start, min(numel, self.numel - start))
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
         """The same step over other arrays."""

@@ -54,7 +54,7 @@ def pooled(update: Update, num_threads: int) -> HostKernel:
     def step(part: Piece, grad_scale: float) -> None:
         if not hasattr(local, "scratch"):
             local.scratch = _Scratch()
-        for chunk in _split(part, _THREAD_CHUNK_NUMEL):
+        for chunk in part.parts(_THREAD_CHUNK_NUMEL):
             _step(chunk, grad_scale, update, local.scratch)
 
     def submit(pieces: Iterable[Piece], grad_scale: float) -> Callable[[], None]:
@@ -67,7 +67,7 @@ def pooled(update: Update, num_threads: int) -> HostKernel:
         given = list(pieces)
         share = sum(piece.numel for piece in given) // (_PARTS_PER_THREAD * num_threads)
         numel = _THREAD_CHUNK_NUMEL * (1 + share // _THREAD_CHUNK_NUMEL)
-        parts = [part for piece in given for part in _split(piece, numel)]
+        parts = [part for piece in given for part in piece.parts(numel)]
         return partial(_finish, [pool.submit(step, part, grad_scale) for part in parts])
 
     return HostKernel(submit)
@@ -85,12 +85,7 @@ def _finish(steps: list[Future[None]]) -> None:
 
 def _chunks(piece: Piece) -> Iterator[Piece]:
     on_cpu = piece.weight.device.type == "cpu"
-    return _split(piece, _CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
-
-
-def _split(piece: Piece, numel: int) -> Iterator[Piece]:
-    for start in range(0, piece.numel, numel):
-        yield piece.part(start, min(numel, piece.numel - start))
+    return piece.parts(_CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
 
 
 class _Scratch:
