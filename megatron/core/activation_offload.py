@@ -187,11 +187,8 @@ class ActivationOffload:
             return
         seconds = [[span.seconds for span in spans] for spans in self._spans.values()]
         self._spans = {COMPUTE: [], D2H: []}
-        if (
-            self._num_steps > _NUM_WARM_UP
-            and seconds[0]
-            and not any(None in one for one in seconds)
-        ):
+        is_known = bool(seconds[0]) and not any(None in times for times in seconds)
+        if is_known and self._num_steps > _NUM_WARM_UP:
             self._spans = None
             self._adapt(*(sum(filter(None, times)) for times in seconds))
 
