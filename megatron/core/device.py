@@ -11,9 +11,11 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,6 +75,30 @@ class Device:
         """
         if self.is_accelerator:
             self._driver.prepare_collectives()
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """While open, this process computes the same bits from the same input each time; what
+        cannot raises RuntimeError. Opened before the device is used; its libraries stay so.
+        """
+        if self.is_accelerator:
+            self._driver.prepare_determinism()
+        settings: Any = torch.utils.deterministic
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            settings.fill_uninitialized_memory,
+        )
+        # Attention's backward adds up in any order where PyTorch would only warn.
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        # Filling every new tensor takes time, and changes nothing that is written before it is
+        # read.
+        settings.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            is_on, warns, settings.fill_uninitialized_memory = before
+            torch.use_deterministic_algorithms(is_on, warn_only=warns)
 
     @property
     def _driver(self) -> Driver:

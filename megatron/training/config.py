@@ -81,6 +81,10 @@ class TrainingConfig:
     seed: int = option(
         1234, "seed of initial weights, data order and dropout", at_least=0, at_most=2**32 - 1
     )
+    deterministic_mode: bool = option(
+        False,
+        "compute the same bits each time on a GPU too, more slowly; what cannot is an error",
+    )
     eval_interval: int | None = option(
         None,
         "iterations between evaluations on the validation data (default: only after training)",

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, Che
 from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
 from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
@@ -165,13 +166,14 @@ class ModuleEngine:
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
-            "%d parameters, %s on %s, %s, %s",
+            "%d parameters, %s on %s, %s%s, %s",
             num_parameters,
             config.parallel.engine,
             counted(self.mesh.size(), "rank"),
             "fp32"
             if dtype == "fp32"
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
+            "".join(f", gradients sent in {name}" for name in self._sent_dtypes()),
             self.device.description,
         )
 
@@ -183,6 +185,12 @@ class ModuleEngine:
             "memory of rank 0, at rest:\n%s",
             format_state_memory(optimizer.state_memory(self.model)),
         )
+
+    def _sent_dtypes(self) -> list[str]:
+        """The names of the dtypes in which ranks send each other gradients."""
+        groups = [group_of(own) for own in self.model.parameters() if own.requires_grad]
+        dtypes = {group.plan.sent_dtype for group in groups if group is not None}
+        return [name for name, dtype in DTYPES.items() if dtype in dtypes and self.mesh.size() > 1]
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
@@ -413,8 +421,8 @@ class ModuleEngine:
         """Raises HostMemoryError before weights are allocated, if host memory is too small."""
         needs = host_needs(self.config.execution, self.device)
         if plan is not None and plan.host_numel:
-            pins_memory = self.device.pins_host_memory
-            settings = state_settings(self.config, self.mesh.size(), pins_memory=pins_memory)
+            is_accelerator = self.device.is_accelerator
+            settings = state_settings(self.config, self.mesh.size(), is_accelerator=is_accelerator)
             planned = plan_memory(model, settings, plan, self.mesh.get_local_rank())
             needs = planned.host_needs + needs
         elif not needs:
@@ -441,6 +449,7 @@ class MegatronEngine(ModuleEngine):
             reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
+            pins_main_weights=config.optimizer.pins_states,
         )
 
 

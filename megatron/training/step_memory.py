@@ -126,10 +126,10 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
     return {name: row for name, row in rows.items() if any(row)}
 
 
-def state_settings(config: EngineConfig, world_size: int, *, pins_memory: bool) -> StateSettings:
+def state_settings(config: EngineConfig, world_size: int, *, is_accelerator: bool) -> StateSettings:
     """The settings that determine the memory of weights, gradients and states."""
     dtype = DTYPES[config.compute_dtype]
-    return StateSettings(config.optimizer, config.parallel, dtype, world_size, pins_memory)
+    return StateSettings(config.optimizer, config.parallel, dtype, world_size, is_accelerator)
 
 
 def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
@@ -164,7 +164,7 @@ def memory_of(
         model: on meta or real, not sharded.
         config: with `batch`, and an offload fraction that is a number.
     """
-    settings = state_settings(config, world_size, pins_memory=device_kind != "cpu")
+    settings = state_settings(config, world_size, is_accelerator=device_kind != "cpu")
     states = plan_memory(model, settings, offload_plan(model, config))
     activations = activation_bytes(
         model.spec,
@@ -280,10 +280,13 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
     owners = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
 
     weights, gradients = [0] * len(layers), [0] * len(layers)
-    root_weights = root_gradients = partial = largest = 0
+    root_weights = root_gradients = partial = of_one = lane = largest = 0
     for unit, planned in zip(units_of(model), states.shards.units, strict=True):
         for group in planned.groups:
             partial += group.partial_grads_nbytes
+            lane = max(lane, group.reduction_nbytes)
+            if not group.defers_all_axes:
+                of_one = max(of_one, group.partial_grads_nbytes)
             numel = max(math.prod(parameter.shape) for parameter in group.parameters)
             if group.requires_grad:
                 largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
@@ -297,10 +300,12 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
     of_layers = _largest_two(weights)
     if not config.parallel.megatron_fsdp_reshard_after_forward:
         of_layers = sum(weights)
-    # Sums of several microbatches wait for their reduction; those of one do not.
-    deferred = partial if _num_microbatches(config, world_size) > 1 else 0
+    # Sums of several microbatches wait for their reduction. Sums of one are reduced over the other
+    # axes at once, in the two groups that are in flight.
+    is_one = _num_microbatches(config, world_size) == 1
+    deferred = min(partial, 2 * of_one) if is_one else partial
     # A gradient of autograd, before it is copied to its module's buffer.
-    of_backward = root_gradients + _largest_two(gradients) + largest + deferred
+    of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
     return InUse(root_weights, root_weights + of_layers + of_backward)
 
 

@@ -7,22 +7,15 @@
     step        the device's pass over the states on the device; then the remaining work of the
                 host, unless it overlaps with the next forward
 
-On a CPU device nothing overlaps, and times add up. Standard library only.
+On a CPU device nothing overlaps, and times add up. Does not import torch.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class Overlap(enum.Enum):
-    """The parts of an offloaded optimizer's work that overlap with the computation."""
-
-    NONE = "nothing"
-    TRANSFERS = "transfers"  # --overlap-cpu-optimizer-d2h-h2d
-    FORWARD = "transfers and the next forward"  # --overlap-optimizer-with-forward too
+from megatron.core.optimizer.config import Overlap
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class Work:
     collectives_forward: int = 0
     collectives_backward: int = 0
     exchanges: int = 0
-    overlap: Overlap = Overlap.FORWARD
+    overlap: Overlap = Overlap.ALL
 
 
 @dataclass(frozen=True)
@@ -200,13 +193,13 @@ def _exposed_offload(
         first: seconds of the first forward, with its waits for collectives.
         last: seconds of the last backward, with its waits for collectives.
     """
-    if overlap is Overlap.NONE:
+    if not overlap.has_lanes:
         return host_pass, down + up
     # A group's weights are copied while the next one is updated.
     after_the_norm = max(host_pass, up)
-    if overlap is Overlap.FORWARD:
+    if overlap.in_forward:
         after_the_norm = max(0.0, after_the_norm - first)
-    return after_the_norm, max(0.0, down - last)
+    return after_the_norm, max(0.0, down - last) if overlap.in_backward else down
 
 
 class _Collectives(NamedTuple):

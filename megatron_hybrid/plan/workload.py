@@ -13,7 +13,7 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.rules import rule_of
 from megatron_hybrid.plan.planned_run import PlannedRun
-from megatron_hybrid.plan.step_time import Overlap, Work
+from megatron_hybrid.plan.step_time import Work
 
 
 class _Part(NamedTuple):
@@ -49,7 +49,7 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         up=sum(part.numel * part.weight.itemsize for part in host),
         activations=run.memory(fraction).activations_on_host,
         hides_activations=config.execution.activation_offload_fraction == "auto",
-        overlap=_overlap(config.optimizer),
+        overlap=config.optimizer.overlap,
         **moved,
     )
 
@@ -120,12 +120,6 @@ def _cast_bytes(part: _Part) -> int:
     """Returns the bytes of casting main weights to compute weights on the device."""
     is_apart = part.main != part.weight
     return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
-
-
-def _overlap(optimizer: OptimizerConfig) -> Overlap:
-    if not optimizer.overlap_cpu_optimizer_d2h_h2d:
-        return Overlap.NONE
-    return Overlap.FORWARD if optimizer.overlap_optimizer_with_forward else Overlap.TRANSFERS
 
 
 def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:

@@ -391,6 +391,7 @@ class RowPlan:
         ]
 
         return [
-            OwnRows(entries[i], self.row_maps[entries[i].key], places[i], box)
-            for i, box, _ in shares(held, rank)
+            OwnRows(entry, self.row_maps[entry.key], place, box)
+            for entry, place, own in zip(entries, places, shares(held, rank), strict=True)
+            for box in own.boxes
         ]

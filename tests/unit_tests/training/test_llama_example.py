@@ -81,7 +81,7 @@ def test_the_model_is_llama_3_8b(config):
 def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
     plan = plan_offload(model_of(config), config.optimizer)
     planned = plan_memory(
-        model_of(config), state_settings(config.engine(), 1, pins_memory=True), plan
+        model_of(config), state_settings(config.engine(), 1, is_accelerator=True), plan
     )
     needs = {need.what: need.nbytes for need in planned.host_needs}
     expected = {

@@ -15,9 +15,11 @@ the tensors in rank 0's file. An `Export` describes files of another format that
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +27,7 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.format.blob import BlobLayout, blob_layout
+from megatron.core.dist_checkpointing.format.blob import blob_layout
 from megatron.core.dist_checkpointing.format.manifest import (
     DATA_ALIGNMENT,
     DTYPES,
@@ -47,8 +49,13 @@ from megatron.core.dist_checkpointing.format.manifest import (
     writer_of,
 )
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.holdings import Holdings, shares
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor, check_coverage
+from megatron.core.dist_checkpointing.layout.holdings import Division, Holdings, shares
+from megatron.core.dist_checkpointing.layout.saved import (
+    ChunkColumns,
+    SavedChunk,
+    SavedTensor,
+    check_coverage,
+)
 
 _MAX_DIMS = 64  # as torch's
 
@@ -132,12 +139,14 @@ class Index:
         tensors: by key.
         plain: plain data by key, as bytes; see layout/saved.py.
         exported: tensors and headers of files in another format, by their names there.
+        data_files: sizes of the `.distcp` files by rank, where they have been laid out here.
     """
 
     save_id: str
     tensors: Mapping[str, SavedTensor]
     plain: Mapping[str, SavedTensor] = field(default_factory=dict)
     exported: Mapping[str, SavedTensor] = field(default_factory=dict)
+    data_files: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     @property
     def all_tensors(self) -> Iterator[SavedTensor]:
@@ -154,27 +163,13 @@ class Index:
         ]
 
     @cached_property
-    def chunks_by_rank(self) -> dict[int, list[tuple[SavedTensor, SavedChunk]]]:
+    def chunks_by_rank(self) -> Mapping[int, list[tuple[SavedTensor, SavedChunk]]]:
         """The chunks of each rank, in the order of the digests in its manifest."""
-        found: dict[int, list[tuple[SavedTensor, SavedChunk]]] = {}
-        for tensor in self.all_tensors:
-            for chunk in tensor.chunks:
-                found.setdefault(chunk.rank, []).append((tensor, chunk))
-        return found
+        return _ChunksByRank(list(self.all_tensors))
 
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
         return layout_digest(self.chunks_by_rank.get(rank, ()))
-
-    def data_file_nbytes(self, rank: int) -> int:
-        """The size of a rank's `.distcp` file: it ends with the last of its blobs."""
-        end, file = 0, data_file(rank)
-        for tensor, chunk in self.chunks_by_rank.get(rank, ()):
-            if chunk.file == file:
-                is_plain = tensor.key in self.plain
-                place = (chunk.offset, tensor.nbytes) if is_plain else blob_place(tensor, chunk)
-                end = max(end, sum(place))
-        return end
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per tensor."""
@@ -216,7 +211,8 @@ class Index:
             expect(save_id == marker.save_id, f"save id {marker.save_id}", save_id, source)
 
         reader = _Reader([_writer(values, marker, source) for values in writers], source)
-        index = cls(save_id, *map(reader.tensors, groups))
+        tensors, plain, exported = map(reader.tensors, groups)
+        index = cls(save_id, tensors, plain, exported)
         for key, (_, dtype, shape, chunks) in index.plain.items():
             is_blob = dtype is torch.uint8 and len(shape) == len(chunks) == 1
             got = f"{dtype} of shape {shape} in {len(chunks)} chunks"
@@ -226,12 +222,40 @@ class Index:
         return index
 
 
+class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
+    """Makes the list of a rank when it is asked for: those of a thousand ranks take gigabytes."""
+
+    def __init__(self, tensors: Sequence[SavedTensor]) -> None:
+        self._tensors = tensors
+        # For each rank the number of a tensor and the number of its chunk, in turn.
+        self._numbers: dict[int, array[int]] = {}
+        for number, tensor in enumerate(tensors):
+            for i, rank in enumerate(ChunkColumns.of(tensor.chunks).division.ranks):
+                if rank not in self._numbers:
+                    self._numbers[rank] = array("L")
+                self._numbers[rank].extend((number, i))
+
+    def __getitem__(self, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
+        numbers = iter(self._numbers[rank])
+        tensors = ((self._tensors[number], next(numbers)) for number in numbers)
+        return [(tensor, tensor.chunks[i]) for tensor, i in tensors]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
 def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
     """A digest of the chunks of a rank, in this order, and of their offsets."""
     state = xxhash.xxh3_128()
+    texts: dict[tuple[torch.dtype, Box], str] = {}  # a rank has few shapes
     for tensor, (box, _, file, offset) in chunks:
-        what = f"{tensor.key}\0{tensor.dtype}\0{box.offsets}{box.sizes}{file}\0{offset}\n"
-        state.update(what.encode())
+        text = texts.get((tensor.dtype, box))
+        if text is None:
+            text = texts[tensor.dtype, box] = f"{tensor.dtype}\0{box.offsets}{box.sizes}"
+        state.update(f"{tensor.key}\0{text}{file}\0{offset}\n".encode())
     return state.hexdigest()
 
 
@@ -244,7 +268,7 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         return
 
     chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
+    if manifest.layout != layout_digest(chunks) or len(manifest.digests) != len(chunks):
         yield (
             f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
@@ -261,13 +285,31 @@ def _tensors_to_json(
     tensors: Mapping[str, SavedTensor], writers: dict[tuple[str, int], int]
 ) -> str:
     lines = []
+    heads: dict[tuple[torch.dtype, tuple[int, ...]], str] = {}
+    # With the divisions themselves, whose numbers no other objects have while they exist.
+    known: dict[int, tuple[Division, list[str], list[str]]] = {}
     for key, (_, dtype, shape, chunks) in tensors.items():
-        places = [
-            [writers.setdefault((file, rank), len(writers)), offset, *offsets, *sizes]
-            for (offsets, sizes), rank, file, offset in chunks
-        ]
-        lines.append(f"\n{to_json(key)}:{to_json([dtype_name(dtype), shape, places])}")
+        columns = ChunkColumns.of(chunks)
+        number = id(columns.division)
+        if number not in known:
+            known[number] = columns.division, *_division_to_json(columns.division, writers)
+        around = zip(*known[number][1:], columns.offsets, strict=True)
+        places = ",".join([f"{before}{offset}{behind}" for before, behind, offset in around])
+        if (dtype, shape) not in heads:
+            heads[dtype, shape] = to_json([dtype_name(dtype), shape])[:-1]
+        lines.append(f"\n{to_json(key)}:{heads[dtype, shape]},[{places}]]")
     return "{" + ",".join(lines) + "}"
+
+
+def _division_to_json(
+    division: Division, writers: dict[tuple[str, int], int]
+) -> tuple[list[str], list[str]]:
+    """For each chunk the text before its offset in its file, and behind it."""
+    before, behind = [], []
+    for (offsets, sizes), rank, file in zip(*division, strict=True):
+        before.append(f"[{writers.setdefault((file, rank), len(writers))},")
+        behind.append("".join([f",{number}" for number in (*offsets, *sizes)]) + "]")
+    return before, behind
 
 
 def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, int]:
@@ -363,38 +405,76 @@ def build_index(
         rank: limits the index to its chunks, in time that does not grow with the number of ranks;
             None: the chunks of all ranks.
     """
-    saved = [SavedTensor(key, dtype, shape, []) for key, dtype, shape, _ in tensors]
     exported = {} if export is None else _exported(export, rank)
-    ends: dict[int, int] = {}  # of the files so far, by rank
-    # Most chunks are as large as another: a layout is looked up a hundred thousand times.
-    layouts: dict[tuple[torch.dtype, tuple[int, ...]], BlobLayout] = {}
-
+    files = _DataFiles()
     held = [(each.holdings, each.dtype.itemsize) for each in tensors]
-    for number, box, owner in shares(held, rank):
-        key, dtype, _, chunks = saved[number]
-        rows = [] if export is None else list(export.rows(key, box))
-        if rows and export is not None and export.is_exact:
-            chunks += [SavedChunk(each.own, owner, each.file, each.offset) for each in rows]
-            continue
-        for name, _, there, _, file, offset in rows:
-            exported[name].chunks.append(SavedChunk(there, owner, file, offset))
-
-        layout = layouts.get((dtype, box.sizes))
-        if layout is None:
-            layout = layouts[dtype, box.sizes] = blob_layout(dtype, box.sizes)
-
-        # The data is aligned, not the blob: the header ends at the data.
-        blocks = -(-(ends.get(owner, 0) + layout.header_nbytes) // DATA_ALIGNMENT)
-        offset = blocks * DATA_ALIGNMENT
-        ends[owner] = offset - layout.header_nbytes + layout.nbytes
-        chunks.append(SavedChunk(box, owner, data_file(owner), offset))
+    saved = {}
+    for (key, dtype, shape, _), own in zip(tensors, shares(held, rank), strict=True):
+        chunks: Sequence[SavedChunk] | None = None
+        if export is not None:
+            chunks = _exported_chunks(export, key, own, exported)
+        saved[key] = SavedTensor(key, dtype, shape, chunks or files.append(dtype, own))
 
     plain = {}
     for key, nbytes in plain_nbytes.items() if rank in (None, 0) else ():
-        chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), ends.get(0, 0))
+        chunk = SavedChunk(Box.whole((nbytes,)), 0, data_file(0), files.ends[0])
         plain[key] = SavedTensor(key, torch.uint8, (nbytes,), [chunk])
-        ends[0] = chunk.offset + nbytes
-    return Index(save_id, {tensor.key: tensor for tensor in saved}, plain, exported)
+        files.ends[0] += nbytes
+    return Index(save_id, saved, plain, exported, files.ends)
+
+
+class _DataFiles:
+    """Places blobs in the files of ranks, one behind the other. Lives for one `build_index`.
+
+    Attributes:
+        ends: of the files so far, by rank.
+    """
+
+    def __init__(self) -> None:
+        self.ends: defaultdict[int, int] = defaultdict(int)
+        # A thousand ranks have a hundred thousand chunks, in a few divisions of few shapes. With
+        # the divisions themselves, whose numbers no other objects have while they exist.
+        self._frames: dict[tuple[int, torch.dtype], tuple[Division, list[tuple[int, int]]]] = {}
+        self._frame = cache(_frame)
+
+    def append(self, dtype: torch.dtype, division: Division) -> ChunkColumns:
+        """The chunks of a tensor."""
+        which = (id(division), dtype)
+        if which not in self._frames:
+            frames = [self._frame(dtype, sizes) for _, sizes in division.boxes]
+            self._frames[which] = division, frames
+
+        ends, offsets = self.ends, array("q")
+        for owner, (before, behind) in zip(division.ranks, self._frames[which][1], strict=True):
+            # The data is aligned, not the blob: the header ends at the data.
+            offset = -(-(ends[owner] + before) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+            ends[owner] = offset + behind
+            offsets.append(offset)
+        return ChunkColumns(division, offsets)
+
+
+def _frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The bytes of a blob before its data, and from there on."""
+    before, _, nbytes = blob_layout(dtype, sizes)
+    return before, nbytes - before
+
+
+def _exported_chunks(
+    export: Export, key: str, own: Division, exported: Mapping[str, SavedTensor]
+) -> list[SavedChunk]:
+    """Adds the exported rows of a tensor to the exported tensors; of an exact export, returns them
+    as the tensor's chunks.
+    """
+    found = []
+    for box, owner in zip(own.boxes, own.ranks, strict=True):
+        for name, _, there, here, file, offset in export.rows(key, box):
+            if export.is_exact:
+                found.append(SavedChunk(here, owner, file, offset))
+            else:
+                chunks = exported[name].chunks
+                assert isinstance(chunks, list), "as `_exported` makes them"
+                chunks.append(SavedChunk(there, owner, file, offset))
+    return found
 
 
 def _exported(export: Export, rank: int | None) -> dict[str, SavedTensor]:

@@ -35,9 +35,13 @@ _MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
+# `json.dumps` would make one for each call.
+_ENCODERS = [json.JSONEncoder(separators=(",", ":"), sort_keys=sorts) for sorts in (False, True)]
+
+
 def to_json(value: object, *, sort_keys: bool = False) -> str:
     """JSON without spaces."""
-    return json.dumps(value, separators=(",", ":"), sort_keys=sort_keys)
+    return _ENCODERS[sort_keys].encode(value)
 
 
 def parse_object(content: bytes, source: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable
+from functools import cache
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -35,10 +36,11 @@ from megatron.core.dist_checkpointing.errors import (
     reason,
     shown,
 )
-from megatron.core.dist_checkpointing.format.index import blob_place
+from megatron.core.dist_checkpointing.format.blob import blob_layout
 from megatron.core.dist_checkpointing.format.manifest import DTYPES, dtype_name, writer_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.holdings import Division
+from megatron.core.dist_checkpointing.layout.saved import ChunkColumns, SavedChunk, SavedTensor
 
 
 def compose_metadata(tensors: Iterable[SavedTensor], plain: Iterable[SavedTensor] = ()) -> bytes:
@@ -115,6 +117,9 @@ class _Composer:
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._files: dict[str, bytes] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
+        # By the division of chunks; all of them exist until the end.
+        self._box_codes: dict[int, bytes] = {}
+        self._place_codes: dict[tuple[int, torch.dtype], list[tuple[bytes, int, bytes]]] = {}
 
         # The pickle first creates and drops these objects, and refers to them later. Their order
         # determines the bytes of every `.metadata`.
@@ -136,24 +141,27 @@ class _Composer:
         keys = {name: self._prepared(_code_of_text(name)) for name in names}
 
         parts += [self._metadata, _BEGIN_OBJECT, text["state_dict_metadata"], _BEGIN_DICT]
-        for tensor in tensors:
+        columns = [ChunkColumns.of(tensor.chunks) for tensor in tensors]
+        for tensor, own in zip(tensors, columns, strict=True):
             parts.append(keys[tensor.key])
-            self._add_tensor(tensor)
+            self._add_tensor(tensor, own)
         for item in plain:
             parts += [keys[item.key], self._bytes, _BLANK_OBJECT]
 
         parts += [pickle.SETITEMS, text["planner_data"], _BEGIN_DICT]
+        code_of_text = cache(_code_of_text)  # names of parameters are in the paths of their states
         for key, code in keys.items():
-            parts += [code, pickle.MARK, *map(_code_of_text, nested_path(key)), pickle.TUPLE]
+            parts += [code, pickle.MARK, *map(code_of_text, nested_path(key)), pickle.TUPLE]
 
         parts += [pickle.SETITEMS, text["storage_data"], _BEGIN_DICT]
-        for tensor in tensors:
-            self._add_places(tensor, keys[tensor.key])
+        for tensor, own in zip(tensors, columns, strict=True):
+            self._add_places(tensor, own, keys[tensor.key])
         for item in plain:
             parts += [self._index, _BEGIN_OBJECT, text["fqn"], keys[item.key]]
             parts += [text["index"], pickle.NONE, _END_OBJECT]
             (chunk,) = item.chunks
-            self._add_place(chunk.file, chunk.offset, item.nbytes)
+            parts += [self._info_until_offset(chunk.file), _code_of_int(chunk.offset)]
+            parts += [text["length"], _code_of_int(item.nbytes), _END_OBJECT]
 
         parts += [pickle.SETITEMS, text["storage_meta"], pickle.NONE]
         parts += [text["version"], _code_of_text(CURRENT_DCP_VERSION), _END_OBJECT, pickle.STOP]
@@ -161,35 +169,63 @@ class _Composer:
         body = b"".join(parts)
         return pickle.PROTO + b"\x04" + pickle.FRAME + len(body).to_bytes(8, "little") + body
 
-    def _add_tensor(self, tensor: SavedTensor) -> None:
+    def _add_tensor(self, tensor: SavedTensor, columns: ChunkColumns) -> None:
         text, parts, size_of = self._text, self._parts, self._size_of
         properties = self._properties_of(tensor.dtype)
         parts += [self._tensor, _BEGIN_OBJECT, text["properties"], properties]
         parts += [text["size"], size_of(tensor.shape)]
         parts += [text["chunks"], pickle.EMPTY_LIST, pickle.MARK]
+        parts += [self._boxes(columns.division), pickle.APPENDS, _END_OBJECT]
 
-        begin, between = self._chunk + _BEGIN_OBJECT + text["offsets"], text["sizes"]
-        for (offsets, sizes), *_ in tensor.chunks:
-            parts += [begin, size_of(offsets), between, size_of(sizes), _END_OBJECT]
-        parts += [pickle.APPENDS, _END_OBJECT]
+    def _boxes(self, division: Division) -> bytes:
+        if id(division) in self._box_codes:
+            return self._box_codes[id(division)]
 
-    def _add_places(self, tensor: SavedTensor, key: bytes) -> None:
+        num_before, size_of = self._num_remembered, self._size_of
+        begin, between = self._chunk + _BEGIN_OBJECT + self._text["offsets"], self._text["sizes"]
+        boxes = (
+            begin + size_of(offsets) + between + size_of(sizes) + _END_OBJECT
+            for offsets, sizes in division.boxes
+        )
+        found = b"".join(boxes)
+        # Written again as it is, once it creates nothing.
+        if self._num_remembered == num_before:
+            self._box_codes[id(division)] = found
+        return found
+
+    def _add_places(self, tensor: SavedTensor, columns: ChunkColumns, key: bytes) -> None:
         begin = self._index + _BEGIN_OBJECT + self._text["fqn"] + key + self._text["offset"]
-        number = self._text["index"]
-        for i, chunk in enumerate(tensor.chunks):
-            offsets = self._size_of(chunk.box.offsets)
-            self._parts += [begin, offsets, number, _code_of_int(i), _END_OBJECT]
-            self._add_place(chunk.file, *blob_place(tensor, chunk))
+        around = self._around_offsets(tensor.dtype, columns.division)
+        for (between, before, behind), offset in zip(around, columns.offsets, strict=True):
+            self._parts += [begin, between, _code_of_int(offset - before), behind]
 
-    def _add_place(self, file: str, blob_offset: int, blob_nbytes: int) -> None:
-        text, parts = self._text, self._parts
+    def _around_offsets(
+        self, dtype: torch.dtype, division: Division
+    ) -> list[tuple[bytes, int, bytes]]:
+        """For each chunk the code between the key of its tensor and the offset of its blob, the
+        bytes of the blob before the data, and the code behind the offset.
+        """
+        which, num_before = (id(division), dtype), self._num_remembered
+        if which in self._place_codes:
+            return self._place_codes[which]
+
+        found, columns = [], zip(division.boxes, division.files, strict=True)
+        for i, ((offsets, sizes), file) in enumerate(columns):
+            header_nbytes, _, nbytes = blob_layout(dtype, sizes)
+            index = self._size_of(offsets) + self._text["index"] + _code_of_int(i) + _END_OBJECT
+            length = self._text["length"] + _code_of_int(nbytes) + _END_OBJECT
+            found.append((index + self._info_until_offset(file), header_nbytes, length))
+        if self._num_remembered == num_before:
+            self._place_codes[which] = found
+        return found
+
+    def _info_until_offset(self, file: str) -> bytes:
         # A file's name is written once, and recalled later.
         name = self._files.get(file)
         if name is None:
             self._files[file], name = self._remembered(_code_of_text(file))
-        parts += [self._info, _BEGIN_OBJECT, text["relative_path"], name]
-        parts += [text["offset"], _code_of_int(blob_offset)]
-        parts += [text["length"], _code_of_int(blob_nbytes), _END_OBJECT]
+        text = self._text
+        return self._info + _BEGIN_OBJECT + text["relative_path"] + name + text["offset"]
 
     def _properties_of(self, dtype: torch.dtype) -> bytes:
         code = self._dtypes.get(dtype)

@@ -21,13 +21,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.dist_checkpointing.format.manifest import data_file
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.distributed.fsdp.layout import Chunk, FlatRange, GlobalLayout
 
@@ -39,9 +41,57 @@ class Holding(NamedTuple):
     ranks: tuple[int, ...] | range  # ascending
 
 
-# The boxes of one tensor that have elements, in the order of their offsets. Given a rank, only this
-# rank's, in time that does not grow with the number of ranks.
-Holdings: TypeAlias = Callable[[int | None], Sequence[Holding]]
+class Division(NamedTuple):
+    """Boxes of one tensor, each with the rank that writes it and its file. Tensors that are sharded
+    alike share one object, so that what follows from it is computed once.
+    """
+
+    boxes: Sequence[Box]
+    ranks: Sequence[int]
+    files: Sequence[str]
+
+    @classmethod
+    def of(cls, shares: Iterable[tuple[Box, int]]) -> Division:
+        """With the ranks' data files."""
+        boxes, ranks = zip(*shares, strict=True) if (shares := list(shares)) else ((), ())
+        return cls(boxes, ranks, list(map(data_file, ranks)))
+
+
+class HeldBoxes(tuple[Holding, ...]):
+    """The boxes of one tensor that have elements, in the order of their offsets."""
+
+    @cached_property
+    def division(self) -> Division | None:
+        """None if several ranks hold a box."""
+        if any(len(ranks) > 1 for _, ranks in self):
+            return None
+        return Division.of((box, ranks[0]) for box, ranks in self)
+
+    @cached_property
+    def _sections(self) -> dict[tuple[int, int], HeldBoxes]:
+        return {}
+
+    def section(self, first_row: int, num_rows: int) -> HeldBoxes:
+        """The same of some rows, as those of a separate tensor."""
+        # Weights and states ask for the same rows, and so do layers with equal layouts.
+        rows = (first_row, num_rows)
+        if rows not in self._sections:
+            self._sections[rows] = HeldBoxes(self._section(*rows))
+        return self._sections[rows]
+
+    def _section(self, first_row: int, num_rows: int) -> Iterator[Holding]:
+        # An expert is one of hundreds of sections: not every one looks at every holding.
+        first = bisect.bisect_right(self, first_row, key=_stop_row)
+        last = bisect.bisect_left(self, first_row + num_rows, key=_first_row)
+        for (offsets, sizes), ranks in self[first:last]:
+            start = max(offsets[0] - first_row, 0)
+            stop = min(offsets[0] + sizes[0] - first_row, num_rows)
+            if start < stop:
+                yield Holding(Box((start, *offsets[1:]), (stop - start, *sizes[1:])), ranks)
+
+
+# Given a rank, only this rank's boxes, in time that does not grow with the number of ranks.
+Holdings: TypeAlias = Callable[[int | None], HeldBoxes]
 
 
 @dataclass(frozen=True)
@@ -49,15 +99,16 @@ class RankMesh:
     """The places of ranks in a mesh, as integers."""
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # row by row, the last axis running fastest
+    ranks: Sequence[int]  # row by row, the last axis running fastest; a range is found in a moment
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankMesh:
-        return cls(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
+        ranks = mesh.mesh.flatten()
+        first, last = int(ranks[0]), int(ranks[-1])
+        regular = range(first, last + 1, max((last - first) // max(len(ranks) - 1, 1), 1))
+        if not torch.equal(ranks, torch.arange(regular.start, regular.stop, regular.step)):
+            return cls(tuple(mesh.shape), tuple(ranks.tolist()))
+        return cls(tuple(mesh.shape), regular)
 
     def coordinate(self, place: int) -> tuple[int, ...]:
         """Of the rank at this place in `ranks`."""
@@ -69,7 +120,7 @@ class RankMesh:
 
     def place(self, rank: int) -> int | None:
         """Of a rank in `ranks`; None if it is not in the mesh."""
-        return self._places.get(rank)
+        return self.ranks.index(rank) if rank in self.ranks else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +154,7 @@ class FlatShards:
         return piece, tuple(sorted(self.mesh.ranks[number :: self._num_pieces]))
 
     @cached_property
-    def _all_holdings(self) -> list[list[Holding]]:
+    def _all_holdings(self) -> list[HeldBoxes]:
         """The holdings of each tensor, in the order of its rows."""
         # Computed once for the weights and all states, which are sharded alike. Sorted by offsets
         # in the buffer, which may differ from the order of ranks in the mesh.
@@ -111,26 +162,26 @@ class FlatShards:
         for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
                 found[chunk.tensor].append(self._holding(chunk, ranks))
-        return found
+        return [HeldBoxes(each) for each in found]
 
     def _holding(self, chunk: Chunk, ranks: tuple[int, ...]) -> Holding:
         tail = self.layout.tensor_shapes[chunk.tensor][1:]
         return Holding(Box((chunk.first_row, *(0,) * len(tail)), (chunk.num_rows, *tail)), ranks)
 
-    def holdings(self, tensor: int, rank: int | None) -> Sequence[Holding]:
+    def holdings(self, tensor: int, rank: int | None) -> HeldBoxes:
         """The holdings of a tensor; with `rank`, only its own."""
         if rank is None:
             return self._all_holdings[tensor]
         if rank not in self._held_by:
             self._held_by[rank] = self._holdings_of(rank)
-        return self._held_by[rank].get(tensor, ())
+        return self._held_by[rank].get(tensor, _NOTHING)
 
     @cached_property
-    def _held_by(self) -> dict[int, dict[int, tuple[Holding, ...]]]:
+    def _held_by(self) -> dict[int, dict[int, HeldBoxes]]:
         """The one holding of each tensor, by rank, for ranks that have been asked about."""
         return {}
 
-    def _holdings_of(self, rank: int) -> dict[int, tuple[Holding, ...]]:
+    def _holdings_of(self, rank: int) -> dict[int, HeldBoxes]:
         place = self.mesh.place(rank)
         if place is None:
             return {}
@@ -138,26 +189,15 @@ class FlatShards:
         # Places that differ by a multiple of the number of pieces hold the same piece.
         piece, ranks = self._piece(place % self._num_pieces)
         chunks = self.layout.chunks(piece)
-        return {chunk.tensor: (self._holding(chunk, ranks),) for chunk in chunks}
+        return {chunk.tensor: HeldBoxes([self._holding(chunk, ranks)]) for chunk in chunks}
 
 
-def section_holdings(
-    whole: Holdings, first_row: int, num_rows: int, rank: int | None
-) -> list[Holding]:
+_NOTHING = HeldBoxes()
+
+
+def section_holdings(whole: Holdings, first_row: int, num_rows: int, rank: int | None) -> HeldBoxes:
     """The holdings of some rows of a tensor as a separate one: a matrix in a fused weight."""
-    # An expert is one of hundreds of sections: not every one looks at every holding.
-    held = whole(rank)
-    first = bisect.bisect_right(held, first_row, key=_stop_row)
-    last = bisect.bisect_left(held, first_row + num_rows, key=_first_row)
-
-    found = []
-    for (offsets, sizes), ranks in held[first:last]:
-        start = max(offsets[0] - first_row, 0)
-        stop = min(offsets[0] + sizes[0] - first_row, num_rows)
-        if start < stop:
-            box = Box((start, *offsets[1:]), (stop - start, *sizes[1:]))
-            found.append(Holding(box, ranks))
-    return found
+    return whole(rank).section(first_row, num_rows)
 
 
 def _first_row(holding: Holding) -> int:
@@ -187,20 +227,20 @@ class EvenShards:
         self._mesh = mesh
         self._sharded_dims = tuple(sharded_dims)
 
-    def holdings(self, rank: int | None) -> Sequence[Holding]:
+    def holdings(self, rank: int | None) -> HeldBoxes:
         """The holdings of all ranks, or of one."""
         if rank is None:
             return self._all_holdings
         place = self._mesh.place(rank)
         if place is None:
-            return ()
-        return self._holdings([(index,) for index in self._mesh.coordinate(place)])
+            return _NOTHING
+        return HeldBoxes(self._holdings([(index,) for index in self._mesh.coordinate(place)]))
 
     @cached_property
-    def _all_holdings(self) -> list[Holding]:
+    def _all_holdings(self) -> HeldBoxes:
         # Made once: many sections may be rows of this tensor.
         found = self._holdings([range(size) for size in self._mesh.shape])
-        return sorted(found, key=lambda holding: holding.box.offsets)
+        return HeldBoxes(sorted(found, key=lambda holding: holding.box.offsets))
 
     def _holdings(self, indices: Sequence[Sequence[int]]) -> list[Holding]:
         """The holdings at these indices of each axis."""
@@ -238,48 +278,37 @@ class EvenShards:
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Holdings:
     """The holdings of a tensor that some ranks hold whole: all ranks, or a single one."""
     # A range finds a rank, and is hashed, in constant time, however many ranks it has.
-    holding = Holding(Box.whole(shape), ranks if isinstance(ranks, range) else tuple(ranks))
-
-    def holdings(rank: int | None) -> Sequence[Holding]:
-        is_held = rank is None or rank in holding.ranks
-        return (holding,) if holding.box.numel and is_held else ()
-
-    return holdings
+    own = ranks if isinstance(ranks, range) else tuple(ranks)
+    held = HeldBoxes([Holding(Box.whole(shape), own)] if math.prod(shape) else ())
+    return lambda rank: held if rank is None or rank in own else _NOTHING
 
 
-def shares(
-    tensors: Sequence[tuple[Holdings, int]], rank: int | None = None
-) -> Iterator[tuple[int, Box, int]]:
+def shares(tensors: Sequence[tuple[Holdings, int]], rank: int | None = None) -> Iterator[Division]:
     """Divides the tensors among the ranks that write them. See [Note: owners].
 
     Args:
         tensors: the holdings of each, and the bytes of one element, in the same order on every
             rank.
         rank: only the parts of this rank, computed from its holdings alone.
-
-    Yields:
-        (the tensor's number, a box of it, the one rank that writes it), in the order of tensors.
     """
     # Each rank has all holdings that it shares with others, so all compute the same totals.
     held = [holdings(rank) for holdings, _ in tensors]
     totals: dict[tuple[int, ...] | range, int] = {}
     for (_, itemsize), holdings in zip(tensors, held, strict=True):
-        for box, ranks in holdings:
-            if len(ranks) > 1:
-                totals[ranks] = totals.get(ranks, 0) + box.numel * itemsize
+        for box, ranks in holdings if holdings.division is None else ():
+            totals[ranks] = totals.get(ranks, 0) + box.numel * itemsize
 
     before = dict.fromkeys(totals, 0)  # bytes that the same ranks hold in earlier holdings
-    for number, ((_, itemsize), holdings) in enumerate(zip(tensors, held, strict=True)):
+    for (_, itemsize), holdings in zip(tensors, held, strict=True):
+        if holdings.division is not None:
+            yield holdings.division
+            continue
+        parts: list[tuple[Box, int]] = []
         for holding in holdings:
-            box, ranks = holding
-            if len(ranks) == 1:
-                yield number, box, ranks[0]
-                continue
-            nbytes = box.numel * itemsize
-            for part, owner in _cut(holding, nbytes, before[ranks], totals[ranks]):
-                if rank is None or owner == rank:
-                    yield number, part, owner
+            nbytes, ranks = holding.box.numel * itemsize, holding.ranks
+            parts += _cut(holding, nbytes, before[ranks], totals[ranks])
             before[ranks] += nbytes
+        yield Division.of(part for part in parts if rank in (None, part[1]))
 
 
 def _cut(holding: Holding, nbytes: int, before: int, total: int) -> Iterator[tuple[Box, int]]:

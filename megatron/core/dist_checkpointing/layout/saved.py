@@ -31,13 +31,14 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
 
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, few
 from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.layout.holdings import Division
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,48 @@ class SavedChunk(NamedTuple):
     offset: int  # bytes from the beginning of the file to the data
 
 
+class ChunkColumns(Sequence[SavedChunk]):
+    """Chunks that take the memory of their offsets, as most tensors are divided like others."""
+
+    def __init__(self, division: Division, offsets: Sequence[int]) -> None:
+        self.division = division
+        self.offsets = offsets
+
+    @classmethod
+    def of(cls, chunks: Sequence[SavedChunk]) -> ChunkColumns:
+        """The same chunks."""
+        if isinstance(chunks, ChunkColumns):
+            return chunks
+        *columns, offsets = map(list, zip(*chunks, strict=True)) if chunks else ([], [], [], [])
+        return cls(Division(*columns), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, number: int) -> SavedChunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[SavedChunk]: ...
+    def __getitem__(self, number: int | slice) -> SavedChunk | Sequence[SavedChunk]:
+        if isinstance(number, slice):
+            return list(self)[number]
+        boxes, ranks, files = self.division
+        return SavedChunk(boxes[number], ranks[number], files[number], self.offsets[number])
+
+    def __iter__(self) -> Iterator[SavedChunk]:
+        return map(SavedChunk, *self.division, self.offsets)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 class SavedTensor(NamedTuple):
     """A tensor, and all of its chunks on all ranks."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: list[SavedChunk]
+    chunks: Sequence[SavedChunk]
 
     @property
     def nbytes(self) -> int:

@@ -96,7 +96,8 @@ class Publication:
             for problem in manifest_problems(manifest, rank, index, source):
                 raise CheckpointError(problem)
             files[manifest_file(rank)] = FileRecord(len(content), digest(content))
-            files[data_file(rank)] = _record(draft, data_file(rank), index.data_file_nbytes(rank))
+            nbytes = index.data_files.get(rank, 0)
+            files[data_file(rank)] = _record(draft, data_file(rank), nbytes)
         for name, (_, nbytes) in ({} if export is None else export.files).items():
             files[name] = _record(draft, name, nbytes)
 

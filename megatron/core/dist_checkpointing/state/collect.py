@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,6 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
@@ -119,6 +118,7 @@ class _Collector:
         self._model = model
         self._rank = rank
         self._ranks = range(world_size)
+        self._ranks_of = cache(RankMesh.of)
         fused = fused_weights(model)
         self._shards: dict[int, FlatShards] = {}  # by id of the group
         # Most layers have equal layouts, and share the computed shards.
@@ -165,19 +165,20 @@ class _Collector:
             # Sorted: all ranks use one order, whichever state each of them has made first.
             found += self._weight(parameter)
             for name in sorted(states) if with_states else ():
-                found += self._state(unit.optimizer, parameter, name, states[name])
+                found += self._state(unit, parameter, name, states[name])
         return found
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-        """The private tensors of each rank; other ranks' tensors have no values here."""
-        # Every rank lays out the files of all, so it needs the entries of the others.
+        """The private tensors of this rank; on rank 0 of each, without values of the others."""
+        # Rank 0 describes the files of all ranks.
+        ranks = self._ranks if self._rank == 0 else (self._rank,)
         names = {name: name.partition(".") for name in sorted(tensors)}
         return [
             self._whole(
                 f"{kind}.{rank}.{rest}", tensors[name], (rank,), is_copied=rank == self._rank
             )
             for name, (kind, _, rest) in names.items()
-            for rank in self._ranks
+            for rank in ranks
         ]
 
     def plain_group(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class _Collector:
         return self._like(parameter, Values(local_tensor(parameter).detach()), "model.", "")
 
     def _state(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, value: Any
+        self, unit: StateUnit, parameter: torch.Tensor, name: str, value: Any
     ) -> list[Entry]:
         fqn = self._fqns[parameter]
         if not isinstance(value, torch.Tensor):
@@ -206,8 +207,8 @@ class _Collector:
             )
 
         values = Values(local_tensor(value).detach())
-        if isinstance(optimizer, RuleOptimizer) and scaled_states.is_scaled(value.dtype):
-            values = ScaledValues(optimizer, parameter, name)
+        if unit.scaled_by is not None and scaled_states.is_scaled(value.dtype):
+            values = ScaledValues(unit.scaled_by, parameter, name)
         if value.shape == parameter.shape and value.dim():
             return self._like(parameter, values, "optimizer.state.", f".{name}")
 
@@ -269,7 +270,7 @@ class _Collector:
             index = group.index_of(parameter)
             holdings = partial(self._shards_of(group).holdings, index)
         elif isinstance(parameter, DTensor):
-            mesh = RankMesh.of(parameter.device_mesh)
+            mesh = self._ranks_of(parameter.device_mesh)
             holdings = EvenShards(parameter.shape, mesh, _sharded_dims(parameter)).holdings
         else:
             holdings = replicated(parameter.shape, self._ranks)
@@ -282,7 +283,7 @@ class _Collector:
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
         if id(group) not in self._shards:
             shards = FlatShards(
-                group.layout, RankMesh.of(group.mesh), sharded_axes(group.placements.optimizer)
+                group.layout, self._ranks_of(group.mesh), sharded_axes(group.placements.optimizer)
             )
             self._shards[id(group)] = self._alike.setdefault(shards, shards)
         return self._shards[id(group)]

@@ -128,7 +128,7 @@ def _seen(case: Case) -> Seen:
     by_module = bool(config.parallel.use_megatron_fsdp)
     plan = plan_offload(model, config.optimizer, by_module=by_module)
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    settings = state_settings(config, world_size, pins_memory=False)
+    settings = state_settings(config, world_size, is_accelerator=False)
     planned = plan_memory(model, settings, plan, rank)
 
     engines.check_memory_on_all_ranks = recorded

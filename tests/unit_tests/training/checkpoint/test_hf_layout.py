@@ -121,8 +121,12 @@ def written(
 
     held = [(each.holdings, each.part.dtype.itemsize) for each in own]
     for rank in range(num_ranks):
-        for number, mine, _ in shares(held, rank):
-            part, values, _ = own[number]
+        own_boxes = (
+            (each, box)
+            for each, division in zip(own, shares(held, rank), strict=True)
+            for box in division.boxes
+        )
+        for (part, values, _), mine in own_boxes:
             place = layout.places[part.rows.name]
             for box in pieces(mine.sizes, piece):
                 where = shifted(box, mine.offsets)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from torch.distributed.tensor import Shard
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.formats import open_checkpoint
-from megatron.core.dist_checkpointing.layout.holdings import shares
+from megatron.core.dist_checkpointing.layout.holdings import Division, shares
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.store import LocalStore
@@ -232,8 +231,9 @@ def test_ranks_with_different_arguments_write_nothing(tmp_path, options, others)
 def test_rows_that_no_rank_holds_are_not_published_as_zeros(tmp_path):
     def save() -> str:
         def without_the_first(*arguments: Any) -> Any:
-            found = shares(*arguments)
-            return islice(found, dist.get_rank(), None)  # rank 1 leaves one out
+            first, *others = shares(*arguments)
+            # Rank 1 leaves one out.
+            return [Division.of([]) if dist.get_rank() else first, *others]
 
         with (
             mock.patch.object(hf_layout, "shares", without_the_first),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
+    HeldBoxes,
     Holding,
     Holdings,
     RankMesh,
@@ -35,6 +36,16 @@ shapes = st.lists(
     min_size=1,
     max_size=6,
 )
+
+
+def each_share(
+    tensors: Sequence[tuple[Holdings, int]], rank: int | None = None
+) -> Iterator[tuple[int, Box, int]]:
+    """The tensor's number, a box of it, and the rank that writes it."""
+    for number, division in enumerate(shares(tensors, rank)):
+        assert division.files == [f"__{owner}_0.distcp" for owner in division.ranks]
+        for box, owner in zip(division.boxes, division.ranks, strict=True):
+            yield number, box, owner
 
 
 @st.composite
@@ -96,7 +107,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
     scalar, own = replicated((), shards.mesh.ranks), replicated((3,), shards.mesh.ranks[-1:])
     tensors += [(scalar, 4), (own, 1)]
     all_shapes = [*shards.layout.tensor_shapes, (), (3,)]
-    written = list(shares(tensors))
+    written = list(each_share(tensors))
     for number, shape in enumerate(all_shapes):
         assert (counts(shape, [box for tensor, box, _ in written if tensor == number]) == 1).all()
     for number, box, owner in written:
@@ -113,10 +124,10 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(shards):
 @given(flat_shards())
 def test_a_rank_computes_its_shares_from_its_holdings_alone(shards):
     tensors = [(partial(shards.holdings, i), 2) for i in range(len(shards.layout.tensor_shapes))]
-    everyone = list(shares(tensors))
+    everyone = list(each_share(tensors))
     for rank in shards.mesh.ranks:
-        assert list(shares(tensors, rank)) == [share for share in everyone if share[2] == rank]
-    assert list(shares(tensors, rank=1000)) == []
+        assert list(each_share(tensors, rank)) == [share for share in everyone if share[2] == rank]
+    assert list(each_share(tensors, rank=1000)) == []
 
 
 @settings(deadline=None)
@@ -124,7 +135,7 @@ def test_a_rank_computes_its_shares_from_its_holdings_alone(shards):
 def test_ranks_with_the_same_holdings_write_the_same_bytes_to_within_a_row(shards):
     tensors = [(partial(shards.holdings, i), 4) for i in range(len(shards.layout.tensor_shapes))]
     nbytes = dict.fromkeys(shards.mesh.ranks, 0)
-    for _, box, owner in shares(tensors):
+    for _, box, owner in each_share(tensors):
         nbytes[owner] += 4 * box.numel
     largest_row = 4 * max(math.prod(shape[1:]) for shape in shards.layout.tensor_shapes)
     groups = {holding.ranks for tensor, _ in tensors for holding in tensor(None)}
@@ -135,7 +146,7 @@ def test_ranks_with_the_same_holdings_write_the_same_bytes_to_within_a_row(shard
 
 def test_the_example_in_the_note_is_right():
     tensors = [(replicated((rows, 2), (0, 1, 2)), 4) for rows in (2, 4, 3)]
-    owners = [[owner] * box.sizes[0] for _, box, owner in shares(tensors)]
+    owners = [[owner] * box.sizes[0] for _, box, owner in each_share(tensors)]
     assert list(itertools.chain(*owners)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -185,14 +196,14 @@ def test_sections_are_the_rows_of_the_whole(shards, data):
 def test_a_section_reads_only_near_chunks():
     """An expert's rows are one of hundreds of sections, on as many ranks."""
 
-    class Seen(list[Holding]):
+    class Seen(HeldBoxes):
         def __getitem__(self, place):
             looked_at.append(place)
             return super().__getitem__(place)
 
     looked_at: list[object] = []
     found = Seen(Holding(Box((4 * n, 0), (4, 3)), (n,)) for n in range(1024))
-    assert section_holdings(lambda _: found, 2002, 4, None) == [
+    assert list(section_holdings(lambda _: found, 2002, 4, None)) == [
         Holding(Box((0, 0), (2, 3)), (500,)),
         Holding(Box((2, 0), (2, 3)), (501,)),
     ]
@@ -201,4 +212,4 @@ def test_a_section_reads_only_near_chunks():
 
 def test_tensors_without_elements_have_no_chunks():
     assert list(replicated((0, 3), (0, 1))(None)) == []
-    assert list(shares([(replicated((0, 3), (0, 1)), 4)])) == []
+    assert list(each_share([(replicated((0, 3), (0, 1)), 4)])) == []

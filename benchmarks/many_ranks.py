@@ -1,0 +1,253 @@
+"""What a rank computes about a run of thousands of ranks: seconds and memory at two numbers of
+them.
+
+    python -m benchmarks.many_ranks
+
+One process, models on the meta device, no memory for tensors: Llama-3-70B, and DeepSeek-V3 with
+671B parameters, whose experts 64 ranks divide among them. Weights and two moments in fp32, sharded
+as ZeRO-3.
+
+    plan            what a run plans before it shards: parameter groups, layouts, memory at rest
+    another rank    in a save: its chunks, their offsets in its file, and their digest
+    rank 0          in a save: the content of `.metadata` and `index.json`, with the offsets of all
+                    chunks in all ranks' files
+    manifests       in a save: rank 0's digests of what each rank must have written
+
+Only what rank 0 does grows with the ranks: its bar is a time for each chunk. The other bars compare
+the larger number of ranks with the smaller one. Sides run interleaved; memory is the peak of
+Python's allocations in a separate run.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.helpers import report
+from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.models import on_meta
+from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from megatron.core.dist_checkpointing.format.index import SavedAs, build_index
+from megatron.core.dist_checkpointing.format.metadata import compose_metadata
+from megatron.core.dist_checkpointing.layout.holdings import (
+    FlatShards,
+    RankMesh,
+    section_holdings,
+)
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL
+from megatron.core.distributed.fsdp.placement import sharded_axes
+from megatron.core.distributed.shard_plan import ShardPlan
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hugging_face import config_from_hf, section_names
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
+from megatron.core.transformer.fused_weight import fused_weights
+
+BENCHMARK = Benchmark(
+    name="many_ranks",
+    question="What a rank plans and describes for 70B dense and 671B mixture models on 1,024 and "
+    "4,096 simulated ranks: rank 0 by the chunk, others flat",
+    ranks=1,
+    full=("--ranks", "1024", "4096", "--rounds=3"),
+    quick=("--ranks", "64", "256", "--layers=2", "--rounds=1"),
+)
+
+LLAMA_3_70B = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3-70B": (LLAMA_3_70B, 1),
+    "DeepSeek-V3": (DEEPSEEK_V3, 64),
+}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def planned(model: GPTModel, num_ranks: int, expert_size: int) -> ShardPlan:
+    """What a run computes before it shards."""
+    parallel = DataParallelConfig(expert_model_parallel_size=expert_size)
+    settings = StateSettings(OptimizerConfig(), parallel, torch.bfloat16, num_ranks)
+    return plan_memory(model, settings, None, num_ranks // 2).shards
+
+
+def tensors_of(model: GPTModel, plan: ShardPlan, num_ranks: int) -> list[SavedAs]:
+    """The weights and moments of a checkpoint, made anew for each save as `collect` does."""
+    fused, alike = fused_weights(model), dict[FlatShards, FlatShards]()
+    found = []
+    for unit in plan.units:
+        prefix = "" if unit.name == THE_MODEL else f"{unit.name}."
+        for group in unit.groups:
+            mesh = RankMesh(group.mesh_shape, range(num_ranks))
+            shards = FlatShards(group.layout, mesh, sharded_axes(group.placements.optimizer))
+            shards = alike.setdefault(shards, shards)
+            for number, parameter in enumerate(group.parameters):
+                name, shape = prefix + parameter.fqns[0], parameter.shape
+                parts = [(name, shape, partial(shards.holdings, number))]
+                if (own := fused.get(name)) is not None:
+                    names = section_names(name, own)
+                    rows = ((own.row_range(section)[0], size) for section, size in own.sections)
+                    parts = [
+                        (part, (size, *shape[1:]), partial(section_holdings, parts[0][2], *where))
+                        for part, where in zip(names, rows, strict=True)
+                        for size in where[1:]
+                    ]
+                keys = ("model.{}", *(f"optimizer.state.{{}}.{moment}" for moment in MOMENTS))
+                found += [
+                    SavedAs(key.format(part), torch.float32, sizes, held)
+                    for key in keys
+                    for part, sizes, held in parts
+                ]
+    return found
+
+
+def sides_of(model: GPTModel, num_ranks: int, expert_size: int) -> dict[str, Callable[[], object]]:
+    """What is measured, by what it is called."""
+    plan, rank = planned(model, num_ranks, expert_size), num_ranks // 2
+    index = build_index("a save", tensors_of(model, plan, num_ranks), {})
+
+    def describe() -> object:
+        own = build_index("a save", tensors_of(model, plan, num_ranks), {})
+        return compose_metadata(own.in_blobs), own.to_bytes()
+
+    def write() -> object:
+        own = build_index("a save", tensors_of(model, plan, num_ranks), {}, rank)
+        return own.layout_of(rank)
+
+    def compare() -> object:
+        vars(index).pop("chunks_by_rank", None)
+        return [index.layout_of(each) for each in range(num_ranks)]
+
+    return {
+        "plan": lambda: planned(model, num_ranks, expert_size),
+        "another rank": write,
+        "rank 0": describe,
+        "manifests": compare,
+    }
+
+
+def seconds_without_garbage(work: Callable[[], object]) -> float:
+    """What another side has left is not collected on this one's account."""
+    gc.collect()
+    return report.seconds(work)
+
+
+def peak_mib(work: Callable[[], object]) -> float:
+    """The peak of Python's allocations."""
+    tracemalloc.start()
+    try:
+        result = work()
+        del result
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures."""
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--ranks", type=int, nargs=2, default=[1024, 4096])
+    parser.add_argument("--layers", type=int, help="default: all of the models'")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+
+    measurements: list[Measurement] = []
+    ratios, facts = [], dict[str, object]()
+    for name, (content, expert_size) in MODELS.items():
+        num_layers = arguments.layers or content["num_hidden_layers"]
+        content = {**content, "num_hidden_layers": num_layers}
+        content |= {"first_k_dense_replace": 1} if arguments.layers and expert_size > 1 else {}
+        description = config_from_hf(content, name)
+        model = on_meta(description.config, description.vocab_size)
+        works = {
+            (f"{num_ranks} ranks", side): work
+            for num_ranks in arguments.ranks
+            for side, work in sides_of(model, num_ranks, expert_size).items()
+        }
+        # A side does not pay for collections of what the others keep.
+        gc.collect()
+        gc.freeze()
+        times = report.interleaved(
+            {which: partial(seconds_without_garbage, work) for which, work in works.items()},
+            arguments.rounds,
+            warm_up=1,
+        )
+        gc.unfreeze()
+        peaks = {which: peak_mib(work) for which, work in works.items()}
+        medians = report.medians(times)
+        for num_ranks in arguments.ranks:
+            where = f"{num_ranks} ranks"
+            group = f"{name}, {where}"
+            own = {side: values for (at, side), values in times.items() if at == where}
+            measurements += measured(own, "s", group)
+            kept = {side: [peak] for (at, side), peak in peaks.items() if at == where}
+            measurements += measured(kept, "MiB", f"{group}: memory")
+            tensors = tensors_of(model, planned(model, num_ranks, expert_size), num_ranks)
+            num_chunks = sum(len(t.chunks) for t in build_index("", tensors, {}).tensors.values())
+            facts[group] = {"chunks": num_chunks, "tensors": len(tensors)}
+            both = medians[where, "rank 0"] + medians[where, "manifests"]
+            ratios.append(
+                Ratio(f"{group}: rank 0, microseconds a chunk", 1e6 * both / num_chunks, at_most=5)
+            )
+        fewer, more = (f"{num_ranks} ranks" for num_ranks in arguments.ranks)
+        for side in ("plan", "another rank"):
+            flat = f"{name}, {side}: {more} / {fewer}"
+            ratios += [
+                Ratio(flat, medians[more, side] / medians[fewer, side], at_most=1.25),
+                Ratio(f"{flat}, memory", peaks[more, side] / peaks[fewer, side], at_most=1.25),
+            ]
+
+    result = Result(
+        tuple(measurements), tuple(ratios), settings=report.settings_of(arguments), facts=facts
+    )
+    report.hand_over(result, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
