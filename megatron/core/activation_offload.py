@@ -159,7 +159,7 @@ class ActivationOffload:
                 behind them.
             fraction: how many of the others move, from 0 to 1, evenly spread. "auto": all in the
                 first steps; once their times are known, as many as move while layers compute, and
-                those for which the device has no room.
+                the layers for which the device has no room.
 
         Raises:
             ValueError: for a layer that is attached already or comes twice; none is attached then.
