@@ -260,7 +260,7 @@ def test_the_largest_activation_fraction_that_is_hidden_is_hidden_and_the_next_i
     found = answer(_with_activations(1.0), Limits(), machine, None)
     assert found.time.exposed_activations > 0
     assert found.activation_fraction == 0.75, "three of the four that may move"
-    assert "largest activation offload fraction that costs nothing  0.75" in format_answer(found)
+    assert "largest activation offload fraction that is hidden  0.75" in format_answer(found)
     assert "of forward" in format_answer(found)
     others = [answer(_with_activations(f), Limits(), machine, None) for f in (0.5, 0.75, "auto")]
     assert [other.time.exposed_activations for other in others] == [0.0] * 3
